@@ -87,7 +87,7 @@ format: .venv/installed ## sort imports, fix what can be fixed, format
 	$(MAIN)/ruff format .
 
 docs: .venv/docs-installed ## build the documentation as a site
-	$(MAIN)/sphinx-build -q -n -W --keep-going -b html docs build/docs
+	$(MAIN)/sphinx-build -q -E -n -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
 docs-test: .venv/docs-installed ## run every snippet of the documentation (about 5 minutes)

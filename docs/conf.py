@@ -36,7 +36,8 @@ autodoc_preserve_defaults = True
 python_use_unqualified_type_names = True
 maximum_signature_line_length = 88
 napoleon_numpy_docstring = False
-napoleon_use_ivar = True
+# The fields of a dataclass are the parameters of its constructor.
+napoleon_custom_sections = [("Attributes", "params_style")]
 napoleon_use_rtype = False
 add_module_names = False
 

@@ -16,6 +16,7 @@ DEMO = Path(jaxmux.__file__).parent / "demo"
 # so contexts of at most 512 tokens and few steps.
 SUBSTITUTIONS = {
     r"/models/[\w.-]+": str(DEMO / "base"),
+    r"pp4,tp2": "pp2,dp2",
     r"max_length = 2048": "max_length = 128",
     r"row_len = 2048": "row_len = 128",
     r"(steps ?= ?)[5-9]\d\d": r"\g<1>4",
