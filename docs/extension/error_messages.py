@@ -146,7 +146,7 @@ class _Module:
         return None if maker is None else _name(maker.returns)
 
     def _maker(self, call: ast.Call) -> _FUNCTIONS | None:
-        if ast.unparse(call.func) == "parser.error":  # argparse
+        if _is_parser_error(call):
             return None
         name = _name(call.func)
         own = self._functions.get(name)
@@ -167,7 +167,7 @@ class _Module:
             for text in _Scope(self, function, {}, 0).texts(call.args[1]):
                 text = f"{PLACEHOLDER} should be {text}, found {PLACEHOLDER}"
                 yield Message("error", text, self._path, call.lineno)
-        elif ast.unparse(call.func) == "parser.error":
+        elif _is_parser_error(call):
             yield from self._messages("usage", call, function)
 
     def _messages(self, kind: str, node: ast.AST, function: _FUNCTIONS | None) -> Iterator[Message]:
@@ -265,6 +265,11 @@ def _name(node: ast.AST | None) -> str | None:
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else None
+
+
+def _is_parser_error(call: ast.Call) -> bool:
+    """True for `parser.error(…)` of argparse."""
+    return _name(call.func) == "error" and ast.unparse(call.func) == "parser.error"
 
 
 def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign | ast.NamedExpr]]:

@@ -71,7 +71,6 @@ def test_every_folder_has_a_title(messages):
         lambda folder: LoRA(rank=0),
         lambda folder: LoRA(trained_tokens=(3, 3)),
         lambda folder: jaxmux.load_backbone(folder),
-        lambda folder: jaxmux.load_tokenizer(folder),
         lambda folder: jaxmux.import_adapter(folder / "nowhere", None),
         lambda folder: jaxmux.RunOptions(mesh="pp0"),
     ],
