@@ -90,7 +90,7 @@ docs: .venv/docs-installed ## build the documentation as a site
 	$(MAIN)/sphinx-build -q -E -n -W --keep-going -b html docs build/docs
 	@echo "open build/docs/index.html"
 
-docs-test: .venv/docs-installed ## run every snippet of the documentation (about 5 minutes)
+docs-test: .venv/docs-installed ## run every snippet of the documentation (about 10 minutes)
 	$(MAIN)/pytest --timeout 600 -m "not gpu" tests/docs
 
 clean: ## remove environments and caches, but no training runs
