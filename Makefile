@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft test-trackers test-ui lint format clean
+.PHONY: help demo test test-devices test-meshes test-peft test-trackers test-ui lint format docs docs-test clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -55,6 +55,10 @@ endif
 .venv-trackers/installed: pyproject.toml constraints.txt
 	$(call create-venv,.venv-trackers,12,$(PYTHONS),PYTHON)
 	.venv-trackers/bin/$(PIP_INSTALL) --constraint constraints.txt --editable '.[test,wandb,mlflow]'
+
+.venv/docs-installed: .venv/installed constraints-docs.txt
+	$(MAIN)/$(PIP_INSTALL) --constraint constraints.txt --constraint constraints-docs.txt \
+		--editable '.[docs]'
 	@touch $@
 
 WORKERS = 2
@@ -92,6 +96,13 @@ lint: .venv/installed ## check style and formatting
 format: .venv/installed ## sort imports, fix what can be fixed, format
 	$(MAIN)/ruff check --fix .
 	$(MAIN)/ruff format .
+
+docs: .venv/docs-installed ## build the documentation as a site
+	$(MAIN)/sphinx-build -q -E -n -W --keep-going -b html docs build/docs
+	@echo "open build/docs/index.html"
+
+docs-test: .venv/docs-installed ## run every snippet of the documentation (about 10 minutes)
+	$(MAIN)/pytest --timeout 600 -m "not gpu" tests/docs
 
 clean: ## remove environments and caches, but no training runs
 	rm -rf .venv .venv-peft .venv-trackers .cache .pytest_cache .ruff_cache build dist *.egg-info

@@ -32,8 +32,8 @@ class Source:
         objects), a `.csv` or `.tsv` file (its first row names the fields), one of these with `.gz`
         or `.zst` behind it, a `.parquet` file, or "hf:" followed by the name of a Hugging Face
         dataset ("hf:tatsu-lab/alpaca") or by the folder of a dataset that `save_to_disk` wrote. A
-        path with "*" or "?" stands for all files that match, in the order of their names:
-        "data/part-*.jsonl". In a `Task`, "jaxmux:" may come before the path of a file
+        path with `*` or `?` stands for all files that match, in the order of their names:
+        `"data/part-*.jsonl"`. In a `Task`, "jaxmux:" may come before the path of a file
         that ships with jaxmux, as in "jaxmux:demo/tasks/NAME.jsonl".
       split: split of a Hugging Face dataset. Sources without splits accept only "train".
       form: the fields of a record and how they become text. "prompt_completion" has the fields
@@ -57,7 +57,7 @@ class Source:
         fields, records without target tokens. "error" raises a DataError for the first one, "skip"
         leaves them out and counts them.
       special_tokens: the treatment of text that spells a special token of the tokenizer, such as
-        "<|im_end|>" or "</s>". "parse" lets it become this token, so that data can end a turn or a
+        `<|im_end|>` or `</s>`. "parse" lets it become this token, so that data can end a turn or a
         sample early. "escape" puts a space behind its first character, so that it stays text.
       columns: by field of the form, the name of this field in the records, as in {"prompt":
         "question", "completion": "answer"}. Fields that are not named keep their own names. With

@@ -65,6 +65,7 @@ class Bottleneck:
 
     With the residual stream x before a sub-block and the sub-block's output h, the stream behind it
     becomes
+
     - "pfeiffer": x + h + f(x + h) behind the MLP (Pfeiffer et al. 2021; AdapterHub's seq_bn);
     - "houlsby": x + h + f(h) behind attention and behind the MLP (Houlsby et al. 2019;
       double_seq_bn);

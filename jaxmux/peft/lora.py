@@ -70,8 +70,8 @@ class LoRA:
         components explain more of the variance get more of them, others fewer or none. The scale
         stays that of `rank`, and the adapter is a LoRA of the largest rank that a linear may get.
         PEFT reads data until the components converge; jaxmux reads `calibration_tokens` tokens.
-        With the others, A and B are parts of the linear's weight, and what is added to it is `scale
-        · (A B - A0 B0)` for their initial values A0 and B0, so that training begins at the
+        With the others, A and B are parts of the linear's weight, and what is added to it is
+        `scale · (A B - A0 B0)` for their initial values A0 and B0, so that training begins at the
         backbone, which stays as it is. "pissa" takes the largest singular values with their vectors
         (PiSSA, Meng et al. 2024), "pissa_niter_N" an approximation with N power iterations, N from
         0 to 99, which is faster, and "olora" the first columns of the weight, made orthonormal

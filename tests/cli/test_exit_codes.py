@@ -1,4 +1,4 @@
-"""An exception of a command becomes one line and the exit code that the README promises."""
+"""An exception of a command becomes one line and the exit code that the documentation promises."""
 
 import errno
 import re
@@ -68,10 +68,10 @@ def test_the_code_of_the_command_is_kept(code):
     assert exit_code_of(lambda: code) == code
 
 
-def test_the_readme_lists_the_codes():
+def test_the_documentation_lists_the_codes():
     """And no other ones."""
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    listed = set(re.findall(r"^\| (\d+)(?:, (\d+))? \|", readme, re.MULTILINE))
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    listed = set(re.findall(r"^\| (\d+)(?:, (\d+))? \|", page, re.MULTILINE))
     codes = {int(code) for row in listed for code in row if code}
     own = {exit_codes.TASK_FAILED, exit_codes.REFUSED, exit_codes.BROKE}
     assert codes == own | {0, 128 + signal.SIGINT, 128 + signal.SIGTERM}

@@ -181,7 +181,10 @@ def test_the_package_for_zstd_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.jsonl.zst").touch()
     with pytest.raises(DataError, match=r"a.jsonl.zst: .* pip install backports\.zstd"):
         read(tmp_path / "a.jsonl.zst")
-    assert "pip install backports.zstd" in (Path(__file__).parents[2] / "README.md").read_text()
+    assert (
+        "pip install backports.zstd"
+        in (Path(__file__).parents[2] / "docs" / "your_data.md").read_text()
+    )
 
 
 @pytest.mark.parametrize("name", ["a.gz", "a.txt.gz", "a.parquet.gz", "a.jsonl.bz2", "a"])

@@ -198,7 +198,7 @@ def test_corrupt_parquet_is_named(tmp_path):
     ("path", "package", "extra"),
     [("a.parquet", "pyarrow", "parquet"), ("hf:some/set", "datasets", "datasets")],
 )
-def test_missing_optional_package_is_named_with_the_command_of_the_readme(
+def test_missing_optional_package_is_named_with_the_documented_command(
     tmp_path, monkeypatch, path, package, extra
 ):
     monkeypatch.setitem(sys.modules, package, None)
@@ -207,7 +207,7 @@ def test_missing_optional_package_is_named_with_the_command_of_the_readme(
     command = f"pip install '.[{extra}]'"
     with pytest.raises(DataError, match=re.escape(command)):
         read(path)
-    assert command in (Path(__file__).parents[2] / "README.md").read_text()
+    assert command in (Path(__file__).parents[2] / "docs" / "your_data.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -85,12 +85,12 @@ def test_unknown_option_gets_a_hint(argument, hint, capsys):
     assert hint in capsys.readouterr().err
 
 
-def test_help_lists_the_exit_codes_of_the_readme(capsys):
+def test_help_lists_the_exit_codes_of_the_documentation(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     listed = " ".join(capsys.readouterr().out.split("Exit codes:")[1].split("options:")[0].split())
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    rows = re.findall(r"^\| (\d[\d, ]*) \| (.*) \|$", readme, re.MULTILINE)
+    page = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    rows = re.findall(r"^\| (\d[\d, ]*) \| (.*) \|$", page, re.MULTILINE)
     assert " ".join(f"{code} {meaning}" for code, meaning in rows) == listed
 
 
