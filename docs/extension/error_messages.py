@@ -24,6 +24,8 @@ AREAS = {
     "jaxmux/models": "Backbones and checkpoints",
     "jaxmux/planner": "Plans, profiles, meshes and memory",
     "jaxmux/engine": "Engine",
+    "jaxmux/generation": "Generation",
+    "jaxmux/ui": "The page of a run",
     "jaxmux/profiling": "Measuring profiles",
     "pallas_kernels": "Kernels",
 }
