@@ -46,6 +46,8 @@ LEAST_SPEED = {"1x1": 160, "64x8": 4_000}
 HF = "Hugging Face"
 # Bytes of the array that is copied to measure the bandwidth.
 _COPIED = 2**31
+# Copies in one measurement.
+_COPIES = 8
 
 
 class NumberTokenizer:
@@ -174,17 +176,21 @@ def copy_bandwidth(size: int) -> float:
     # The sign changes, so that the copy is not left out.
     copy = jax.jit(lambda x: -x)
     seconds = []
-    for _ in range(12):
+    for _ in range(6):
         start = time.perf_counter()
-        jax.block_until_ready(copy(array))
-        seconds.append(time.perf_counter() - start)
-    return 2 * array.nbytes / statistics.median(seconds[2:])
+        for _ in range(_COPIES):
+            # Copies follow each other without a pause of the device.
+            last = copy(array)
+        jax.block_until_ready(last)
+        seconds.append((time.perf_counter() - start) / _COPIES)
+    return 2 * array.nbytes / statistics.median(seconds[1:])
 
 
 def hugging_face(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """By case, what Hugging Face does."""
     script = Path(__file__).with_name("benchmark_generate_hf.py")
     command = [args.hf_python, str(script), "--cases", *args.cases, "--device", args.hf_device]
+    command += ["--runs", str(args.hf_runs)]
     for size in ("rank", "layers", "hidden", "vocab", "prompt_len", "new_tokens"):
         command += [f"--{size}", str(getattr(args, size))]
     found = {}
@@ -214,6 +220,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
         "--hf_python", default=sys.executable, help="Python interpreter that has torch and peft"
     )
     parser.add_argument("--hf_device", default="cuda")
+    parser.add_argument("--hf_runs", type=int, default=3)
     return parser.parse_args(arguments)
 
 
