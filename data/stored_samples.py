@@ -46,7 +46,8 @@ class TokenFile:
           DataError: the file cannot be written.
         """
         begin = (self._written + len(self._tail)) // _TOKEN.itemsize
-        self._tail += np.where(sample.target_mask, sample.input_ids, ~sample.input_ids).tobytes()
+        stored = np.where(sample.target_mask, sample.input_ids, ~sample.input_ids)
+        self._tail += stored.astype(_TOKEN).tobytes()
         if len(self._tail) >= _TOKENS_IN_MEMORY * _TOKEN.itemsize:
             self._write()
         return begin

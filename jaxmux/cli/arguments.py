@@ -424,6 +424,8 @@ def _parse_with_bindings(
 
 def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoReturn:
     """Exits with a message; `hint` is for arguments that no option resembles."""
-    options = re.findall(r"--[a-z_]+", parser.format_usage())
-    similar = did_you_mean(argument.partition("=")[0], options)
+    options = re.findall(r"--([a-z_]+)", parser.format_usage())
+    # Without the dashes, which make all options look alike.
+    name = argument.partition("=")[0].removeprefix("--")
+    similar = did_you_mean(name, options).replace("mean ", "mean --", 1)
     parser.error(f"unknown argument {argument}; {similar or hint}")

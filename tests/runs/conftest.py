@@ -253,10 +253,11 @@ def _merged(weights, spec, adapter):
 
 @pytest.fixture(scope="session")
 def adapter_bytes():
-    """What a folder of PEFT adapters holds, by path."""
+    """What a folder of PEFT adapters holds, by path, but for the cards, which name their tasks."""
 
     def read(folder: Path) -> dict[str, bytes]:
-        files = sorted(p for p in Path(folder).rglob("*") if p.is_file())
+        found = Path(folder).rglob("*")
+        files = sorted(p for p in found if p.is_file() and p.name != "README.md")
         return {str(p.relative_to(folder)): p.read_bytes() for p in files}
 
     return read

@@ -121,6 +121,7 @@ def test_numbers_that_are_not_finite_are_not_tracked(fake, tmp_path):
 
     class Directory:
         metrics, held_out = tmp_path / "metrics.jsonl", tmp_path / "held_out.jsonl"
+        rounds = tmp_path / "rounds.jsonl"
 
     writer = MetricsWriter(Directory, RunPosition(), trackers, said.append)
     fields = {"target_tokens": 1, "tokens": 1, "computed_tokens": 1, "skipped": True}
