@@ -2,16 +2,12 @@
 
 import argparse
 import re
-import shutil
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
-
-from jaxmux.similar_names import did_you_mean
 
 from . import help_texts
 from .generate_options import add_generate_options, check_generate_options
+from .option_parsing import add_config, command_parser, parse_options, parse_with_bindings
 from .option_types import count, in_range, not_negative, not_negative_integer, port, seed
 
 # `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
@@ -27,8 +23,8 @@ DEFAULT_ROUNDS = 8
 
 def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
-    parser = _parser(prog, help_texts.TRAIN, epilog=help_texts.CONFIG)
-    _add_config(parser)
+    parser = command_parser(prog, help_texts.TRAIN, epilog=help_texts.CONFIG)
+    add_config(parser)
     parser.add_argument("--run_dir", metavar="DIR", help="default: runs/NAME of the last config")
     parser.add_argument(
         "--restart", action="store_true", help="delete the files of earlier training first"
@@ -60,7 +56,7 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     several.add_argument("--processes", type=count, metavar="N", help="number of processes")
     several.add_argument("--process", type=seed, metavar="I", help="number of this process, from 0")
-    options = _parse_with_bindings(parser, arguments)
+    options = parse_with_bindings(parser, arguments)
     _check_processes(parser, options)
     if not options.ui and (options.port is not None or options.host != _HOST):
         parser.error("--host and --port are for the page of --ui")
@@ -103,8 +99,8 @@ def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the planning command; `bindings` has the config's parameters as NAME=VALUE."""
-    parser = _parser(prog, help_texts.PLAN)
-    _add_config(parser)
+    parser = command_parser(prog, help_texts.PLAN)
+    add_config(parser)
     parser.add_argument(
         "--mesh",
         default="pp1",
@@ -141,7 +137,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     fits.add_argument(
         "--backbone", metavar="DIR", help="folder with a config.json; default: the config's"
     )
-    options = _parse_with_bindings(parser, arguments)
+    options = parse_with_bindings(parser, arguments)
     if options.fits and (options.mesh != "pp1" or options.rounds):
         parser.error("--fits is for one device and plans no rounds; leave --mesh and --rounds out")
     if options.backbone and not options.fits:
@@ -153,8 +149,8 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that shows data; `bindings` has the config's parameters."""
-    parser = _parser(prog, help_texts.DATA)
-    _add_config(parser)
+    parser = command_parser(prog, help_texts.DATA)
+    add_config(parser)
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(
         "--samples",
@@ -164,14 +160,14 @@ def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="samples to show of each source; default: 3",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead")
-    options = _parse_with_bindings(parser, arguments)
+    options = parse_with_bindings(parser, arguments)
     options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options
 
 
 def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the profiling command."""
-    parser = _parser(prog, help_texts.PROFILE)
+    parser = command_parser(prog, help_texts.PROFILE)
     backbone = parser.add_mutually_exclusive_group(required=True)
     backbone.add_argument(
         "--backbone", metavar="DIR", help="checkpoint folder; only its config.json is read"
@@ -221,7 +217,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="TASKSxLENGTHxRANKxTOKENS[xROW_LENGTH], e.g. 3x2048x32x6144",
     )
     check.add_argument("--layers", type=count, metavar="N", help="default: all layers")
-    options = _parse(parser, arguments)
+    options = parse_options(parser, arguments)
     if not options.check and not options.out:
         parser.error("--out is required: the file for the profile")
     return options
@@ -229,7 +225,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that completes prompts."""
-    parser = _parser(prog, help_texts.GENERATE)
+    parser = command_parser(prog, help_texts.GENERATE)
     add_generate_options(parser)
     parser.add_argument(
         "--dtype", default="auto", choices=("auto", "bfloat16", "float32"), help="default: auto"
@@ -239,14 +235,14 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
-    options = _parse(parser, arguments)
+    options = parse_options(parser, arguments)
     check_generate_options(parser, options)
     return options
 
 
 def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that evaluates adapters."""
-    parser = _parser(prog, help_texts.EVAL)
+    parser = command_parser(prog, help_texts.EVAL)
     parser.add_argument("--run_dir", metavar="DIR", help="run directory of `jaxmux train`")
     parser.add_argument(
         "--task", action="append", metavar="NAME", help="may be repeated; default: all tasks"
@@ -282,7 +278,7 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
-    options = _parse(parser, arguments)
+    options = parse_options(parser, arguments)
     names = ("backbone", "adapter", "max_length", "dtype", "backbone_format")
     given = [name for name in names if getattr(options, name)]
     if options.run_dir and given:
@@ -297,7 +293,9 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that exports adapters."""
-    parser = _parser(prog, "Writes Hugging Face PEFT adapters from the checkpoints of training.")
+    parser = command_parser(
+        prog, "Writes Hugging Face PEFT adapters from the checkpoints of training."
+    )
     parser.add_argument(
         "--run_dir", required=True, metavar="DIR", help="run directory of `jaxmux train`"
     )
@@ -326,17 +324,17 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="write whole checkpoints, with the adapter merged into the weights of the backbone "
         "(all kinds but Bottleneck and PromptTuning)",
     )
-    return _parse(parser, arguments)
+    return parse_options(parser, arguments)
 
 
 def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the command that shows a training run."""
-    parser = _parser(prog, help_texts.UI)
+    parser = command_parser(prog, help_texts.UI)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory of `jaxmux train`")
     _add_address(parser)
     # For `jaxmux train --ui`.
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
-    return _parse(parser, arguments)
+    return parse_options(parser, arguments)
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
@@ -370,62 +368,3 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
 
 # What JAX and the engine take beside training would be all of a smaller device.
 _device_gib = in_range(float, 2, 1e6, "a size in GiB of at least 2")
-
-
-def _parser(prog: str, description: str, epilog: str | None = None) -> argparse.ArgumentParser:
-    width = min(100, shutil.get_terminal_size().columns)
-    return argparse.ArgumentParser(
-        prog=prog,
-        description=description,
-        epilog=epilog,
-        formatter_class=lambda prog: _HelpFormatter(prog, width=width),
-        allow_abbrev=False,
-    )
-
-
-class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Breaks lines at spaces only, not within an option such as --gin.NAME."""
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
-
-
-def _add_config(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
-    )
-    parser.add_argument(
-        "--gin.NAME",
-        dest="_",
-        metavar="VALUE",
-        help="set one parameter, e.g. --gin.Task.max_length=512; a string needs quotes of its own: "
-        "'--gin.Task.data=\"a.jsonl\"'",
-    )
-    # Another form of --gin.NAME=VALUE, which programs of other projects have.
-    parser.add_argument("--gin_param", action="append", default=[], help=argparse.SUPPRESS)
-
-
-def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    options, others = parser.parse_known_args(arguments)
-    if others:
-        _refuse(parser, others[0], "--help lists the options")
-    return options
-
-
-def _parse_with_bindings(
-    parser: argparse.ArgumentParser, arguments: Sequence[str]
-) -> argparse.Namespace:
-    options, others = parser.parse_known_args(arguments)
-    if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
-        _refuse(parser, unknown[0], "a parameter is set by --gin.NAME=VALUE")
-    options.bindings = options.gin_param + [other.removeprefix("--gin.") for other in others]
-    return options
-
-
-def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoReturn:
-    """Exits with a message; `hint` is for arguments that no option resembles."""
-    options = re.findall(r"--([a-z_]+)", parser.format_usage())
-    # Without the dashes, which make all options look alike.
-    name = argument.partition("=")[0].removeprefix("--")
-    similar = did_you_mean(name, options).replace("mean ", "mean --", 1)
-    parser.error(f"unknown argument {argument}; {similar or hint}")

@@ -194,7 +194,11 @@ def test_blocks_of_the_page_are_replaced_and_the_rest_is_kept(
     records = {"grouped_lora": op_records, "step": step_records, "dram": dram_records}
     dots = step_records[-1] | {"implementation": "jaxmux, remat=dots"}
     full = dots | {"implementation": "jaxmux, remat=full", "ms_median": 1.5 * dots["ms_median"]}
-    records |= {"profile": [profile, in_float8], "packing": [], "remat": [*step_records[:2], dots, full]}
+    records |= {
+        "profile": [profile, in_float8],
+        "packing": [],
+        "remat": [*step_records[:2], dots, full],
+    }
     gap = {"name": "gap", "value": 0.01, "unit": "", "bound": 0.05, "baselines": {"greedy": 0.2}}
     records |= {"planner": [gap | {"command": "python planner.py"}]}
     page = benchmark_tables.with_tables(blocks, records)

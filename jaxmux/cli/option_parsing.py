@@ -1,0 +1,97 @@
+"""Parsers of options, and hints at misspelt ones. This module does not import JAX, so that `--help`
+is fast."""
+
+import argparse
+import re
+import shutil
+import textwrap
+from collections.abc import Sequence
+from typing import NoReturn
+
+from jaxmux.similar_names import did_you_mean
+
+
+def command_parser(
+    prog: str, description: str, epilog: str | None = None
+) -> argparse.ArgumentParser:
+    """A parser without options.
+
+    Args:
+      prog: name of the program that the help shows.
+      description: text before the options.
+      epilog: text behind them.
+    """
+    width = min(100, shutil.get_terminal_size().columns)
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog=epilog,
+        formatter_class=lambda prog: _HelpFormatter(prog, width=width),
+        allow_abbrev=False,
+    )
+
+
+class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Breaks lines at spaces only, not within an option such as --gin.NAME."""
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
+
+
+def add_config(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that name a config and set its parameters.
+
+    Args:
+      parser: the parser of a command.
+    """
+    parser.add_argument(
+        "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
+    )
+    parser.add_argument(
+        "--gin.NAME",
+        dest="_",
+        metavar="VALUE",
+        help="set one parameter, e.g. --gin.Task.max_length=512; a string needs quotes of its own: "
+        "'--gin.Task.data=\"a.jsonl\"'",
+    )
+    # Another form of --gin.NAME=VALUE, which programs of other projects have.
+    parser.add_argument("--gin_param", action="append", default=[], help=argparse.SUPPRESS)
+
+
+def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command without a config; exits with a message at an unknown one.
+
+    Args:
+      parser: the parser of the command.
+      arguments: the arguments behind the name of the command.
+    """
+    options, others = parser.parse_known_args(arguments)
+    if others:
+        _refuse(parser, others[0], "--help lists the options")
+    return options
+
+
+def parse_with_bindings(
+    parser: argparse.ArgumentParser, arguments: Sequence[str]
+) -> argparse.Namespace:
+    """The options of a command with a config; `bindings` has the config's parameters as NAME=VALUE.
+    Exits with a message at an unknown option.
+
+    Args:
+      parser: the parser of the command.
+      arguments: the arguments behind the name of the command.
+    """
+    options, others = parser.parse_known_args(arguments)
+    if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
+        _refuse(parser, unknown[0], "a parameter is set by --gin.NAME=VALUE")
+    options.bindings = options.gin_param + [other.removeprefix("--gin.") for other in others]
+    return options
+
+
+def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoReturn:
+    """Exits with a message; `hint` is for arguments that no option resembles."""
+    options = re.findall(r"--([a-z_]+)", parser.format_usage())
+    # Without the dashes, which make all options look alike.
+    name = argument.partition("=")[0].removeprefix("--")
+    similar = did_you_mean(name, options).replace("mean ", "mean --", 1)
+    parser.error(f"unknown argument {argument}; {similar or hint}")
