@@ -48,7 +48,7 @@ ifdef TORCH_INDEX
 	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt --no-deps --index-url $(TORCH_INDEX) torch
 endif
 	$(PEFT)/$(PIP_INSTALL) --constraint constraints-peft.txt torch transformers peft bitsandbytes \
-		compressed-tensors safetensors numpy pytest
+		compressed-tensors trl safetensors numpy pytest
 	@touch $@
 
 # The newest versions, because both packages speak to servers that change.
