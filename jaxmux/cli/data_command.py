@@ -9,11 +9,12 @@ from rich.console import Console
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine.task_data import read_data
+from jaxmux.engine.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import check_names
 from jaxmux.similar_names import did_you_mean
+from jaxmux.sweeps import expanded
 from jaxmux.tasks import Task
 
 from . import gin_bindings
@@ -32,7 +33,8 @@ def run(options: argparse.Namespace) -> int:
     chosen = _tasks(config, options.task)
     folder = resolve_backbone(config.backbone)
     backbone, tokenizer = BackboneConfig.from_folder(folder), load_tokenizer(folder)
-    data = {task.name: read_data(task, backbone, tokenizer) for task in chosen}
+    loaded = Loaded()
+    data = {task.name: read_data(task, backbone, tokenizer, loaded) for task in chosen}
     tasks = [report_task(task, data[task.name], tokenizer, options.samples) for task in chosen]
     packing = report_packing(data, config.tokens_per_microbatch, config.row_len, config.chunk_len)
     if options.json:
@@ -49,9 +51,11 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tasks(config: RunConfig, names: Sequence[str] | None) -> list[Task]:
-    """The tasks with these names; all if there are no names."""
-    check_names(config.tasks)
-    known = {task.name: task for task in config.tasks}
+    """The tasks with these names; all if there are no names. A sweep stands for the tasks of its
+    configurations."""
+    tasks = expanded(config.tasks)
+    check_names(tasks)
+    known = {task.name: task for task in tasks}
     for name in names or ():
         if name not in known:
             hint = did_you_mean(name, known) or f"the tasks are {', '.join(known)}"

@@ -121,6 +121,20 @@ def test_a_task_can_be_chosen(config, capsys):
     assert capsys.readouterr().err.strip() == error
 
 
+def test_a_sweep_stands_for_its_configurations(config, tmp_path, capsys):
+    path = tmp_path / "sweep.gin"
+    path.write_text(
+        CONFIG.format(folder=tmp_path)
+        + "fine_tune.tasks = [@chat/Task(), @plain/Sweep()]\n"
+        + "plain/Sweep.task = @plain/Task()\n"
+        + "plain/Sweep.space = {'max_length': [4, 40]}\n"
+    )
+    assert main([f"--gin_file={path}", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["tasks"]
+    assert list(found) == ["chat", "plain-max_length_4", "plain-max_length_40"]
+    assert found["plain-max_length_4"]["longest"] == 4 < found["plain-max_length_40"]["longest"]
+
+
 def test_data_that_cannot_be_trained_on_are_refused_with_their_place(config, tmp_path, capsys):
     assert main([config, "--gin.a/Source.on_bad_record='error'"]) == 2
     assert f"error: task 'chat': {tmp_path}/a.jsonl:3: " in capsys.readouterr().err
