@@ -190,7 +190,8 @@ class RunConsole:
             self.say(
                 f"\nsweep {sweep.name}, the best of {len(sweep.tasks())} configurations first:"
             )
-            self.console.print(sweep_table(sweep, summary))
+            # A value such as the expression [qv]_proj is no markup of rich.
+            self.console.print(sweep_table(sweep, summary), markup=False)
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "
             f"({summary.effective_tokens_per_second:,.0f} without padding, "

@@ -162,11 +162,13 @@ def _places(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> lis
 
 
 def _wrapped(text: str) -> str:
-    """A label of several lines where it is long."""
+    """A label of several lines where it is long. Dollar signs are no formulas of matplotlib, and
+    characters that no font has, such as halves of surrogate pairs, become spaces."""
     import textwrap
 
-    lines = textwrap.wrap(text, 18) or [text]
-    return "\n".join(lines[:3] + ["…"] * (len(lines) > 3))
+    plain = "".join(c if c.isprintable() else " " for c in text)
+    lines = textwrap.wrap(plain, 18) or [plain]
+    return "\n".join(lines[:3] + ["…"] * (len(lines) > 3)).replace("$", r"\$")
 
 
 def _marker(result: str) -> str:

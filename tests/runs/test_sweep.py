@@ -3,18 +3,21 @@
 import io
 import json
 import re
+from types import SimpleNamespace
 
 import gin
 import pytest
 from rich.console import Console
 
-from jaxmux import AdamW, PlanningError, RunDirectoryError, Sweep, TaskError
+from jaxmux import AdamW, PlanningError, RunDirectoryError, Sweep, Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
 from jaxmux.engine import task_data
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.runs import checkpoints, read_task
+from jaxmux.runs.console import RunConsole
 from jaxmux.runs.summary import Summary
+from jaxmux.runs.sweep_plot import plot_sweeps
 from jaxmux.runs.sweep_results import sweep_table
 
 RATES = [1e-4, 3e-2, 1e-2, 1e30]
@@ -253,3 +256,20 @@ def test_plan_shows_all_configurations(write_config, capsys):
     shown = capsys.readouterr().out
     assert "the plan is of the first 1 of 2 tasks; the others wait" in shown
     assert "tiny-rank_4" not in shown
+
+
+def test_values_of_any_characters_are_shown(tmp_path):
+    values = ["[qv] from $5 to $6_", "$^$ [/b]", "two\nlines\ud800\0"]
+    task = Task("base", "a.jsonl", steps=3, validation_fraction=0.1)
+    sweep = Sweep(task, {"sample_prompt": values})
+    losses = {"train_loss_first": 2.0, "train_loss_last": 1.0, "eval_loss": 1.0}
+    result = {"status": "succeeded", "steps": 3, "skipped": 0, "eval_target_tokens": 5} | losses
+    results = {own.name: result for own in sweep.tasks()}
+    summary = Summary(results, *[0] * 4, {}, sweeps={"base": dict.fromkeys(results, {})})
+    path, text = tmp_path / "sweep.png", io.StringIO()
+    plot_sweeps([sweep], summary, {name: {0: 2.0, 3: 1.0} for name in results}, path)
+    assert path.stat().st_size > 10_000
+    directory = SimpleNamespace(sweep_results="", sweep_plot=path, adapter=str)
+    console = RunConsole(Console(file=text, width=80))
+    console.summarise(summary, directory, SimpleNamespace(vocab_size=9), [sweep])
+    assert all(value in text.getvalue() for value in values[:2])
