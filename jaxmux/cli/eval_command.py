@@ -105,14 +105,14 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
     # Fields and loss masks are those of the task's own data.
     like: Source = task.eval_data or task.sources[0]
     for file in files:
-        source = dataclasses.replace(
-            like, path=resolve_path(file), split="train", max_samples=None, repeat=None
-        )
+        source = dataclasses.replace(like, path=resolve_path(file), **_WHOLE_FILE)
         yield dataclasses.replace(
             task, eval_data=source, validation_fraction=None, eval_every=None, **_UNSET
         )
 
 
+# How often training has samples of its own data.
+_WHOLE_FILE = {"split": "train", "max_samples": None, "repeat": None, "weight": None}
 # They need `eval_every`.
 _UNSET = {"keep_best": False, "patience": None}
 
@@ -170,7 +170,8 @@ def _show(results: Sequence[dict[str, Any]]) -> None:
             _pair(result, "perplexity", ".4g"),
             _pair(result, "exact_match", ".0%"),
         )
-    Console(highlight=False).print(table)
+    # Names of files may look like markup of rich.
+    Console(highlight=False, markup=False).print(table)
 
 
 def _pair(result: dict[str, Any], field: str, form: str) -> str:

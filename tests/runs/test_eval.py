@@ -10,7 +10,7 @@ import pytest
 
 from jaxmux import AdamW, LoRA, import_adapter
 from jaxmux.cli.main import run_command
-from jaxmux.data import load_tokenizer
+from jaxmux.data import Source, load_tokenizer
 from jaxmux.models import BackboneConfig
 
 evaluate = partial(run_command, "eval", prog="jaxmux eval")
@@ -110,6 +110,16 @@ def test_a_limit_takes_the_first_samples(run_dir, data, chat_backbone, write_lin
         (result,) = json.loads(out.read_text())["results"]
         found.append(result | {"data": ""})
     assert found[0] == found[1] and found[0]["samples"] == 2
+
+
+def test_a_task_with_weighted_sources_is_evaluated_on_a_file(make_task, train, data, tmp_path):
+    sources = [Source(data[name], weight=weight) for name, weight in (("short", 2), ("long", 1))]
+    train(tmp_path, make_task("mixed", data=sources))
+    out = tmp_path / "results.json"
+    arguments = [f"--run_dir={tmp_path}", f"--data={data['long']}", "--max_new_tokens=0"]
+    assert evaluate([*arguments, f"--out={out}"]) == 0
+    (result,) = json.loads(out.read_text())["results"]
+    assert result["samples"] == 20
 
 
 @pytest.mark.parametrize(
