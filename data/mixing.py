@@ -11,6 +11,8 @@ from .stored_samples import StoredSamples
 
 # An epoch is a list of numbers of samples in memory, with 20 bytes for each.
 _MOST_SAMPLES = 2**27
+# A number of samples of one source that is refused.
+_ENDLESS = 2.0**40
 
 
 def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
@@ -30,7 +32,8 @@ def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
         weights = [source.weight for source in sources]
         per_weight = max(size / weight for size, weight in zip(sizes, weights, strict=True))
         counts = [
-            max(size, round(weight * per_weight))
+            # Weights of very different sizes would give an infinite number.
+            max(size, round(min(weight * per_weight, _ENDLESS)))
             for size, weight in zip(sizes, weights, strict=True)
         ]
     else:

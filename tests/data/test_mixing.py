@@ -46,6 +46,9 @@ def test_an_epoch_that_fits_no_memory_is_refused():
         epoch_counts([10, 100], sources)
     with pytest.raises(DataError, match="a.jsonl: with repeat=1e[+]08 an epoch would have 1,000,0"):
         epoch_counts([10], [Source("a.jsonl", repeat=1e8)])
+    tiny = [Source("a.jsonl", weight=1), Source("b.jsonl", weight=5e-324)]
+    with pytest.raises(DataError, match="a.jsonl: with weight=1 an epoch would have"):
+        epoch_counts([10, 100], tiny)
 
 
 def test_repeat_and_weight_exclude_each_other():
