@@ -47,6 +47,11 @@ REFUSED = {
     "name with a line break": ({"name": "tiny\n"}, 'found "tiny\\n"'),
     "name of a number": ({"name": 3}, "name should be a name"),
     "long name": ({"name": "a" * 101}, "of at most 100 characters"),
+    "chat template": (
+        {"data": {"path": "train.jsonl", "chat_template": "{{ messages }}"}},
+        "data.chat_template should be one of null",
+    ),
+    "weight": ({"data": {"path": "train.jsonl", "weight": 2}}, "data.weight should be one of null"),
     "rank as text": (
         {"adapter": LORA | {"rank": "16"}},
         'adapter.rank should be an integer of at least 1 and of at most 256, found "16"',
