@@ -101,7 +101,13 @@ class _Changes:
     async def follow(self) -> None:
         """Looks at the files until it is cancelled."""
         while True:
-            if (change := await run_in_threadpool(self._reader.poll)) is not None:
+            try:
+                change = await run_in_threadpool(self._reader.poll)
+            except OSError:
+                # A file system that does not answer now may answer later.
+                await asyncio.sleep(_EVERY)
+                continue
+            if change is not None:
                 async with self._changed:
                     self._newest.append(change)
                     self._changed.notify_all()

@@ -12,6 +12,14 @@ _PIECE = 4 * 2**20
 _PROOF = 64
 
 
+def _refuse(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
+
+
+# Browsers do not read NaN and Infinity.
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+
+
 class Line(NamedTuple):
     """A line of the file.
 
@@ -74,7 +82,7 @@ class LineFile:
             self._proof = self._before(file)
         for text in piece[:end].splitlines(keepends=True):
             try:
-                fields = json.loads(text)
+                fields = _DECODER.decode(text.decode())
                 if not isinstance(fields, dict):
                     raise ValueError
             except (ValueError, RecursionError):
@@ -96,7 +104,7 @@ class LineFile:
             if file is None:
                 raise ValueError(f"{self.path} is gone")
             file.seek(offset)
-            return json.loads(file.read(length))
+            return _DECODER.decode(file.read(length).decode())
 
     def _before(self, file: Any) -> bytes:
         begin = max(0, self._position - _PROOF)

@@ -170,7 +170,7 @@ class RunReader:
                 if name == "run.json" and _is_training(content):
                     self._record = content
                 elif name == "server.json" and "backbone" in content:
-                    self._record = {"server": True, **content}
+                    self._record = {**content, "server": True, "tasks": {}}
         return self._record != before
 
     def _read_summary(self) -> bool:

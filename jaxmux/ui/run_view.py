@@ -147,7 +147,7 @@ class RunView:
 
     def _guarded(self, add: Any, fields: dict[str, Any]) -> bool:
         try:
-            time = float(fields["time"])
+            time = _finite(fields["time"])
             add(fields)
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
@@ -156,9 +156,7 @@ class RunView:
         return True
 
     def _add_round(self, number: int, numbers: list[float]) -> None:
-        numbers = [float(value) for value in numbers]
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError("a number is not finite")
+        numbers = list(map(_finite, numbers))
         self.rounds.add(number, numbers)
         # As in `Series.points`, where the least and the largest time follow.
         self._new["rounds"].append([number, *numbers, numbers[0], numbers[0]])
@@ -168,7 +166,7 @@ class RunView:
         task = self.task(name)
         row, skipped = task.row, bool(fields["skipped"])
         if loss is not None:
-            loss = float(loss)
+            loss = _finite(loss)
             task.loss.add(step, [loss])
             loss = short(loss)
             self._new["loss"].setdefault(name, []).append([step, loss, loss, loss])
@@ -187,7 +185,7 @@ class RunView:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
         if loss is not None:
-            loss, best = short(float(loss)), bool(fields.get("best"))
+            loss, best = short(_finite(loss)), bool(fields.get("best"))
             point = [step, loss, best]
             task.held_out.append(point)
             if len(task.held_out) > 512:
@@ -233,6 +231,13 @@ class RunView:
                 )
         self._counted[2] += int(fields["computed_tokens"])
         self._counted[3] += int(fields["tokens"])
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError("a number is not finite")
+    return number
 
 
 def _name(fields: dict[str, Any]) -> str:

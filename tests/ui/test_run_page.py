@@ -117,6 +117,33 @@ def test_damaged_lines_are_skipped_and_counted(run_dir):
     assert state["tasks"][2]["step"] == 61
 
 
+def test_numbers_that_are_not_finite_are_damage(run_dir):
+    line = synthetic.update(60, "legal_0", 0.125, time.time())
+    fields = [line | {"loss": float("nan")}, line | {"time": float("inf")}]
+    texts = [*map(json.dumps, fields), json.dumps(line).replace("0.125", "1e999")]
+    with (run_dir / "metrics.jsonl").open("a") as file:
+        file.write("".join(f"{text}\n" for text in texts))
+    state = client(run_dir).get("/api/state").json()
+    assert state["run"]["damaged"] == {"metrics.jsonl": 3}
+    assert state["tasks"][2]["step"] == 60
+
+
+def test_files_that_cannot_be_read_for_a_while_are_read_later(run_dir, monkeypatch):
+    calls = []
+
+    def poll(reader):
+        calls.append(len(calls))
+        if len(calls) == 1:
+            raise OSError("stale file handle")
+
+    monkeypatch.setattr(RunReader, "poll", poll)
+    with TestClient(run_app(RunReader(run_dir)), base_url="http://127.0.0.1"):
+        until = time.monotonic() + 10
+        while len(calls) < 2 and time.monotonic() < until:
+            time.sleep(0.05)
+    assert len(calls) > 1
+
+
 def test_skipped_update_is_an_event_without_a_loss(run_dir):
     line = synthetic.update(60, "legal_0", None, synthetic.BEGUN + 1e6)
     synthetic.append(run_dir / "metrics.jsonl", line)
