@@ -30,6 +30,8 @@ class TaskProgress:
         without held-out data or if the loss is not finite.
       eval_loss: loss of the held-out data when it was measured last after a step, with the unit and
         the None of `eval_loss_first`; once training has ended, that of the adapter that it gives.
+      eval_step: number of steps after which the loss of the held-out data was measured last; None
+        before the first measurement after a step.
       eval_target_tokens: number of target tokens in the held-out data.
       best_loss: lowest loss of the held-out data that was measured after a step, in nats per target
         token; None before the first.
@@ -54,6 +56,7 @@ class TaskProgress:
     train_loss_last: float | None = None
     eval_loss_first: float | None = None
     eval_loss: float | None = None
+    eval_step: int | None = None
     eval_target_tokens: int = 0
     best_loss: float | None = None
     best_step: int | None = None
@@ -152,8 +155,10 @@ def record_evaluation(
     if done.best:
         progress.best_loss, progress.best_step = loss, done.task_step
         progress.evaluations_since_best = 0
-    else:
+    elif done.task_step != progress.eval_step:
+        # A task that has got more steps may be measured at its former end once more.
         progress.evaluations_since_best += 1
+    progress.eval_step = done.task_step
     _stop_if_patience_ended(progress, patience)
     if progress.status == "succeeded":
         _take_result(progress, keep_best)

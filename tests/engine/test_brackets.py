@@ -6,6 +6,7 @@ import pytest
 
 from jaxmux.engine import Bracket, TaskProgress, rung_of
 from jaxmux.engine.brackets import reason_to_stop
+from jaxmux.engine.progress import TaskEvaluation, record_evaluation
 
 INFINITE = float("inf")
 
@@ -100,3 +101,19 @@ def test_the_reason_says_rung_step_and_rank():
     assert reason_to_stop(rungs, "t11") == "at rung 1 (step 10), 12th of 23 by held-out loss"
     assert reason_to_stop(rungs, "t20") == "at rung 1 (step 10), 21st of 23 by held-out loss"
     assert rung_of("trained for 3 s") is None and rung_of(None) is None
+
+
+def test_a_second_measurement_after_the_same_step_takes_no_patience():
+    """A task that has got more steps is measured again if a rung is at its former end."""
+    progress = TaskProgress()
+
+    def measure(step, loss):
+        best = progress.best_loss is None or loss < progress.best_loss
+        done = TaskEvaluation(0, "a", step, loss, target_tokens=1, best=best)
+        record_evaluation(progress, done, patience=1, keep_best=False)
+
+    for step in (2, 4, 4):
+        measure(step, 1 / step)
+    assert (progress.status, progress.best_step, progress.eval_step) == ("running", 4, 4)
+    measure(6, 1.0)
+    assert progress.stopped_early.endswith("without a lower one than after step 4")
