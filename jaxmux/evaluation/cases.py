@@ -2,7 +2,8 @@
 
 from typing import Any, NamedTuple
 
-from jaxmux.data import Sample
+from jaxmux.data import StoredSamples
+from jaxmux.data.stored_samples import target_tokens
 
 
 class Case(NamedTuple):
@@ -13,16 +14,16 @@ class Case(NamedTuple):
       data: name of the held-out data.
       spec: the specification of the adapter.
       adapter: its weights, from `import_adapter`.
-      samples: the samples, at least one, without virtual tokens.
+      samples: the samples, at least one.
     """
 
     task: str
     data: str
     spec: Any
     adapter: Any
-    samples: list[Sample]
+    samples: StoredSamples
 
     @property
     def target_tokens(self) -> int:
         """Number of tokens that count in the loss."""
-        return sum(sample.target_tokens for sample in self.samples)
+        return target_tokens(self.samples)

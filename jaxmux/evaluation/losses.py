@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
-from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.task_data import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
@@ -61,7 +61,7 @@ def losses_of(
 
 
 def _prepared(
-    name: str, spec: Any, adapter: Any, samples: Sequence[Sample], config: BackboneConfig
+    name: str, spec: Any, adapter: Any, samples: StoredSamples, config: BackboneConfig
 ) -> PreparedTask:
     """A task whose held-out samples are given, and which is never trained."""
     own = with_virtual_tokens(samples, spec)
