@@ -55,10 +55,10 @@ def fine_tune(
       tasks: the tasks to train, at least one, with different names. A `Sweep` stands for the tasks
         of all its configurations.
       run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round,
-        which is one global batch of every task), held_out.jsonl, the files of trackers such as
-        tensorboard, checkpoints, adapters/<task> (Hugging Face PEFT folders of the tasks that
-        succeeded), loss.png, summary.json, run.json (the record of what is trained), and for sweeps
-        sweep.json and sweep.png.
+        which is one global batch of every task), held_out.jsonl, rounds.jsonl (one line for each
+        round), the files of trackers such as tensorboard, checkpoints, adapters/<task> (Hugging
+        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, run.json (the record
+        of what is trained), and for sweeps sweep.json and sweep.png.
       options: sizes of microbatches, memory, checkpoints and other settings.
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
