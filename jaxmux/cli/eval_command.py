@@ -58,13 +58,17 @@ def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapter
     """The backbone's folder, dtype and format, and the adapters with their tasks."""
     run_dir = Path(options.run_dir)
     record = read_record(run_dir)
-    names = options.task or list(record["tasks"])
+    folders = {name: run_dir / "adapters" / name for name in record["tasks"]}
+    # Without --task, failed tasks are left out.
+    names = options.task or [name for name in folders if is_adapter_folder(folders[name])]
+    if not names:
+        raise RunDirectoryError(f"{run_dir}: has no adapter yet")
     adapters = []
     for name in names:
         if name not in record["tasks"]:
             known = ", ".join(record["tasks"])
             raise RunDirectoryError(f"{run_dir}: no task {name!r}; its tasks are {known}")
-        if not is_adapter_folder(folder := run_dir / "adapters" / name):
+        if not is_adapter_folder(folder := folders[name]):
             raise RunDirectoryError(
                 f"{folder}: no adapter, so the task has not succeeded; `jaxmux export` writes "
                 "those of unfinished tasks, which --backbone with --adapter evaluates"

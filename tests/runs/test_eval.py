@@ -122,6 +122,19 @@ def test_a_task_with_weighted_sources_is_evaluated_on_a_file(make_task, train, d
     assert result["samples"] == 20
 
 
+def test_tasks_without_an_adapter_are_left_out_unless_they_are_named(
+    make_task, train, data, tmp_path, capsys
+):
+    failing = make_task("failing", eval_data=data["long"], optimizer=AdamW(1e30))
+    train(tmp_path, failing, make_task("part", eval_data=data["long"]), max_bad_steps=1)
+    arguments = [f"--run_dir={tmp_path}", "--max_new_tokens=0"]
+    assert evaluate([*arguments, f"--out={tmp_path / 'out.json'}"]) == 0
+    (result,) = json.loads((tmp_path / "out.json").read_text())["results"]
+    assert result["task"] == "part"
+    assert evaluate([*arguments, "--task=failing"]) == 2
+    assert "failing: no adapter, so the task has not succeeded" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
