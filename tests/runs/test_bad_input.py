@@ -53,7 +53,7 @@ def refused(runs, write_config, data, adapter_bytes, tmp_path, capsys):
         assert "step" not in output.out
         if run_dir != runs / "earlier":
             assert not any((run_dir / name).exists() for name in ("metrics.jsonl", "adapters"))
-        assert len(before) == 3
+        assert len(before) == 2
         assert adapter_bytes(runs / "earlier" / "adapters") == before
         return output.err
 

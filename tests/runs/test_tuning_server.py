@@ -56,7 +56,13 @@ def tasks(make_task, data):
 
 
 @pytest.fixture(scope="session")
-def calm(tasks, serve, step_until, adapter_bytes, tmp_path_factory):
+def cards():
+    """By task, the card of the adapter that `calm` has."""
+    return {}
+
+
+@pytest.fixture(scope="session")
+def calm(tasks, serve, step_until, adapter_bytes, cards, tmp_path_factory):
     """The adapters that tasks get from a server without anything else happening, by task."""
     folder = tmp_path_factory.mktemp("calm") / "server"
     with serve(folder) as server:
@@ -64,13 +70,14 @@ def calm(tasks, serve, step_until, adapter_bytes, tmp_path_factory):
             server.register(task)
         step_until(server, lambda: all(s.state == "succeeded" for s in server.statuses()))
         meters = {status.name: status.meter for status in server.statuses()}
+    cards.update({name: (folder / "adapters" / name / "README.md").read_text() for name in tasks})
     return {name: adapter_bytes(folder / "adapters" / name) for name in tasks}, meters
 
 
-def test_cards_of_a_server_tell_of_the_training_but_of_no_folder(calm, tasks, data, backbone):
-    adapters, _ = calm
+@pytest.mark.usefixtures("calm")
+def test_cards_of_a_server_tell_of_the_training_but_of_no_folder(cards, tasks, backbone):
     for name, task in tasks.items():
-        text = adapters[name]["README.md"].decode()
+        text = cards[name]
         assert f"`{Path(task.data.path).name}`" in text and f"`{backbone.name}`" in text
         assert "Training, last step" in text and "Fingerprint of the training data" in text
         for path in (task.data.path, str(backbone)):
