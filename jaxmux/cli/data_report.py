@@ -104,13 +104,16 @@ class PackingReport:
     Attributes:
       shape: rows, tokens of a row and tokens of a chunk.
       microbatches: number of microbatches of the first round.
-      padding: the part of their tokens that is padding.
-      rows: by row of the first microbatch, its samples in their order: name of the task, offset in
-        the row, and stream length.
+      rows_used: number of their rows that hold samples.
+      padding: the part of the tokens of these rows that is padding. Training chooses microbatches
+        that have few other rows.
+      rows: by such row of the first microbatch, its samples in their order: name of the task,
+        offset in the row, and stream length.
     """
 
     shape: ShapeClass
     microbatches: int
+    rows_used: int
     padding: float
     rows: list[list[tuple[str, int, int]]]
 
@@ -176,10 +179,12 @@ def report_packing(
     }
     microbatches = pack_round(lengths, shape).microbatches()
     used = sum(map(sum, lengths.values()))
+    rows = sum(len({placement.row for placement in own}) for own in microbatches)
     return PackingReport(
         shape,
         len(microbatches),
-        1 - used / (len(microbatches) * shape.tokens),
+        rows,
+        1 - used / (rows * shape.row_len),
         _rows(microbatches[0], lengths, names, shape),
     )
 
@@ -197,6 +202,7 @@ def to_json(tasks: Sequence[TaskReport], packing: PackingReport) -> dict[str, An
         "packing": {
             **shape,
             "microbatches": packing.microbatches,
+            "rows_used": packing.rows_used,
             "padding": packing.padding,
             "first_microbatch": [
                 [{"task": name, "offset": offset, "tokens": n} for name, offset, n in row]
@@ -215,7 +221,7 @@ def _rows(
     rows: list[list[tuple[str, int, int]]] = [[] for _ in range(shape.rows)]
     for own in placements:
         rows[own.row].append((names[own.slot], own.offset, lengths[own.slot][own.sample]))
-    return [sorted(row, key=lambda sample: sample[1]) for row in rows]
+    return [sorted(row, key=lambda sample: sample[1]) for row in rows if row]
 
 
 def _report_source(path: str, own: Any, of_all: int) -> SourceReport:

@@ -28,7 +28,7 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
     """
     line = [f"{report.samples:,} samples in an epoch", f"{report.held_out:,} held out"]
     line += [
-        f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.4g} epochs",
+        f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.2f} epochs",
         f"longest {report.longest:,} of at most {report.max_length:,} tokens",
     ]
     yield f"task {report.name}: {', '.join(line)}"
@@ -54,8 +54,9 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
     """
     shape = report.shape
     yield (
-        f"first round: {_microbatches(report.microbatches)} of {numbered(shape.rows, 'row')} of "
-        f"{shape.row_len:,} tokens, in chunks of {shape.chunk_len}; {report.padding:.0%} padding"
+        f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} tokens in "
+        f"{_microbatches(report.microbatches)}, in chunks of {shape.chunk_len}; "
+        f"{report.padding:.0%} padding"
     )
     names = dict.fromkeys(name for row in report.rows for name, *_ in row)
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
@@ -68,7 +69,7 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
             if own
         )
         yield f"row {number:<3} {_drawn(row, letters, shape.row_len)}"
-        yield f"        {held or 'empty'}; {1 - used / shape.row_len:.0%} padding"
+        yield f"        {held}; {1 - used / shape.row_len:.0%} padding"
     if len(report.rows) > _MOST_ROWS:
         yield f"and {numbered(len(report.rows) - _MOST_ROWS, 'row')} more"
     yield (

@@ -38,10 +38,7 @@ def run(options: argparse.Namespace) -> int:
     for task, adapter in adapters:
         spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
         for own in _with_data(dataclasses.replace(task, adapter=spec), options.data):
-            try:
-                samples = read_held_out(own, backbone.config, tokenizer)[: options.limit]
-            except ValueError as e:
-                raise TaskError(f"task {task.name!r}: {e}") from e
+            samples = read_held_out(own, backbone.config, tokenizer)[: options.limit]
             cases.append(Case(task.name, _name_of_data(own), spec, weights, samples))
     results = _results(cases, backbone, tokenizer, options)
     _show(results)

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
-from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
+from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
 from jaxmux.peft import import_adapter, is_adapter_folder
 from jaxmux.runs import RunDirectoryError, read_record
 
@@ -27,6 +27,7 @@ def run(options: argparse.Namespace) -> int:
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
     folder = resolve_backbone(options.backbone or record["backbone"])
     format = options.backbone_format or record.get("backbone_format")
+    BackboneConfig.from_folder(folder)
     tokenizer = load_tokenizer(folder)
     prompts = [] if options.chat else read_prompts(options, tokenizer)
     backbone = load_backbone(folder, options.dtype, format)

@@ -104,6 +104,8 @@ def check_generate_options(parser: argparse.ArgumentParser, options: argparse.Na
         parser.error("--chat reads messages from the terminal; leave --prompt, --prompts and --out")
     if not options.chat and not given:
         parser.error("give --prompt, --prompts or --chat")
+    if options.system and options.prompt and not options.template:
+        parser.error("--system is a message of a chat; give --template, --prompts or --chat")
     if options.top_k + (options.top_p < 1) and not options.temperature:
         parser.error("--top_p and --top_k draw tokens; give a --temperature above 0")
     if options.max_new_tokens is None:

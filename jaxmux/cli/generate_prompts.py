@@ -87,6 +87,8 @@ def _of_messages(record: Record, options: argparse.Namespace, tokenizer: Any) ->
 def _lines(path: str) -> list[str]:
     try:
         lines = Path(path).read_text("utf-8").splitlines()
+    except FileNotFoundError:
+        raise DataError(f"{path}: file not found") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text: {error}") from error
     if not (found := [line for line in lines if line.strip()]):
