@@ -161,7 +161,7 @@ def _show(results: Sequence[dict[str, Any]]) -> None:
     if several:
         table.add_column("data", overflow="fold")
     for column in ("samples", "loss", "perplexity", "exact match"):
-        table.add_column(column, justify="right", overflow="fold")
+        table.add_column(column, justify="right", no_wrap=True)
     for result in results:
         table.add_row(
             result["task"],
