@@ -35,7 +35,9 @@ def run(options: argparse.Namespace) -> int:
     backbone, tokenizer = BackboneConfig.from_folder(folder), load_tokenizer(folder)
     loaded = Loaded()
     data = {task.name: read_data(task, backbone, tokenizer, loaded) for task in chosen}
-    tasks = [report_task(task, data[task.name], tokenizer, options.samples) for task in chosen]
+    tasks = [
+        report_task(task, data[task.name], backbone, tokenizer, options.samples) for task in chosen
+    ]
     packing = report_packing(data, config.tokens_per_microbatch, config.row_len, config.chunk_len)
     if options.json:
         print(json.dumps(to_json(tasks, packing)))

@@ -9,6 +9,7 @@ import numpy as np
 from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths, target_tokens
 from jaxmux.engine.task_data import TaskData
+from jaxmux.models import BackboneConfig
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
 from jaxmux.tasks import Task
 
@@ -79,6 +80,7 @@ class TaskReport:
       epochs: number of epochs in these steps.
       max_length: most tokens of a sample.
       longest: tokens of the longest sample, held-out ones included.
+      context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch).
       sources: its sources.
       shown: the first samples of each source.
@@ -92,6 +94,7 @@ class TaskReport:
     epochs: float
     max_length: int
     longest: int
+    context: int
     histogram: list[tuple[int, int, int]]
     sources: list[SourceReport]
     shown: list[ShownSample]
@@ -118,12 +121,15 @@ class PackingReport:
     rows: list[list[tuple[str, int, int]]]
 
 
-def report_task(task: Task, data: TaskData, tokenizer: Any, count: int) -> TaskReport:
+def report_task(
+    task: Task, data: TaskData, config: BackboneConfig, tokenizer: Any, count: int
+) -> TaskReport:
     """Describes the data of a task.
 
     Args:
       task: the task.
       data: its data.
+      config: configuration of the backbone.
       tokenizer: the backbone's tokenizer.
       count: number of samples to show of each source.
     """
@@ -144,6 +150,7 @@ def report_task(task: Task, data: TaskData, tokenizer: Any, count: int) -> TaskR
         epochs=data.steps / data.batches.batches_per_epoch,
         max_length=task.max_length,
         longest=int(max(lengths.max(), held_out.max(initial=0))),
+        context=config.max_position_embeddings,
         histogram=_histogram(lengths),
         sources=[
             _report_source(source.path, own, len(samples))

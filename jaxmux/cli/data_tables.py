@@ -32,6 +32,9 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
         f"longest {report.longest:,} of at most {report.max_length:,} tokens",
     ]
     yield f"task {report.name}: {', '.join(line)}"
+    # The last token of a sample is not read.
+    if report.longest - 1 > report.context:
+        yield f"the backbone was made for {report.context:,} tokens (max_position_embeddings)"
     yield _sources(report.sources)
     for source in report.sources:
         yield from _warnings(source)

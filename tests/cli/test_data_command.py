@@ -111,6 +111,18 @@ def test_json_has_the_tokens_and_the_mask_that_training_gets(config, capsys):
     assert found["packing"]["padding"] == pytest.approx(1 - used / (64 * len(rows)))
 
 
+def test_samples_beyond_the_context_of_the_backbone_are_told(tmp_path, capsys):
+    data = tmp_path / "long.jsonl"
+    data.write_text(json.dumps({"text": "Max said no. " * 300}) + "\n")
+    path = tmp_path / "run.gin"
+    path.write_text(
+        "fine_tune.backbone = 'jaxmux:demo/base'\nfine_tune.tasks = [@Task()]\nTask.name = 'a'\n"
+        f"Task.data = '{data}'\nTask.steps = 1\nTask.max_length = 1024\n"
+    )
+    assert main([f"--gin_file={path}"]) == 0
+    assert "the backbone was made for 512 tokens" in capsys.readouterr().out
+
+
 def test_a_task_can_be_chosen(config, capsys):
     assert main([config, "--task=plain", "--samples=0"]) == 0
     shown = capsys.readouterr().out
