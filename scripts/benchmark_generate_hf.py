@@ -17,6 +17,7 @@ import time
 import peft
 import torch
 import transformers
+from benchmark_peft import make_backbone
 
 
 def main() -> None:
@@ -29,26 +30,8 @@ def main() -> None:
 
 
 def make_model(args, adapters: int) -> peft.PeftModel:
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab,
-        hidden_size=args.hidden,
-        intermediate_size=args.hidden * 7 // 2,
-        num_hidden_layers=args.layers,
-        num_attention_heads=args.hidden // 128,
-        num_key_value_heads=max(1, args.hidden // 512),
-        max_position_embeddings=8192,
-        rope_theta=500000.0,
-        tie_word_embeddings=False,
-        attn_implementation="sdpa",
-        # No sequence ends early.
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(args.device):
-        model = transformers.LlamaForCausalLM(config)
-    torch.set_default_dtype(torch.float32)
+    # No sequence ends early.
+    model = make_backbone(args, bos_token_id=None, eos_token_id=None, pad_token_id=0)
     lora = peft.LoraConfig(
         r=args.rank,
         lora_alpha=2 * args.rank,

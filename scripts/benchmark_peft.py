@@ -39,7 +39,13 @@ def main() -> None:
             print(json.dumps({"mode": mode} | found), flush=True)
 
 
-def make_model(args) -> torch.nn.Module:
+def make_backbone(args, **config) -> torch.nn.Module:
+    """A model of Llama-3.1-8B's proportions with random bf16 weights.
+
+    Args:
+      args: its sizes (vocab, hidden, layers) and its device.
+      **config: further fields of its configuration.
+    """
     config = transformers.LlamaConfig(
         vocab_size=args.vocab,
         hidden_size=args.hidden,
@@ -51,11 +57,17 @@ def make_model(args) -> torch.nn.Module:
         rope_theta=500000.0,
         tie_word_embeddings=False,
         attn_implementation="sdpa",
+        **config,
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device(args.device):
         model = transformers.LlamaForCausalLM(config)
     torch.set_default_dtype(torch.float32)
+    return model
+
+
+def make_model(args) -> torch.nn.Module:
+    model = make_backbone(args)
     lora = peft.LoraConfig(
         r=args.rank,
         lora_alpha=2 * args.rank,

@@ -16,7 +16,7 @@ from rich.table import Table
 from jaxmux.atomic_files import require_writable, write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
-from jaxmux.engine.task_data import read_held_out
+from jaxmux.engine.task_data import Loaded, read_held_out
 from jaxmux.evaluation import Case, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
 from jaxmux.package_files import resolve_path
@@ -34,11 +34,11 @@ def run(options: argparse.Namespace) -> int:
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
-    cases = []
+    cases, loaded = [], Loaded()
     for task, adapter in adapters:
         spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
         for own in _with_data(dataclasses.replace(task, adapter=spec), options.data):
-            samples = read_held_out(own, backbone.config, tokenizer)[: options.limit]
+            samples = read_held_out(own, backbone.config, tokenizer, loaded)[: options.limit]
             cases.append(Case(task.name, _name_of_data(own), spec, weights, samples))
     results = _results(cases, backbone, tokenizer, options)
     _show(results)

@@ -169,8 +169,7 @@ def _value(value: Any) -> str:
 
 def _code(text: str) -> str:
     """A text as a code span within a line or a cell of a table."""
-    # Control characters, line separators and halves of surrogate pairs become spaces.
-    shown = "".join(c if c.isprintable() else " " for c in text).strip() or "?"
+    shown = _one_line(text).strip() or "?"
     # A backslash keeps a bar from ending the cell, in code spans too.
     shown = shown.replace("|", "\\|")
     ticks = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
@@ -227,4 +226,5 @@ def _use_with_vllm(settings: Mapping[str, Any], base: str, title: str, merges: b
 
 
 def _one_line(text: str) -> str:
+    """The text with spaces for control characters, line separators and lone surrogates."""
     return "".join(c if c.isprintable() else " " for c in text)

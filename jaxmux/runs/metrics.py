@@ -164,7 +164,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return _read_lines(path, _NEEDED)
 
 
-def read_held_out(path: Path) -> list[dict[str, Any]]:
+def read_held_out_losses(path: Path) -> list[dict[str, Any]]:
     """The lines of held_out.jsonl as dicts with the fields of `TaskEvaluation`, and "time". Damaged
     lines are left out.
 

@@ -13,7 +13,7 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.sweeps import Sweep, shown_value
 from jaxmux.tasks import TaskError
 
-from .metrics import read_held_out
+from .metrics import read_held_out_losses
 from .run_directory import RunDirectory
 from .task_json import task_to_json
 
@@ -162,7 +162,7 @@ def write_results(sweeps: Sequence[Sweep], summary: "Summary", directory: RunDir
     from .sweep_plot import plot_sweeps
 
     held_out: dict[str, dict[int, float | None]] = {}
-    for line in read_held_out(directory.held_out):
+    for line in read_held_out_losses(directory.held_out):
         held_out.setdefault(line["task"], {})[line["task_step"]] = line["loss"]
     plot_sweeps(sweeps, summary, held_out, directory.sweep_plot)
     found = {}
