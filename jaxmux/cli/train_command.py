@@ -12,7 +12,7 @@ import jax
 
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import fine_tune, join_processes
-from jaxmux.runs.processes import leave, process_index, watching_others
+from jaxmux.runs.joined_processes import leave, process_index, watching_others
 from jaxmux.runs.serving import serve
 
 from . import gin_bindings

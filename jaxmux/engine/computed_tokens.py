@@ -4,7 +4,7 @@ from collections import Counter
 from typing import NamedTuple
 
 from .rounds import RoundPlan
-from .slots import Slot
+from .slot import Slot
 
 
 class ComputedTurn(NamedTuple):

@@ -5,11 +5,11 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from .due_updates import DueUpdates, UpdateStats
 from .prepared_task import PreparedTask
 from .replica_input import ReplicaInput
 from .round_record import DispatchedPass
 from .rounds import Dispatch, RoundPlan
-from .updates import DueUpdates, UpdateStats
 
 
 class RoundOutcome(NamedTuple):

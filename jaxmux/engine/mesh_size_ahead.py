@@ -8,12 +8,12 @@ import numpy as np
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, only_compiling
 
+from .due_updates import no_updates
 from .engine_options import EngineOptions, EngineSize
 from .several_devices import SeveralDevices
 from .size_ahead import SizeAhead
 from .slots import pool_of
 from .stored_state import StoredState
-from .updates import no_updates
 
 
 class MeshSizeAhead(SizeAhead):

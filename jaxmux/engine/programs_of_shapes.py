@@ -15,6 +15,7 @@ from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
 from .compile import TrainingStep, compile_accumulate, forward_options
+from .due_updates import no_stats
 from .engine_options import EngineOptions
 from .paired_ranks import slots_with_pairs
 from .programs import evaluate
@@ -33,7 +34,7 @@ from .train_state import (
     write_adapter,
     write_slot,
 )
-from .updates import has_foreign_gradients, no_stats, update_kind, without_foreign
+from .updates import has_foreign_gradients, update_kind, without_foreign
 
 
 class ProgramsOfShapes:

@@ -12,7 +12,7 @@ from .brackets import Bracket, reason_to_stop, refuse_brackets
 from .engine import Engine
 from .prepared_task import PreparedTask
 from .progress import TaskProgress, TaskUpdate, stop_early
-from .slots import Slot
+from .slot import Slot
 from .suspended_task import SuspendedTask, best_arrays, without_best
 from .train_state import SlotState
 

@@ -12,10 +12,10 @@ from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
 from .computed_tokens import Computed, ComputedTokens
+from .due_updates import UpdateStats
 from .progress import TaskEvaluation, TaskUpdate, record_evaluation, record_update
 from .rounds import RoundPlan
-from .slots import Slot
-from .updates import UpdateStats
+from .slot import Slot
 
 
 @dataclasses.dataclass(frozen=True)

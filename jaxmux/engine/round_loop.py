@@ -16,6 +16,7 @@ from jaxmux.sharding import PlacedBackbone, consecutive_parts
 
 from .compile_ahead import ProgramsAhead
 from .computed_tokens import Computed
+from .due_updates import DueUpdates, no_updates
 from .engine_options import EngineOptions
 from .executor import Executor
 from .held_out import HeldOut
@@ -29,9 +30,9 @@ from .round_stream import RoundStream
 from .rounds import RoundPlan
 from .single_device import SingleDevice
 from .size_ahead import SizeAhead
-from .slots import Slot, Slots
+from .slot import Slot
+from .slots import Slots
 from .stored_state import StoredState
-from .updates import DueUpdates, no_updates
 
 _log = logging.getLogger("jaxmux")
 

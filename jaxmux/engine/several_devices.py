@@ -14,6 +14,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.replicas import TokenCosts, assign_samples
 from jaxmux.sharding import PlacedBackbone, in_threads
 
+from .due_updates import DueUpdates, UpdateStats, no_stats
 from .engine_options import EngineOptions
 from .executor import Measurement, RoundOutcome
 from .out_of_memory import fits
@@ -33,7 +34,7 @@ from .rounds import (
     slot_table,
 )
 from .stored_state import StoredState
-from .updates import DueUpdates, UpdateStats, no_stats, update_parts
+from .updates_of_parts import update_parts
 
 
 class _Waiting(NamedTuple):

@@ -19,6 +19,7 @@ from jaxmux.peft import Layout
 
 from .compile import compile_accumulate, forward_options, refuse_implementations
 from .compile_ahead import ProgramsAhead
+from .due_updates import DueUpdates
 from .engine_options import EngineOptions
 from .executor import Measurement, RoundOutcome
 from .out_of_memory import fits
@@ -37,7 +38,7 @@ from .rounds import (
 from .size_ahead import DeviceSizeAhead
 from .stored_state import StoredState
 from .train_state import TrainState
-from .updates import DueUpdates, update
+from .updates import update
 
 # Rounds after a compilation in which the host waits for the device before each update.
 _TRIAL_ROUNDS = 8

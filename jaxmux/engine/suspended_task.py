@@ -9,7 +9,7 @@ from jaxmux.peft import SlotArrays
 
 from .prepared_task import PreparedTask
 from .progress import TaskProgress
-from .slots import Slot
+from .slot import Slot
 
 # What the paths of the best adapter begin with, among the arrays of a task.
 BEST = "best/"

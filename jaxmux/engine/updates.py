@@ -1,130 +1,25 @@
 """The compiled programs that update the tasks whose global batch is complete."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial, reduce
-from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float
 
 from jaxmux.models import Weights
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.models.weight_sharding import TP
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
-from jaxmux.sharding import StageMesh
 
+from .due_updates import DueUpdates, UpdateStats, no_stats
 from .factors_by_layer import Layer, divided, divided_rates, joined, layer_by_layer, layer_of
-from .paired_ranks import (
-    Paired,
-    directions_of_pairs,
-    gradients_of_pairs,
-    parameters_of_pairs,
-    slots_with_pairs,
-)
-from .renewal import renewed, renewed_part, slots_to_renew
-from .stored_state import StoredState, with_copies
+from .paired_ranks import Paired, directions_of_pairs, gradients_of_pairs, parameters_of_pairs
+from .renewal import renewed
 from .train_state import TrainState, optax_parts, optax_state, replace_moments
-
-# By optimizer kind and name, float32 [T_kind].
-Hyperparameters = Mapping[str, Mapping[str, np.ndarray]]
-# By optimizer kind, the numbers of the slots that use it, int32 [T_kind].
-SlotsByOptimizer = Mapping[str, np.ndarray]
-
-
-class UpdateStats(NamedTuple):
-    """Results of an update, one value for each slot. Values of slots without a due update have no
-    meaning.
-
-    Attributes:
-      loss: float32 [T], mean cross entropy of the task's global batch in nats per target token; NaN
-        if a value in the task's forward pass was not finite.
-      grad_norm: float32 [T], global L2 norm of the task's gradient before clipping.
-      applied: bool [T], False if the loss, the norm or the updated parameters were not finite, so
-        that the update was skipped.
-    """
-
-    loss: Float[Array, " T"]
-    grad_norm: Float[Array, " T"]
-    applied: Bool[Array, " T"]
-
-
-class DueUpdates(NamedTuple):
-    """The updates that are due, as numbers for the compiled programs.
-
-    Attributes:
-      due: bool [T], True for slots whose global batch is complete.
-      rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
-        layer axis uses the rate of the first layer, or with the axis "last" that of the last one.
-      hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
-        `members` of this kind.
-      members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
-      own: bool, whether the slot's task trains a leaf in a layer. Arrays of several adapter kinds
-        have a place in every slot, and the gradients of those that its task does not have mean
-        nothing. None if there is only LoRA, where these gradients are zero.
-      renewed: by adapter kind with arrays that follow from trained ones, int32 [T]: the numbers of
-        the slots whose arrays are renewed, from `slots_to_renew`.
-      paired: from `slots_with_pairs`, the slots whose low-rank factors have pairs of ranks.
-    """
-
-    due: Bool[np.ndarray, " T"]
-    rates: Float[np.ndarray, "leaves L T"]
-    hyper: Hyperparameters
-    members: SlotsByOptimizer
-    own: Bool[np.ndarray, "leaves L T"] | None = None
-    renewed: Mapping[str, Int[np.ndarray, " T"]] = MappingProxyType({})
-    paired: Bool[np.ndarray, " T"] | None = None
-
-    def by_kind(
-        self, every: bool = False
-    ) -> Iterator[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
-        """For each optimizer kind that has updates: its name, and for all slots, bool [T], whether
-        an update of this kind is due, and, float32 [T], the optimizer's numbers.
-
-        Args:
-          every: True yields the kinds without updates too.
-        """
-
-        def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:
-            pool = np.zeros(len(self.due), values.dtype)
-            pool[slots] = values
-            return pool
-
-        for kind, slots in self.members.items():
-            if every or self.due[slots].any():
-                hyper = {name: spread(values, slots) for name, values in self.hyper[kind].items()}
-                yield kind, spread(self.due[slots], slots), hyper
-
-
-def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpdates:
-    """Numbers for the compiled programs with which nothing is updated.
-
-    Args:
-      layout: the description of the whole state.
-      layers: number of layers of the backbone.
-      optimizers: the optimizer kinds that tasks may have.
-    """
-    none, (slots,) = np.zeros(0, np.int32), layout.tree.loss.shape
-    hyper = {
-        kind: dict.fromkeys(optimizer_class(kind)().hyperparameters(), none.astype(np.float32))
-        for kind in optimizers
-    }
-    rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
-    members = dict.fromkeys(optimizers, none)
-    of_kinds = slots_to_renew(layout, {}), slots_with_pairs(layout, {})
-    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0, *of_kinds)
-
-
-def no_stats(slots: int) -> UpdateStats:
-    """The results before any update."""
-    none = np.zeros(slots, np.float32)
-    return UpdateStats(none, none, none > 0)
 
 
 def update(
@@ -153,7 +48,7 @@ def update(
       The new state, and the results of the update by slot.
     """
     stats = no_stats(len(updates.due))
-    if _drops_foreign(layout, updates) and (warm or updates.due.any()):
+    if drops_foreign(layout, updates) and (warm or updates.due.any()):
         state = without_foreign(layout, state, updates.due, updates.own, updates.paired)
     for kind, due, hyper in updates.by_kind(every=warm):
         numbers = updates.rates, hyper, updates.paired
@@ -161,63 +56,6 @@ def update(
     if updates.renewed and (warm or updates.due.any()):
         state = renewed(state, layers, updates.renewed, stats.applied)
     return state, stats
-
-
-def update_parts(
-    stored: StoredState, updates: DueUpdates, weights: Sequence[Weights], warm: bool = False
-) -> UpdateStats:
-    """Updates a state that is divided into parts on several devices, with the results of `update`.
-
-    A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
-    or in none.
-
-    Args:
-      stored: the state; its parts are replaced.
-      updates: the updates that are due.
-      weights: the weights of each part.
-      warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
-        updates the state keeps its bits.
-
-    Returns:
-      The results of the update by slot, which every process can read.
-    """
-    homes, parts = stored.homes, range(len(stored.parts))
-    last = homes[-1]
-
-    def gather(values: Sequence[Array]) -> list[Array]:
-        pairs = zip(homes, values, strict=True)
-        return [home.move(value, last, P()) for home, value in pairs]
-
-    def scatter(value: Array) -> list[Array]:
-        return [last.move(value, home, P()) for home in homes]
-
-    rates = [updates.rates[:, part.slice] for part in stored.parts]
-    stats = no_stats(len(updates.due))
-    for i in parts:
-        stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
-        if _drops_foreign(stored.layouts[i], updates):
-            own = updates.own[:, stored.parts[i].slice]
-            arguments = stored.layouts[i], stored.states[i], updates.due, own, updates.paired
-            stored.states[i] = homes[i].run(without_foreign, *arguments)
-    for kind, due, hyper in updates.by_kind(every=warm):
-        own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
-        squares = [home.run(_stage_squares, home, *rest) for home, *rest in own]
-        norm = last.run(_norm, gather([each for each, _ in squares]))
-        numbers = [
-            (rate, hyper, updates.paired, norm)
-            for rate, norm in zip(rates, scatter(norm), strict=True)
-        ]
-        finite = [homes[i].run(_stage_finite, kind, *own[i], *numbers[i]) for i in parts]
-        stats = last.run(_decide, stats, due, squares[-1][1], norm, gather(finite))
-        applied = scatter(stats.applied)
-        stored.states = [
-            homes[i].run(_stage_apply, kind, *own[i], due, applied[i], *numbers[i]) for i in parts
-        ]
-    if updates.renewed and (warm or updates.due.any()):
-        for i, applied in enumerate(scatter(stats.applied)):
-            given = homes[i], stored.summed[i], stored.states[i], weights[i]
-            stored.states[i] = renewed_part(*given, updates.renewed, applied)
-    return last.share(stats)
 
 
 def has_foreign_gradients(layout: Layout) -> bool:
@@ -230,7 +68,8 @@ def has_foreign_gradients(layout: Layout) -> bool:
     return any(tree for name, tree in layout.tree.adapters.items() if name != LOW_RANK_KIND)
 
 
-def _drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
+def drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
+    """Whether `without_foreign` has something to do before updates."""
     return updates.own is not None and has_foreign_gradients(layout)
 
 
@@ -284,15 +123,15 @@ def update_kind(
     paired: Paired = None,
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
-    norm = _norm([layer_squares(layout, state.accumulators)])
+    norm = norm_of_layers([layer_squares(layout, state.accumulators)])
     # The new state is computed twice, once to check that it is finite and once to write it: that
     # costs less memory traffic than storing it in between. The barrier keeps XLA from merging the
     # two computations.
-    finite = _finite_candidates(
+    finite = finite_candidates(
         kind, layout, state, rates, jax.lax.optimization_barrier(hyper), paired, norm
     )
-    stats = _decide(stats, due, state.loss, norm, [finite])
-    return _apply(kind, layout, state, due, stats.applied, rates, hyper, paired, norm), stats
+    stats = decide(stats, due, state.loss, norm, [finite])
+    return apply_updates(kind, layout, state, due, stats.applied, rates, hyper, paired, norm), stats
 
 
 @partial(jax.jit, static_argnums=0)
@@ -338,15 +177,27 @@ def _all_at_once(function: Callable[[Any], Array], values: Any) -> Array:
 
 
 @jax.jit
-def _norm(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
-    """The norm of each slot's gradient, from the squares of all layers."""
+def norm_of_layers(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
+    """The global L2 norm of each slot's gradient.
+
+    Args:
+      squares: from `layer_squares`, by part of the layers.
+    """
     # One layer after another, so that the bits do not depend on how the layers are divided.
     return jnp.sqrt(reduce(jnp.add, [layer for part in squares for layer in part]))
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def _finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
-    """Whether all new parameters of a slot would be finite."""
+def finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
+    """Whether all new parameters of a slot would be finite, for all slots.
+
+    Args:
+      kind: the optimizer kind.
+      layout: the description of the state.
+      state: the state.
+      rates, hyper, paired: as in `DueUpdates`, `hyper` with one value for each slot.
+      norm: float32 [T], global norm of each gradient.
+    """
     specs: TrainState = layout.tree
     if paired is None:
         return _finite_in(kind, specs, state, rates, hyper, None, norm)
@@ -363,7 +214,7 @@ def _finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[
 
 
 def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
-    """`_finite_candidates` of all layers at once."""
+    """`finite_candidates` of all layers at once."""
     candidates, _ = _candidates(kind, specs, state, rates, hyper, paired, norm)
     finite = jax.tree.map(jnp.isfinite, candidates)
 
@@ -379,20 +230,34 @@ def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bo
 
 
 @jax.jit
-def _decide(
-    stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T"]]
-) -> UpdateStats:
-    """The results of the due slots. The update is applied if everything was finite."""
+def decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T"]]) -> UpdateStats:
+    """The results of the due slots; other slots keep theirs.
+
+    Args:
+      stats: the results so far.
+      due: bool [T], the slots.
+      loss, norm: float32 [T], losses and norms of the gradients.
+      finite: whether the new parameters are finite, by part of the layers. The update of a slot is
+        applied if they all are, and so are its loss and norm.
+    """
     applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
     for part in finite:
         applied &= part
-    return jax.tree.map(partial(_select, due), UpdateStats(loss, norm, applied), stats)
+    return jax.tree.map(partial(select_slots, due), UpdateStats(loss, norm, applied), stats)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _apply(kind, layout, state, due, applied, rates, hyper, paired, norm) -> TrainState:
+def apply_updates(kind, layout, state, due, applied, rates, hyper, paired, norm) -> TrainState:
     """The state with the new values of the applied slots, and without the gradients of those that
-    were due."""
+    were due.
+
+    Args:
+      kind: the optimizer kind.
+      layout: the description of the state.
+      state: the state; donated.
+      due, applied: bool [T], the slots that are due, and those whose update is applied.
+      rates, hyper, paired, norm: as in `finite_candidates`.
+    """
     specs: TrainState = layout.tree
     if paired is None:
         return _apply_in(kind, specs, state, due, applied, rates, hyper, None, norm)
@@ -416,11 +281,11 @@ def _rates_of(layer: Layer, rates: Float[Array, "leaves L T"]) -> Float[Array, "
 def _apply_in(
     kind, specs: TrainState, state, due, applied, rates, hyper, paired, norm
 ) -> TrainState:
-    """`_apply` for all layers at once."""
+    """`apply_updates` for all layers at once."""
     applied = applied & due
 
     def keep_or_replace(spec: LeafSpec, new: Array, old: Array) -> Array:
-        return _select(applied, new, old, spec.slot_axis)
+        return select_slots(applied, new, old, spec.slot_axis)
 
     adapters, optimizer = jax.tree.map(
         keep_or_replace,
@@ -431,11 +296,11 @@ def _apply_in(
     cleared = state._replace(
         adapters=with_trained(specs.adapters, state.adapters, adapters),
         accumulators=jax.tree.map(
-            lambda spec, x: _select(due, 0, x, spec.slot_axis),
+            lambda spec, x: select_slots(due, 0, x, spec.slot_axis),
             specs.accumulators,
             state.accumulators,
         ),
-        loss=_select(due, 0, state.loss),
+        loss=select_slots(due, 0, state.loss),
     )
     return replace_moments(cleared, *optax_parts(kind, optimizer))
 
@@ -486,127 +351,15 @@ def _update_slot(
     return jax.tree.map(descend, specs, params, direction, rate_tree), optimizer
 
 
-def _per_device(
-    function: Callable[..., Any],
-    home: StageMesh,
-    summed: Layout,
-    state: TrainState,
-    *others: Any,
-    out_specs: Any,
-) -> Any:
-    """`function(state, *others)` on every device of a stage, with that device's copy of the
-    accumulators and losses and its part of all other arrays; `others` are the same everywhere."""
+def select_slots(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:
+    """`new` in the chosen slots, `old` in the others.
 
-    def on_device(state: TrainState, *others: Any) -> Any:
-        accumulators, loss = jax.tree.map(
-            lambda copies: jnp.squeeze(copies, 0), (state.accumulators, state.loss)
-        )
-        return function(state._replace(accumulators=accumulators, loss=loss), *others)
-
-    return jax.shard_map(
-        on_device,
-        mesh=home.mesh,
-        in_specs=(home.leaf_specs(with_copies(summed.tree, home)), *(P() for _ in others)),
-        out_specs=out_specs,
-        check_vma=False,
-    )(state, *others)
-
-
-def _new_state(
-    function: Callable[..., TrainState],
-    home: StageMesh,
-    summed: Layout,
-    state: TrainState,
-    *others: Any,
-) -> TrainState:
-    """`_per_device` for a function that returns the device's new state."""
-
-    def with_copy_axis(*arguments: Any) -> TrainState:
-        new = function(*arguments)
-        accumulators, loss = jax.tree.map(lambda own: own[None], (new.accumulators, new.loss))
-        return new._replace(accumulators=accumulators, loss=loss)
-
-    out_specs = home.leaf_specs(with_copies(summed.tree, home))
-    return _per_device(with_copy_axis, home, summed, state, *others, out_specs=out_specs)
-
-
-def _sum_copies(
-    home: StageMesh, summed: Layout, state: TrainState, updates: DueUpdates
-) -> TrainState:
-    """The state of a stage in which every copy of due slots' accumulators and losses is the sum."""
-    if home.mesh.size == 1:
-        return state
-    return home.run(_sum_due_copies, home, summed, state, updates.due)
-
-
-@partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
-def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> TrainState:
-    specs = summed.tree
-
-    described = specs.accumulators, specs.loss
-    # The first axis of an array with copies is divided among the devices whose copies are summed.
-    divided = home.leaf_specs(home.with_copies(described))
-
-    def on_device(state: TrainState, due: Bool[Array, " T"]) -> TrainState:
-        def total(spec: LeafSpec, copies: P, own: Array) -> Array:
-            return _select(due, jax.lax.psum(own, copies[0]), own, spec.slot_axis)
-
-        own = state.accumulators, state.loss
-        accumulators, loss = jax.tree.map(total, described, divided, own)
-        return state._replace(accumulators=accumulators, loss=loss)
-
-    return _new_state(on_device, home, summed, state, due)
-
-
-@partial(jax.jit, static_argnums=(0, 1))
-def _stage_squares(
-    home: StageMesh, summed: Layout, state: TrainState
-) -> tuple[Float[Array, "L T"], Float[Array, " T"]]:
-    """`layer_squares` of a stage whose copies are sums, and its losses."""
-
-    def on_device(state: TrainState) -> tuple[Array, Array]:
-        accumulators = state.accumulators
-        if home.weights.tp > 1:
-            # What all tensor-parallel devices have counts on the first one.
-            first = jax.lax.axis_index(TP) == 0
-            accumulators = jax.tree.map(
-                lambda spec, x: x if TP in spec else jnp.where(first, x, 0),
-                home.leaf_specs(summed.tree.accumulators),
-                accumulators,
-            )
-            return jax.lax.psum(layer_squares(summed, accumulators), TP), state.loss
-        return layer_squares(summed, accumulators), state.loss
-
-    return _per_device(on_device, home, summed, state, out_specs=P())
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2))
-def _stage_finite(
-    kind: str, home: StageMesh, summed: Layout, state: TrainState, rates, hyper, paired, norm
-) -> Bool[Array, " T"]:
-    """`_finite_candidates` of a stage."""
-
-    def on_device(state: TrainState, *numbers: Any) -> Bool[Array, " T"]:
-        finite = _finite_candidates(kind, summed, state, *numbers)
-        if home.weights.tp == 1:
-            return finite
-        return jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
-
-    return _per_device(on_device, home, summed, state, rates, hyper, paired, norm, out_specs=P())
-
-
-@partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
-def _stage_apply(
-    kind: str, home: StageMesh, summed: Layout, state: TrainState, due, applied, *numbers: Any
-) -> TrainState:
-    """`_apply` for a stage."""
-
-    numbers = due, applied, *numbers
-    return _new_state(partial(_apply, kind, summed), home, summed, state, *numbers)
-
-
-def _select(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:
-    """`new` in the chosen slots, `old` in the others."""
+    Args:
+      chosen: the slots.
+      new: an array like `old`, or a number.
+      old: the array.
+      slot_axis: axis of `old` over the slots.
+    """
     shape = [1] * old.ndim
     shape[slot_axis] = -1
     return jnp.where(chosen.reshape(shape), new, old)

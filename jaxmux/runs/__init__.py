@@ -4,7 +4,7 @@ checkpoints, metrics and reports in a run directory."""
 from jaxmux.errors import Interrupted
 
 from .checkpoints import read_task
-from .processes import join_processes
+from .joined_processes import join_processes
 from .run import fine_tune
 from .run_directory import RunDirectory, RunDirectoryError, read_record
 from .run_options import RunOptions, check_names

@@ -1,17 +1,11 @@
 """Several processes that train one run: what they decide together."""
 
 import itertools
-import json
-import os
 import pickle
 import re
-import socket
-import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
-from signal import SIGINT
-from typing import Any, NamedTuple, TypeVar
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
@@ -19,160 +13,23 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.errors import (
-    InputError,
-    Interrupted,
-    ProcessFailed,
-    first_line,
-    ran_out_of_memory,
-)
+from jaxmux.errors import InputError, ProcessFailed, first_line, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
+
+from .joined_processes import process_index
+from .process_endings import ENDED, ProcessEnd, first_end, tell_end
 
 T = TypeVar("T")
 
-# A process waits so many seconds for the others to begin.
-_JOIN_SECONDS = 300
-# A process that ends waits so many seconds for the others to end: after success, and after an
-# error.
-_SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
-# A process is ended if it still runs so many seconds after another one has ended. Process 0 waits
-# longer, so that the others can say why they end.
-_HANGING_SECONDS = 15
-# A process of which nothing is heard for so many seconds has died: JAX ends the others.
-_HEARTBEAT_SECONDS = 30
-# Least number of threads in XLA's pool.
-_THREADS = 64
 # Seconds between two looks at what another process has said; signals are handled in between.
 _PATIENCE = 1.0
 # How errors of devices begin that JAX raises as ValueError.
 _DEVICE_ERROR = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
-# Where processes that leave say why: those that end, and those that leave a run.
-_ENDED = "jaxmux/ended/"
 # Decisions of so many rounds are kept. When process 0 has the results of a round, the others have
 # dispatched it; so they may still be at the end of the round before.
 _KEPT_ROUNDS = 4
 # Number of training runs in these processes.
 _runs = itertools.count()
-
-
-def join_processes(
-    coordinator: str | None = None, count: int | None = None, index: int | None = None
-) -> None:
-    """Joins the other processes of a training run. Call it before JAX is used.
-
-    Args:
-      coordinator: "HOST:PORT" of process 0; None lets JAX find the processes of a Slurm, Open MPI
-        or Kubernetes job.
-      count: number of processes.
-      index: number of this process, from 0.
-
-    Raises:
-      InputError: there is no such job, or process 0 does not answer. If another process does not
-        come, JAX aborts process 0 after five minutes.
-    """
-    # On CPU, every collective that is under way blocks a thread of XLA's pool, which by default has
-    # a thread for each core. XLA reads this when the devices are first used.
-    os.environ.setdefault("NPROC", str(max(_THREADS, os.cpu_count() or 1)))
-    if index:
-        # JAX would abort this process, with a stack trace.
-        _wait_for(coordinator)
-    # Signals are handled by `StopSignals`.
-    jax.config.update("jax_enable_preemption_service", False)
-    try:
-        jax.distributed.initialize(
-            coordinator,
-            count,
-            index,
-            cluster_detection_method=None if coordinator is None else "deactivate",
-            initialization_timeout=_JOIN_SECONDS,
-            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
-            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
-        )
-    except (ValueError, RuntimeError) as e:
-        if coordinator is None and isinstance(e, ValueError):
-            raise InputError(
-                "this is no Slurm, Open MPI or Kubernetes job that JAX knows; give --coordinator, "
-                "--processes and --process"
-            ) from None
-        raise InputError(f"this process cannot join the others: {first_line(e)}") from None
-    # Starting the devices waits for all processes, which nothing should interrupt later.
-    jax.devices()
-
-
-def process_index() -> int:
-    """Number of this process among those that have joined; 0 if there are no others. Unlike JAX's
-    own function, it does not start the devices."""
-    return distributed.global_state.process_id or 0
-
-
-def leave(error: BaseException) -> None:
-    """Tells the other processes that this one ends with an exception, so that none waits for it,
-    and waits for the others to say the same, but not long.
-
-    Args:
-      error: the exception.
-    """
-    state = distributed.global_state
-    if state.client is None:
-        return
-    _tell_end(state.client, _ENDED, state.process_id, error)
-    end = time.monotonic() + _LEAVE_SECONDS
-    while state.process_id == 0 and time.monotonic() < end:
-        all_know = len(state.client.key_value_dir_get(_ENDED)) == state.num_processes
-        # When process 0 ends, JAX ends the others, which may still have to say why they end.
-        time.sleep(_PATIENCE)
-        if all_know:
-            return
-
-
-@contextmanager
-def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
-    """Within this context, ends this process if it still runs some seconds after another one has
-    ended with an error.
-
-    It may wait for the devices of the other one, which nothing can interrupt. If it does something
-    else, for example export adapters, the same command does that again.
-
-    Args:
-      end: function that ends this process at once; a thread calls it with the exception that tells
-        why.
-    """
-    state, over = distributed.global_state, threading.Event()
-
-    def watch() -> None:
-        while not over.wait(_PATIENCE):
-            try:
-                reason = _first_end(state.client, _ENDED, state.process_id)
-            except jax.errors.JaxRuntimeError as e:
-                reason = ProcessFailed(f"process 0 has ended ({first_line(e)})")
-            if reason:
-                if not over.wait(_HANGING_SECONDS):
-                    _tell_end(state.client, _ENDED, state.process_id, reason)
-                    end(reason)
-                return
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield
-    finally:
-        over.set()
-
-
-def _wait_for(coordinator: str) -> None:
-    """Waits until process 0 can be reached. InputError if it cannot for a long time."""
-    host, _, port = coordinator.rpartition(":")
-    end = time.monotonic() + _JOIN_SECONDS
-    while True:
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
-            return
-        except (OSError, OverflowError) as e:
-            if time.monotonic() > end:
-                raise InputError(
-                    f"process 0 does not answer at {coordinator} ({e}); is it running, and is this "
-                    "its address?"
-                ) from None
-        time.sleep(_PATIENCE)
 
 
 class Processes:
@@ -209,7 +66,7 @@ class Processes:
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
         if error is not None and self.count > 1:
-            _tell_end(self._client, f"{self._run}/ended/", self.index, error)
+            tell_end(self._client, f"{self._run}/ended/", self.index, error)
 
     def agree(self, value: T) -> T:
         """The value of process 0.
@@ -264,7 +121,7 @@ class Processes:
             result = work()
         except Exception as e:
             error = e
-        found = self.gather(error and _End.of(error))
+        found = self.gather(error and ProcessEnd.of(error))
         if error:
             raise error
         for i, end in enumerate(found):
@@ -379,56 +236,6 @@ class Processes:
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise ProcessFailed(f"process 0 has ended ({first_line(e)})") from None
-            for folder in (f"{self._run}/ended/", _ENDED):
-                if reason := _first_end(self._client, folder, self.index):
+            for folder in (f"{self._run}/ended/", ENDED):
+                if reason := first_end(self._client, folder, self.index):
                     raise reason
-
-
-class _End(NamedTuple):
-    """Why a process leaves.
-
-    Attributes:
-      message: the first line of its exception.
-      refused: whether it has refused its input.
-      signal: number of the signal that has stopped it; 0 for none.
-      saved: whether the signal came after a checkpoint.
-    """
-
-    message: str
-    refused: bool
-    signal: int
-    saved: bool
-
-    @classmethod
-    def of(cls, error: BaseException) -> "_End":
-        signal = error.signal_number if isinstance(error, Interrupted) else 0
-        if isinstance(error, KeyboardInterrupt):
-            signal = SIGINT
-        saved = isinstance(error, Interrupted) and error.saved
-        return cls(first_line(error), isinstance(error, InputError), signal, saved)
-
-    def exception(self, process: int) -> BaseException:
-        """The exception that another process raises.
-
-        Args:
-          process: number of the process that has left.
-        """
-        if self.signal:
-            return Interrupted(self.signal, self.saved)
-        kind = InputError if self.refused else ProcessFailed
-        return kind(f"process {process}: {self.message}")
-
-
-def _tell_end(client: Any, folder: str, index: int, error: BaseException) -> None:
-    # If process 0 is gone, nobody can be told.
-    with suppress(jax.errors.JaxRuntimeError):
-        client.key_value_set(f"{folder}{index}", json.dumps(_End.of(error)._asdict()), True)
-
-
-def _first_end(client: Any, folder: str, index: int) -> BaseException | None:
-    """Why another process than this one has ended, as an exception; None if none has."""
-    for key, text in client.key_value_dir_get(folder):
-        other = int(key.rpartition("/")[2])
-        if other != index:
-            return _End(**json.loads(text)).exception(other)
-    return None

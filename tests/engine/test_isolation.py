@@ -6,7 +6,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.updates import DueUpdates, update
+from jaxmux.engine.due_updates import DueUpdates
+from jaxmux.engine.updates import update
 from jaxmux.optimizers import SGD, AdamW, Lion
 
 DECAYING = {

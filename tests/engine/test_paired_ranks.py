@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from jaxmux.engine.due_updates import no_updates
 from jaxmux.engine.paired_ranks import (
     directions_of_pairs,
     gradients_of_pairs,
@@ -13,7 +14,7 @@ from jaxmux.engine.paired_ranks import (
     slots_with_pairs,
 )
 from jaxmux.engine.train_state import pool_specs
-from jaxmux.engine.updates import no_updates, update, without_foreign
+from jaxmux.engine.updates import update, without_foreign
 from jaxmux.optimizers import AdamW
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import IA3, Layout, LoRA, kind_of, size_of_adapter

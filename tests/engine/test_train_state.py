@@ -6,6 +6,7 @@ import numpy as np
 import optax
 import pytest
 
+from jaxmux.engine.due_updates import DueUpdates
 from jaxmux.engine.train_state import (
     SlotKind,
     SlotState,
@@ -18,7 +19,7 @@ from jaxmux.engine.train_state import (
     write_adapter,
     write_slot,
 )
-from jaxmux.engine.updates import DueUpdates, update
+from jaxmux.engine.updates import update
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves

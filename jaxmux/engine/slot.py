@@ -1,0 +1,92 @@
+"""A slot, which is the place of a task in the stacked arrays, and the task in it."""
+
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from jaxmux.data.stored_samples import target_tokens
+from jaxmux.peft import SlotArrays, kind_of
+
+from .prepared_task import PreparedTask
+from .progress import TaskProgress
+from .train_state import SlotKind
+
+
+@dataclasses.dataclass
+class Slot:
+    """The task in a slot, and its progress.
+
+    Attributes:
+      prepared: the task.
+      progress: its progress, which the engine changes.
+      stop_after: number of steps after which the task stops although it has more; None if there is
+        no such number.
+      pause_after: number of steps after which the task waits for the decision of a rung, see
+        `Bracket`; None if it need not wait.
+      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`; None
+        until the first results have arrived, because what comes before is mostly compilation.
+      best: function that waits for the adapter with the lowest held-out loss, and returns its
+        arrays by path; None if it is not kept, or not known yet.
+      computed: by step that has not been updated, number of tokens, with padding, that have been
+        computed of its global batch, as far as results have been fetched.
+      part_of_turn: number of these tokens that belong to a turn of which only a part has been
+        computed.
+    """
+
+    prepared: PreparedTask
+    progress: TaskProgress
+    stop_after: int | None = None
+    pause_after: int | None = None
+    timed_since: float | None = None
+    best: Callable[[], SlotArrays] | None = None
+    computed: Counter[int] = dataclasses.field(default_factory=Counter)
+    part_of_turn: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.prepared.task.name
+
+    @property
+    def kind(self) -> SlotKind:
+        task = self.prepared.task
+        return SlotKind(kind_of(task.adapter).name, task.optimizer.kind)
+
+    @property
+    def running(self) -> bool:
+        return self.progress.status == "running"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the task trains."""
+        return self.prepared.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def steps_for_now(self) -> int:
+        """Number of steps that the task trains before it has to wait."""
+        return self.steps if self.pause_after is None else min(self.steps, self.pause_after)
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Number of target tokens in the held-out data."""
+        return target_tokens(self.prepared.eval_samples)
+
+    def is_measured_after(self, step: int) -> bool:
+        """Whether the held-out loss is measured after so many steps."""
+        every = self.prepared.task.eval_every
+        # A task may be extended when its last step has been dispatched.
+        lasts = (self.steps, self.prepared.steps_at(step - 1), self.pause_after)
+        return bool(self.prepared.eval_samples) and (
+            step in lasts or (every is not None and step % every == 0)
+        )
+
+    def lose_gradients(self) -> None:
+        """Notes that the current global batch begins again."""
+        self.computed.clear()
+        self.part_of_turn = 0
+
+    def count_seconds(self) -> None:
+        """Adds the time since the last call to the seconds of the task."""
+        now = time.monotonic()
+        self.progress.seconds += 0.0 if self.timed_since is None else now - self.timed_since
+        self.timed_since = now
