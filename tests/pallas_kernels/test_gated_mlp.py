@@ -13,9 +13,12 @@ from grouped_lora_cases import (
     interpreted_on_hopper,
     make_mlp_case,
     pairs,
+    relative_error,
 )
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxmux.pallas_kernels.grouped_lora import gated_mlp, grouped_lora_linear
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
+from jaxmux.pallas_kernels.grouped_lora import gated_mlp, grouped_lora_linear, mosaic_gpu
 
 LAYER = 1
 # Slots 1 and 3 own nothing; one chunk is empty; slot 0's chunks are not adjacent.
@@ -42,11 +45,13 @@ def fused(case: Case) -> Results:
     return differentiate_mlp(mlp, case)
 
 
-@jax.jit
 def expected(case: Case) -> Results:
     """The results of three single linears in float32."""
-    case = in_float32(case)
+    return single_linears(in_float32(case))
 
+
+@jax.jit
+def single_linears(case: Case) -> Results:
     def linears(x, which: slice, accumulators, residual=None):
         modules = tuple(range(3))[which]
         arguments = case.projections[which], accumulators[which], case.routing, None, LAYER
@@ -95,6 +100,29 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
         assert_same_bits(before[:, IDLE_SLOT], after[:, IDLE_SLOT])
 
 
+def in_float8(case: Case, format: str) -> Case:
+    projections = (
+        p._replace(weight=FrozenWeight.encoded(p.weight.values, format)) for p in case.projections
+    )
+    return case._replace(projections=tuple(projections))
+
+
+def assert_float8_results_are_close(found: Results, wanted: Results):
+    """Numbers that differ in the last bit of bfloat16 may get other codes in float8."""
+    for one, other in pairs(found, wanted):
+        assert relative_error(one, other) < 2e-2
+
+
+def test_an_mlp_in_float8_is_that_of_single_linears(monkeypatch):
+    case = in_float8(mlp_case(256, 256, (2,)), "float8")
+    monkeypatch.setattr(mosaic_gpu, "is_hopper", lambda: True)
+    # The interpreter sees races where float8 operands and the output share their place.
+    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams()):
+        found = jax.block_until_ready(fused(case))
+    monkeypatch.undo()
+    assert_float8_results_are_close(found, single_linears(case))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("slots", [1, 4, 16])
 def test_the_mlp_of_llama_on_the_gpu(slots):
@@ -105,3 +133,12 @@ def test_the_mlp_of_llama_on_the_gpu(slots):
     assert_owned_rows_are_close(case, found, wanted)
     again = jax.device_get(fused(case))
     assert_same_bits(found, again)
+
+
+@pytest.mark.gpu
+def test_the_mlp_of_llama_in_float8_on_the_gpu():
+    case = mlp_case(4096, 14336, tuple(np.random.default_rng(0).integers(0, 4, 64)))
+    once, twice = (in_float8(case, format) for format in ("float8", "float8_twice"))
+    found = jax.device_get(fused(once))
+    assert_float8_results_are_close(found, jax.device_get(single_linears(once)))
+    assert_same_bits(jax.device_get(fused(twice)), found)
