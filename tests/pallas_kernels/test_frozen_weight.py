@@ -329,10 +329,13 @@ def test_float8_kernels_compute_what_plain_xla_computes(case, float8_kernels):
 
 @pytest.mark.parametrize("value", [1e4, np.nan])
 @pytest.mark.parametrize("where", ["x", "cotangents"])
-def test_values_of_a_task_change_no_bit_of_another_in_float8(where, value):
+@pytest.mark.parametrize(
+    "implementation", ["xla", pytest.param("mosaic_gpu", marks=pytest.mark.gpu)]
+)
+def test_values_of_a_task_change_no_bit_of_another_in_float8(implementation, where, value):
     case = float8_case()
     other = poisoned(case, where, 2, value)
-    one, changed = by("xla", case), by("xla", other)
+    one, changed = by(implementation, case), by(implementation, other)
     own = case.is_owned_by(0)
     for x, y in pairs((one.outputs, one.dx), (changed.outputs, changed.dx)):
         np.testing.assert_array_equal(x[own], y[own])
