@@ -32,7 +32,7 @@ PURPOSES = (
     ("column_products", "gradients of the factors"),
     ("row_products", "rank-r intermediates"),
     ("float8_rows", "rows in float8"),
-    ("input_transpose", "transposed weights"),
+    ("transposed_codes", "transposed weights"),
     ("rank_major_factors", "factors in the compute dtype"),
     ("normalize|stream_gradient", "norms"),
     ("input_concatenate", "rotary embedding"),

@@ -38,7 +38,7 @@ class RunOptions:
         or "float32". Adapters and their optimizer states are always float32.
       backbone_format: format in which the weights of the layers' linears are stored. "float8"
         (e4m3, one byte a weight) also encodes activations and gradients, with a scale for each
-        token, and multiplies in float8: on Hopper GPUs a step takes three quarters of the time, and
+        token, and multiplies in float8: on Hopper GPUs a step takes seven tenths of the time, and
         products are exact to about 3%. "int8" (one byte) and "nf4" (half a byte, in blocks of 64 as
         in QLoRA) are decoded to `dtype` right before each product, so that memory shrinks and every
         step takes a little longer. None stores weights as the checkpoint does: in `dtype`, or,

@@ -23,6 +23,8 @@ from .float8_rows import float8_rows
 from .routed_matmul_sm90 import TILE_M, Scales, Term, Tiling, routed_matmul
 from .row_products_sm90 import RowOperands, row_products
 from .tilings import fitted, is_hopper, matmul_tiling, multiprocessors, row_tiling
+from .transposed_codes_sm90 import Tiling as TranspositionTiling
+from .transposed_codes_sm90 import transposed_codes
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
@@ -185,11 +187,18 @@ def _float8_terms(
     # Products in float8 need the contraction last, so a layer is transposed for this product.
     operands = [(term.lhs, term.weight) for term in terms]
     lhs, stacks = zip(*jax.lax.optimization_barrier(operands), strict=True)
-    own = [stack.at_layer(layer) for stack in stacks]
-    lhs, rows = float8_rows(lhs, [weight.scales for weight in own])
-    turned = (FrozenWeight(weight.values.T[None], None, FLOAT8) for weight in own)
+    lhs, rows = float8_rows(lhs, [stack.at_layer(layer).scales for stack in stacks])
+    turned = (_transposed_layer(stack, layer) for stack in stacks)
     terms = (t._replace(lhs=x, weight=w) for t, x, w in zip(terms, lhs, turned, strict=True))
     return tuple(terms), Scales(rows, None)
+
+
+def _transposed_layer(stack: FrozenWeight, layer: Int[Array, ""] | int) -> FrozenWeight:
+    """W^T of a layer of a stack in float8, as a stack of one layer without scales."""
+    # Two thread blocks share a multiprocessor, so that one stores while the other computes.
+    tiling = TranspositionTiling(stages=4, blocks=2 * multiprocessors())
+    index = jnp.asarray(stack.stack_index(layer))
+    return FrozenWeight(transposed_codes(stack.values, index, tiling=tiling)[None], None, FLOAT8)
 
 
 def _padded_rank(rank: int) -> int:
