@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxmux.planner.numbers import numbered
+from jaxmux.printable import escaped
 
 from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
 from .plan_tables import number_table
@@ -142,13 +143,9 @@ def _sample(sample: ShownSample, colours: bool) -> Iterator[Text]:
     yield Text(f"── {sample.source}, sample {sample.number}: {counts}")
     text = Text()
     for part, is_target in sample.parts:
+        part = escaped(part, keep="\n\t")
         if is_target and not colours:
-            text.append(_printable(part).join(MARKS))
+            text.append(part.join(MARKS))
         else:
-            text.append(_printable(part), style=_STYLE if is_target else "")
+            text.append(part, style=_STYLE if is_target else "")
     yield text
-
-
-def _printable(text: str) -> str:
-    """The text without characters that a terminal obeys."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

@@ -72,11 +72,10 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stops: Sequence[int] = (),
     ) -> list[str]:
         """The completions of requests, in their order. The arguments are those of `stream`."""
         texts = [""] * len(requests)
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stops": stops}
+        given = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         for piece in self.stream(requests, **given):
             texts[piece.request] += piece.text
         return texts
@@ -87,7 +86,6 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stops: Sequence[int] = (),
     ) -> Iterator[Piece]:
         """Yields the completions of requests piece by piece, while they are written. Pieces of
         different requests come in turns; each request has one last piece.
@@ -95,9 +93,9 @@ class Generator:
         Args:
           requests: the prompts with their adapters.
           max_new_tokens: most tokens of a completion. A completion ends earlier before the
-            tokenizer's end-of-sequence token, or at the end of the backbone's context.
+            tokenizer's end-of-sequence token, before one of its request's `stops`, or at the end of
+            the backbone's context.
           sampling: how tokens are chosen; None takes the most likely ones.
-          stops: further tokens before which a completion ends.
 
         Raises:
           DataError: a prompt has no tokens, or fills the backbone's context, with its adapter's
@@ -111,10 +109,8 @@ class Generator:
         firsts, slots = distinct_adapters(requests)
         adapters = self._on_device(firsts)
         most = self._most_sequences(prompts)
-        if self._tokenizer.eos_token_id is not None:
-            stops = [self._tokenizer.eos_token_id, *stops]
         for batch in batches(prompts, slots, most):
-            yield from self._written(batch, prompts, adapters, sampling, stops or [-1])
+            yield from self._written(batch, prompts, adapters, sampling)
 
     def _on_device(self, firsts: Sequence[Request]) -> ServedAdapters:
         """The adapters of these requests; those of the call before if they are the same objects."""
@@ -139,13 +135,15 @@ class Generator:
         prompts: Sequence[Prompt],
         adapters: ServedAdapters,
         sampling: Sampling,
-        stops: Sequence[int],
     ) -> Iterator[Piece]:
         tokens = np.zeros((len(batch.rows), batch.row_len), np.int32)
         lengths, ends, seeds = (np.zeros(len(batch.rows), np.int32) for _ in range(3))
+        # The same for all batches, so that programs fit. No token has the id -1.
+        stops = np.full((len(batch.rows), max(1, *(len(own.stops) for own in prompts))), -1)
         for row, i in _sequences_of(batch):
             lengths[row], ends[row] = len(prompts[i].tokens), prompts[i].end
             tokens[row, : lengths[row]] = prompts[i].tokens
+            stops[row, : len(prompts[i].stops)] = sorted(prompts[i].stops)
             seeds[row] = np.uint32(sampling.seed + i & 0xFFFFFFFF).astype(np.int32)
         numbers = SamplingNumbers(
             jnp.float32(sampling.temperature),
@@ -163,7 +161,7 @@ class Generator:
         )
         static = self._config, self._options(batch, adapters), SamplingForm.of(sampling)
         given = *static, batch.places, self._weights, served, tokens, lengths
-        yield from self._pieces(batch, prompts, static, served, read_prompts(*given), stops)
+        yield from self._pieces(batch, prompts, static, served, read_prompts(*given))
 
     def _options(self, batch: Batch, adapters: ServedAdapters) -> ForwardOptions:
         return ForwardOptions(
@@ -185,13 +183,12 @@ class Generator:
         static: tuple,
         served: Served,
         sequences: Sequences,
-        stops: Sequence[int],
     ) -> Iterator[Piece]:
         """The pieces of a batch whose prompts have been read."""
-        live = {
-            row: _Sequence(i, TextStream(self._tokenizer, [t for t in prompts[i].tokens if t >= 0]))
-            for row, i in _sequences_of(batch)
-        }
+        live = {}
+        for row, i in _sequences_of(batch):
+            text = TextStream(self._tokenizer, [t for t in prompts[i].tokens if t >= 0])
+            live[row] = _Sequence(i, text, prompts[i].stops)
         left = {row: prompts[i].end - len(prompts[i].tokens) for row, i in _sequences_of(batch)}
         written: jax.Array = sequences.last[None]
         while live:
@@ -201,26 +198,25 @@ class Generator:
                 following, sequences = write_tokens(
                     *static, _STEPS, self._weights, served, sequences
                 )
-            yield from _read(np.asarray(written), live, left, stops)
+            yield from _read(np.asarray(written), live, left)
             if following is None:
                 break
             written = following
 
 
 class _Sequence(NamedTuple):
-    """A sequence that goes on: the index of its request, and its text."""
+    """A sequence that goes on: the index of its request, its text, and what ends it."""
 
     request: int
     text: TextStream
+    stops: frozenset[int]
 
 
-def _read(
-    written: np.ndarray, live: dict[int, _Sequence], left: dict[int, int], stops: Sequence[int]
-) -> Iterator[Piece]:
+def _read(written: np.ndarray, live: dict[int, _Sequence], left: dict[int, int]) -> Iterator[Piece]:
     """The pieces of new tokens [steps, B]; sequences that end are removed from `live`."""
     for row, sequence in list(live.items()):
         new = written[: left[row], row].tolist()
-        end = next((n for n, token in enumerate(new) if token in stops), len(new))
+        end = next((n for n, token in enumerate(new) if token in sequence.stops), len(new))
         left[row] -= len(new)
         is_last = end < len(new) or not left[row]
         if is_last:

@@ -53,7 +53,7 @@ class Served(NamedTuple):
       scale: float32 [T], see `SlotTable`.
       chunk_slot: int32, the slot of each of the equal parts of the batch.
       ends: int32, the place behind the last token that a sequence may have.
-      stops: int32, tokens that end a sequence.
+      stops: int32, by row the tokens that end its sequence; -1 where it has no more.
       sampling: how tokens are chosen.
     """
 
@@ -62,7 +62,7 @@ class Served(NamedTuple):
     scale: Float[Array, " T"]
     chunk_slot: Int[Array, " chunks"]
     ends: Int[Array, " B"]
-    stops: Int[Array, " stops"]
+    stops: Int[Array, "B stops"]
     sampling: SamplingNumbers
 
 

@@ -76,7 +76,7 @@ def test_a_template_without_marks_is_rendered_by_prefixes(loads, llama):
             r"train.jsonl:1: .*no tools here \(line 2 of",
         ),
         ("a\n\n{{ messages[9].content.x }}", r"train.jsonl:1: .*\(line 3 of the template\)"),
-        ("missing.jinja", "train.jsonl: chat_template missing.jinja: .*No such file"),
+        ("missing.jinja", "train.jsonl: chat_template: missing.jinja: .*No such file"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ],
 )
