@@ -56,7 +56,8 @@ def chat(
             conversations = begun()
             continue
         for conversation, answer in zip(conversations, answers, strict=True):
-            conversation.add("assistant", answer)
+            # White space around answers is the template's, which puts it around each message.
+            conversation.add("assistant", answer.strip())
 
 
 def _answer(generator, conversations, answering, given) -> list[str]:

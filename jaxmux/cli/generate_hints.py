@@ -26,5 +26,5 @@ def hint_at_kind(are_chats: bool, folders: Mapping[str, Path]) -> str:
         shown += f" and {len(names) - _MOST} more"
     were = f"{shown} {'was' if len(names) == 1 else 'were'} trained on {expected}"
     if are_chats:
-        return f"hint: {were}, not on chats; --prompt without --template passes texts as they are"
-    return f"hint: {were}; --template renders prompts as chats, and --chat begins a chat"
+        return f"hint: {were}, not on chats; use --prompt without --template"
+    return f"hint: {were}; use --template, or --chat"
