@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -121,6 +122,15 @@ def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
     assert found == tokenizer.decode(ids[: ids.index(stop)], skip_special_tokens=True)
 
 
+def test_each_request_has_its_own_stops(model, tokenizer, step_by_step):
+    ids = step_by_step(PROMPTS[0])
+    ends = [ids[0], next(i for i in ids[1:] if i != ids[0])]
+    requests = [Request(PROMPTS[0], stops=stops) for stops in ((), ends[1:], ends)]
+    found = complete(model, tokenizer, requests, max_new_tokens=NEW)
+    wanted = [ids, ids[: ids.index(ends[1])], []]
+    assert found == [tokenizer.decode(own, skip_special_tokens=True) for own in wanted]
+
+
 def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_step):
     long = " ".join(PROMPTS * 3)
     # The prompt leaves room in its row only for the new tokens.
@@ -184,21 +194,19 @@ def test_a_chat_keeps_its_history_and_begins_anew(
     monkeypatch.setattr("sys.stdin", io.StringIO("fig\n\nplum\n/new\nfig\n"))
     arguments = [f"--backbone={chat_backbone}", "--chat", "--max_new_tokens=5", *adapters]
     assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    first, second, again = (
-        part.split("[two]\n") for part in printed.removeprefix("[one]\n").split("[one]\n")
-    )
-    assert first == again
+    turns = re.split(r"^> (.*)\n", capsys.readouterr().out, flags=re.M)
+    assert turns[1::2] == ["fig", "plum", "/new", "fig"]
+    first, second, _ = (turn.split("[two]\n")[0] for turn in turns[2::2] if turn)
+    assert turns[2] == turns[8]
     own = import_adapter(run_dir / "adapters" / "one", model.config)
     messages = [{"role": "user", "content": "fig"}]
-    for answer in (first[0], second[0]):
+    for answer in (first, second):
         prompt = Conversation(tokenizer, messages).prompt()
-        request = Request(prompt, *own, is_rendered=True)
-        stops = {"stops": end_of_turn(tokenizer)}
-        wanted = Generator(model, tokenizer).complete([request], max_new_tokens=5, **stops)
-        assert answer == wanted[0] + "\n"
+        request = Request(prompt, *own, is_rendered=True, stops=end_of_turn(tokenizer))
+        wanted = Generator(model, tokenizer).complete([request], max_new_tokens=5)
+        assert answer == f"[one]\n{wanted[0]}\n"
         messages += [
-            {"role": "assistant", "content": wanted[0]},
+            {"role": "assistant", "content": wanted[0].strip()},
             {"role": "user", "content": "plum"},
         ]
 
@@ -238,7 +246,7 @@ def test_unusable_input_is_named(backbone, run_dir, write_lines, tmp_path, capsy
         ([f"--adapter=base={one}"], "give it another one: --adapter=NAME="),
         ([f"--run_dir={tmp_path}"], str(tmp_path)),
         ([f"--prompts={empty}"], f"{empty}: no prompts"),
-        ([f"--prompts={text}"], "the field 'prompt' or 'messages'"),
+        ([f"--prompts={text}"], "the field 'prompt', 'messages' or"),
         ([f"--prompts={messages}", "--template"], "a chat needs a chat template"),
     ):
         assert main([f"--backbone={backbone}", "--prompt=fig", *given]) == 2
