@@ -1,9 +1,11 @@
 """A source may bring its own chat template, which counts like the tokenizer's."""
 
+import json
+
 import numpy as np
 import pytest
 
-from jaxmux.data import DataError, Source, load_samples
+from jaxmux.data import DataError, Rendering, Source, load_samples
 
 TURNS = [
     {"role": "user", "content": "Name a colour."},
@@ -49,6 +51,20 @@ def test_tokens_and_mask_are_those_of_transformers(loads, llama, tmp_path, name)
     np.testing.assert_array_equal(sample.target_mask, np.array(expected["assistant_masks"]) > 0)
     assert 0 < sample.target_tokens < len(sample.input_ids)
     assert llama.chat_template is None
+
+
+def test_samples_tell_how_records_became_text(llama, gpt, write_jsonl):
+    chats, texts = write_jsonl({"messages": TURNS}), write_jsonl({"text": "a b c"}, name="b.jsonl")
+
+    def rendering(tokenizer, *source, **fields) -> Rendering:
+        return load_samples(Source(*source, **fields), tokenizer, max_length=512).rendering
+
+    own, general = rendering(llama, chats, chat_template=MARKED), rendering(gpt, chats)
+    assert own == Rendering(False, (MARKED,)) and general == Rendering(False, (None,))
+    together = Rendering.together([general, rendering(gpt, texts), own, own])
+    assert together == Rendering(True, (None, MARKED)) and together.own_template == MARKED
+    assert together.kinds == "chats and texts" and general.kinds == "chats"
+    assert Rendering.from_json(json.loads(json.dumps(together._asdict()))) == together
 
 
 def test_a_template_goes_before_the_tokenizers(gpt, write_jsonl):
