@@ -62,7 +62,7 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
     numbers = SamplingNumbers(jnp.float32(1), jnp.float32(1), jnp.zeros(rows, jnp.uint32))
     chunk_slot = jnp.asarray(batch.slots, jnp.int32)
     ends = jnp.zeros(rows, jnp.int32)
-    served = Served(*adapters, chunk_slot, ends, jnp.int32([-1]), numbers)
+    served = Served(*adapters, chunk_slot, ends, jnp.int32([[-1]]), numbers)
     options = ForwardOptions(
         "xla", "xla", remat="none", max_sequences=1, adapter_ops=ops_of(adapters.outside)
     )
