@@ -3,7 +3,7 @@ them."""
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,9 +12,10 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.chat_templates import read_template, template_of
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
-from jaxmux.models import BackboneConfig, checkpoint_tensors, load_backbone
+from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import with_chat_template
+from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
 
 from .generate_chat import chat
@@ -39,13 +40,8 @@ def run(options: argparse.Namespace) -> int:
         print(hint, file=sys.stderr)
     backbone = load_backbone(folder, options.dtype, format)
     base = checkpoint_tensors(folder, backbone.compute_dtype, format)
-    answering = []
-    for label, own in tokenizers.items():
-        adapter = (None, None)
-        if label in folders:
-            adapter = import_adapter(folders[label], backbone.config, backbone.fingerprint, base)
-        answering.append(Answering(label, *adapter, own, end_of_turn(own) if are_chats else ()))
-    tokenizer = next(iter(tokenizers.values()))
+    answering = list(_answering(tokenizers, folders, backbone, base, are_chats))
+    tokenizer = answering[0].tokenizer
     generator = Generator(backbone, tokenizer, max_batch=options.max_batch, keep_backbone=False)
     given = {
         "max_new_tokens": options.max_new_tokens,
@@ -103,6 +99,21 @@ def _tokenizers(
         for label, own in found.items():
             template_of(own, where=label)
     return found
+
+
+def _answering(
+    tokenizers: Mapping[str, Any],
+    folders: Mapping[str, Path],
+    backbone: Backbone,
+    base: BaseTensors,
+    are_chats: bool,
+) -> Iterator[Answering]:
+    for label, tokenizer in tokenizers.items():
+        adapter = (None, None)
+        if label in folders:
+            adapter = import_adapter(folders[label], backbone.config, backbone.fingerprint, base)
+        stops = end_of_turn(tokenizer) if are_chats else ()
+        yield Answering(label, *adapter, tokenizer, stops)
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
