@@ -23,6 +23,16 @@ def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     return found | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
+def ends_of_turns(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """The tokens with which a chat template may end what the assistant says: the special ones, and
+    others that were added to the tokenizer, because some do not call the end of a turn special.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
+    return special_tokens(tokenizer).keys() | tokenizer.added_tokens_decoder.keys()
+
+
 class SpecialText:
     """Counts or escapes text that spells a special token, as `Source.special_tokens` says.
 

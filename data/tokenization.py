@@ -21,7 +21,7 @@ from .record_forms import RenderedText, TextRange, detect_form, render
 from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .special_text import SpecialText
+from .special_text import SpecialText, ends_of_turns
 from .split import Part
 from .stored_samples import SampleWriter, StoredSamples, TokenFile
 from .time_limit import TimeLimit, TimeLimitExceeded
@@ -51,6 +51,8 @@ class Samples(NamedTuple):
       special_text: the first special token that the text of a record spells; empty if there is
         none, or if the source says `special_tokens="escape"`.
       special_records: number of records whose text spells a special token.
+      endless: number of chats in which no token that may end a turn counts in the loss, before
+        records are cut or dropped. Models do not learn from them where an answer ends.
       rendering: how the records became text.
     """
 
@@ -65,6 +67,7 @@ class Samples(NamedTuple):
     unknown_target_tokens: int = 0
     special_text: str = ""
     special_records: int = 0
+    endless: int = 0
     rendering: Rendering = Rendering()
 
 
@@ -168,13 +171,19 @@ def load_samples(
     special = SpecialText(source, tokenizer)
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
-    dropped = truncated = targets = cut = unknown = 0
+    dropped = truncated = targets = cut = unknown = endless = 0
+    ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
+    is_end = np.zeros(ends.max(initial=0) + 1, bool)
+    is_end[ends] = True
     rendering = Rendering()
     for record, whole, found in _tokenize(source, tokenizer, special, skipped, part):
         rendering = found
         _require_known_ids(record, whole, tokenizer, vocab_size)
         targets += whole.target_tokens
-        unknown += np.count_nonzero(whole.input_ids[whole.target_mask] == unknown_id)
+        target_ids = whole.input_ids[whole.target_mask]
+        unknown += np.count_nonzero(target_ids == unknown_id)
+        if found.chat_templates:
+            endless += not is_end[target_ids[target_ids < len(is_end)]].any()
         sample = _fit(record, whole, source, max_length)
         if sample is None:
             dropped += 1
@@ -196,6 +205,7 @@ def load_samples(
         unknown_target_tokens=int(unknown),
         special_text=special.first,
         special_records=special.records,
+        endless=endless,
         rendering=rendering,
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from jaxmux.data import DataError
 from jaxmux.data.chat_templates import line_of, template_of
-from jaxmux.data.special_text import special_tokens
+from jaxmux.data.special_text import ends_of_turns
 
 _PROBE = "jaxmux"
 
@@ -86,6 +86,5 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         return []
     behind = text.rpartition(_PROBE)[2]
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    # Some tokenizers have added the token without calling it special.
-    ends = special_tokens(tokenizer).keys() | tokenizer.added_tokens_decoder.keys()
+    ends = ends_of_turns(tokenizer)
     return [token for token in ids if token in ends][:1]

@@ -22,6 +22,7 @@ from jaxmux.tasks import Task
 UNKNOWN_TOKENS = 0.01
 CUT_TOKENS = 0.1
 DROPPED_RECORDS = 0.05
+ENDLESS_CHATS = 0.5
 # A loss this close to that of uniform predictions, in nats, has learnt nothing.
 _NEAR_UNIFORM = 0.05
 # A loss that changed by less than this, in nats, did not rise.
@@ -135,6 +136,11 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         )
     if data.special_records:
         found.append(_special_text(data))
+    if _above(data.endless, data.read, ENDLESS_CHATS):
+        found.append(
+            f"in {numbered(data.endless, 'chat')} no special token ends what the assistant says, "
+            "so answers will not end; let the chat template write {{ eos_token }} behind them"
+        )
     if (templates := len(data.rendering.chat_templates)) > 1:
         found.append(
             f"{templates} different chat templates render its chats; give all sources the same "

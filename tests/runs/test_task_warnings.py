@@ -75,12 +75,15 @@ def test_suspicious_data_gets_one_warning(records, options, warning, prepare, wr
     assert re.search(warning, found)
 
 
-def test_different_chat_templates_of_one_task_get_warnings(prepare, data):
+def test_chat_templates_that_hardly_mean_what_they_say_get_warnings(prepare, data):
     short, chat = Source(data["short"]), Source(data["chat"], chat_template=TEMPLATE)
     other = Source(data["chat"], chat_template="{{ bos_token }}" + TEMPLATE)
     assert before_training(*prepare(data=(short, chat), eval_data=chat)) == []
     (found,) = before_training(*prepare(data=(chat, other)))
     assert "2 different chat templates render its chats" in found
+    endless = Source(data["chat"], chat_template=TEMPLATE.replace("{{ eos_token }}", ";"))
+    (found,) = before_training(*prepare(data=endless))
+    assert "in 6 chats no special token ends what the assistant says" in found
     (found,) = before_training(*prepare(data=chat, eval_data=other))
     assert "eval_data has another chat_template than data" in found
 
