@@ -58,17 +58,18 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
     """
     shape = report.shape
     yield (
-        f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} tokens in "
+        f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} places in "
         f"{_microbatches(report.microbatches)}, in chunks of {shape.chunk_len}; "
         f"{report.padding:.0%} padding"
     )
+    yield "a sample of n tokens takes n - 1 places: the last one is only predicted"
     names = dict.fromkeys(name for row in report.rows for name, *_ in row)
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
     for number, row in enumerate(report.rows[:_MOST_ROWS]):
         used = sum(tokens for *_, tokens in row)
         counts = [(name, [t for own, _, t in row if own == name]) for name in names]
         held = ", ".join(
-            f"{letters[name]} {name}: {numbered(len(own), 'sample')}, {sum(own):,} tokens"
+            f"{letters[name]} {name}: {numbered(len(own), 'sample')} in {sum(own):,} places"
             for name, own in counts
             if own
         )

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxmux.atomic_files import require_writable, write_atomically
@@ -26,6 +25,8 @@ from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.json_lines import finite_or_none
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
+
+from .report_console import report_console
 
 
 def run(options: argparse.Namespace) -> int:
@@ -177,7 +178,7 @@ def _results(
 
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
-    """Prints a table; without a terminal, it has 80 columns."""
+    """Prints a table."""
     table = Table(box=box.SIMPLE_HEAD, caption="backbone → adapter", caption_justify="left")
     table.add_column("task", overflow="fold")
     several = len({result["data"] for result in results}) > 1
@@ -194,8 +195,7 @@ def _show(results: Sequence[dict[str, Any]]) -> None:
             _pair(result, "perplexity", ".4g"),
             _pair(result, "exact_match", ".0%"),
         )
-    # Names of files may look like markup of rich.
-    Console(highlight=False, markup=False).print(table)
+    report_console().print(table)
 
 
 def _pair(result: dict[str, Any], field: str, form: str) -> str:

@@ -10,7 +10,7 @@ from jaxmux.data.special_text import special_tokens
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
-from .cases import Case
+from .cases import Case, first_with_data
 
 
 class Matches(NamedTuple):
@@ -42,10 +42,11 @@ def matches_of(
 
     The reference is the last part of a sample whose tokens count in the loss, up to a special token
     such as the end of a turn: of a chat, what the assistant says last. Samples without a prompt
-    before it, such as plain texts, are not compared.
+    before it, such as plain texts, are not compared. The bare backbone completes the samples of
+    several cases once, if they are the same.
 
     Args:
-      cases: the cases.
+      cases: the cases; their samples come from one `Loaded`.
       backbone: the backbone.
       tokenizer: its tokenizer.
       max_new_tokens: most tokens of a completion; None for those of the longest reference.
@@ -59,9 +60,12 @@ def matches_of(
         return [Matches(0, 0, 0) for _ in cases]
     if max_new_tokens is None:
         max_new_tokens = max(len(part.completion) for own in parts for part in own)
+    firsts = first_with_data(cases)
     requests, wanted = [], []
     for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
         for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
+            if which and firsts[number] != number:
+                continue
             requests += [Request(part.prompt, *adapter, stops=tuple(specials)) for part in own]
             wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
     counts = np.zeros((len(cases), 2), int)
@@ -69,6 +73,7 @@ def matches_of(
     found = generator.complete(requests, max_new_tokens=max_new_tokens)
     for (number, which, reference), text in zip(wanted, found, strict=True):
         counts[number, which] += text.strip() == reference.strip()
+    counts[:, 1] = counts[firsts, 1]
     return [Matches(len(own), *map(int, row)) for own, row in zip(parts, counts, strict=True)]
 
 

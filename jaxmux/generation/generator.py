@@ -2,37 +2,27 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxmux.models import (
-    Backbone,
-    BackboneConfig,
-    ForwardOptions,
-    Weights,
-    cache_bytes,
-    free_memory,
-    pick_implementation,
-)
+from jaxmux.models import Backbone, BackboneConfig, Weights, cache_bytes, free_memory
 from jaxmux.models.cached_forward import single_layers
-from jaxmux.peft import ops_of
+from jaxmux.peft.leaves import Layout
 from jaxmux.planner.numbers import size_text
 
-from .batches import Batch, batches, most_places
-from .programs import Sequences, Served, read_prompts, write_tokens
+from .batches import Batch, most_places
 from .requests import Prompt, Request, distinct_adapters, read_prompt
-from .sampling import Sampling, SamplingForm, SamplingNumbers
+from .sampling import Sampling
 from .served_adapters import ServedAdapters, served_adapters
 from .text_stream import Piece, TextStream
+from .writing import Writing
 
 MAX_BATCH = 64
-# Tokens of each sequence that the device writes before the host reads them.
-_STEPS = 16
 # The part of the free memory that the cache may take. The rest is for working memory.
 _CACHE_SHARE = 0.6
+# Most places of a cache where the free memory is not known.
+_MOST_PLACES = 2**16
 
 
 class Generator:
@@ -53,7 +43,7 @@ class Generator:
           backbone: the backbone, from `load_backbone`.
           tokenizer: the backbone's tokenizer, from `load_tokenizer`.
           max_batch: most sequences that are computed together; fewer if the device has no memory
-            for their keys and values. More requests are completed one batch after another.
+            for their keys and values. A completion that ends gives its place to the next request.
           keep_backbone: whether `backbone` can be used afterwards. The weights of its layers are
             then copied, or where the device has no memory for that, read from where they are, which
             takes up to three times as long. False moves them.
@@ -64,7 +54,7 @@ class Generator:
         self._max_batch = max_batch
         self._weights = _layer_by_layer(backbone, keep_backbone)
         # The adapters of the last call, and their arrays on the device.
-        self._adapters: tuple[list[Any], ServedAdapters | None] = [], None
+        self._adapters: tuple[list[Any], tuple[ServedAdapters, Layout] | None] = [], None
 
     def complete(
         self,
@@ -108,11 +98,21 @@ class Generator:
             return
         firsts, slots = distinct_adapters(requests)
         adapters = self._on_device(firsts)
-        most = self._most_sequences(prompts)
-        for batch in batches(prompts, slots, most):
-            yield from self._written(batch, prompts, adapters, sampling)
+        batch = Batch(prompts, slots, self._most_sequences(prompts))
+        backbone = self._config, self._dtype, self._weights
+        writing = Writing(*backbone, *adapters, prompts, batch, sampling)
+        texts: dict[int, TextStream] = {}
+        for new in writing.tokens():
+            if new.request not in texts:
+                own = [token for token in prompts[new.request].tokens if token >= 0]
+                texts[new.request] = TextStream(self._tokenizer, own)
+            text = texts[new.request].add(new.tokens, new.is_last)
+            if new.is_last:
+                del texts[new.request]
+            if text or new.is_last:
+                yield Piece(new.request, text, new.is_last)
 
-    def _on_device(self, firsts: Sequence[Request]) -> ServedAdapters:
+    def _on_device(self, firsts: Sequence[Request]) -> tuple[ServedAdapters, Layout]:
         """The adapters of these requests; those of the call before if they are the same objects."""
         own = [request.adapter for request in firsts]
         before, held = self._adapters
@@ -124,110 +124,12 @@ class Generator:
         return held
 
     def _most_sequences(self, prompts: Sequence[Prompt]) -> int:
+        places = most_places(prompts)
         if (free := free_memory()) is None:
-            return self._max_batch
-        each = cache_bytes(self._config, most_places(prompts), self._dtype)
-        return max(1, min(self._max_batch, int(_CACHE_SHARE * free / each)))
-
-    def _written(
-        self,
-        batch: Batch,
-        prompts: Sequence[Prompt],
-        adapters: ServedAdapters,
-        sampling: Sampling,
-    ) -> Iterator[Piece]:
-        tokens = np.zeros((len(batch.rows), batch.row_len), np.int32)
-        lengths, ends, seeds = (np.zeros(len(batch.rows), np.int32) for _ in range(3))
-        # The same for all batches, so that programs fit. No token has the id -1.
-        stops = np.full((len(batch.rows), max(1, *(len(own.stops) for own in prompts))), -1)
-        for row, i in _sequences_of(batch):
-            lengths[row], ends[row] = len(prompts[i].tokens), prompts[i].end
-            tokens[row, : lengths[row]] = prompts[i].tokens
-            stops[row, : len(prompts[i].stops)] = sorted(prompts[i].stops)
-            seeds[row] = np.uint32(sampling.seed + i & 0xFFFFFFFF).astype(np.int32)
-        numbers = SamplingNumbers(
-            jnp.float32(sampling.temperature),
-            jnp.float32(sampling.top_p),
-            jnp.asarray(seeds.view(np.uint32)),
-        )
-        served = Served(
-            adapters.outside,
-            adapters.of_layers,
-            adapters.scale,
-            jnp.asarray(batch.slots, jnp.int32),
-            jnp.asarray(ends),
-            jnp.asarray(stops, jnp.int32),
-            numbers,
-        )
-        static = self._config, self._options(batch, adapters), SamplingForm.of(sampling)
-        given = *static, batch.places, self._weights, served, tokens, lengths
-        yield from self._pieces(batch, prompts, static, served, read_prompts(*given))
-
-    def _options(self, batch: Batch, adapters: ServedAdapters) -> ForwardOptions:
-        return ForwardOptions(
-            pick_implementation(self._config, self._dtype, batch.row_len),
-            # The other implementations are made for many tokens. XLA fuses its own operations, and
-            # starts them together.
-            grouped_lora="xla",
-            norm="xla",
-            remat="none",
-            max_sequences=1,
-            adapter_ops=ops_of(adapters.outside),
-            in_order=batch.slots == tuple(range(len(adapters.scale))),
-        )
-
-    def _pieces(
-        self,
-        batch: Batch,
-        prompts: Sequence[Prompt],
-        static: tuple,
-        served: Served,
-        sequences: Sequences,
-    ) -> Iterator[Piece]:
-        """The pieces of a batch whose prompts have been read."""
-        live = {}
-        for row, i in _sequences_of(batch):
-            text = TextStream(self._tokenizer, [t for t in prompts[i].tokens if t >= 0])
-            live[row] = _Sequence(i, text, prompts[i].stops)
-        left = {row: prompts[i].end - len(prompts[i].tokens) for row, i in _sequences_of(batch)}
-        written: jax.Array = sequences.last[None]
-        while live:
-            # The device writes on while the host turns the tokens before into text.
-            following = None
-            if max(left[row] for row in live) > len(written):
-                following, sequences = write_tokens(
-                    *static, _STEPS, self._weights, served, sequences
-                )
-            yield from _read(np.asarray(written), live, left)
-            if following is None:
-                break
-            written = following
-
-
-class _Sequence(NamedTuple):
-    """A sequence that goes on: the index of its request, its text, and what ends it."""
-
-    request: int
-    text: TextStream
-    stops: frozenset[int]
-
-
-def _read(written: np.ndarray, live: dict[int, _Sequence], left: dict[int, int]) -> Iterator[Piece]:
-    """The pieces of new tokens [steps, B]; sequences that end are removed from `live`."""
-    for row, sequence in list(live.items()):
-        new = written[: left[row], row].tolist()
-        end = next((n for n, token in enumerate(new) if token in sequence.stops), len(new))
-        left[row] -= len(new)
-        is_last = end < len(new) or not left[row]
-        if is_last:
-            del live[row]
-        text = sequence.text.add(new[:end], is_last)
-        if text or is_last:
-            yield Piece(sequence.request, text, is_last)
-
-
-def _sequences_of(batch: Batch) -> Iterator[tuple[int, int]]:
-    return ((row, i) for row, i in enumerate(batch.rows) if i is not None)
+            most = _MOST_PLACES // places
+        else:
+            most = int(_CACHE_SHARE * free / cache_bytes(self._config, places, self._dtype))
+        return max(1, min(self._max_batch, most))
 
 
 def complete(

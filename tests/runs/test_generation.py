@@ -21,6 +21,7 @@ from jaxmux.generation import (
     complete,
     end_of_turn,
 )
+from jaxmux.generation.programs import read_prompts, write_tokens
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 main = partial(run_command, "generate", prog="jaxmux generate")
@@ -101,6 +102,36 @@ def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
     own = dataclasses.replace(sampling, seed=sampling.seed + 2)
     assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=own) == together[2:3]
     assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=sampling) != together[2:3]
+
+
+def test_rows_that_become_free_are_filled_whatever_the_order(model, tokenizer, adapters):
+    """Prompts and completions of very different lengths, in a batch of few rows."""
+    own = [(None, None), *adapters]
+    prompts = [" ".join(PROMPTS[: 1 + i % 3] * (1 + i // 9 * 60)) for i in range(11)]
+    requests = [Request(p, *own[i % 3], stops=range(6, 60)) for i, p in enumerate(prompts)]
+    given = {"max_new_tokens": 40}
+    generator = Generator(model, tokenizer, max_batch=4)
+    programs = read_prompts._cache_size(), write_tokens._cache_size()
+    found = generator.complete(requests, **given)
+    lengths = [*map(len, found)]
+    assert 4 * min(lengths) < max(lengths)
+    # One for each power of two among the lengths of prompts; and one for each size of the cache.
+    assert read_prompts._cache_size() - programs[0] <= 4
+    assert write_tokens._cache_size() - programs[1] == 2
+    order = np.random.default_rng(0).permutation(len(requests))
+    again = generator.complete([requests[i] for i in order], **given)
+    assert again == [found[i] for i in order]
+    assert generator.complete(requests[9:], **given) == found[9:]
+
+
+def test_a_row_is_not_harmed_by_the_sequence_before(model, tokenizer, adapters):
+    spec, adapter = adapters[0]
+    broken = {module: Factors(a, np.full_like(b, np.nan)) for module, (a, b) in adapter.items()}
+    generator = Generator(model, tokenizer, max_batch=1)
+    given = {"max_new_tokens": 5}
+    long, short = " ".join(PROMPTS * 2), PROMPTS[0]
+    _, found = generator.complete([Request(long, spec, broken), Request(short)], **given)
+    assert found == generator.complete([Request(short)], **given)[0]
 
 
 def test_pieces_join_to_the_completion(model, tokenizer, adapters):
