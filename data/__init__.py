@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .batches import GlobalBatches
 from .errors import DataError
 from .prefetch import Prefetch
+from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .split import Part
@@ -28,6 +29,7 @@ __all__ = [
     "Part",
     "Prefetch",
     "Record",
+    "Rendering",
     "Sample",
     "Samples",
     "Source",

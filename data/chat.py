@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, NamedTuple
 
-from .chat_templates import ChatTemplate, line_of, require_chat_template
+from .chat_templates import ChatTemplate, line_of, template_of
 from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
 from .forms import Form
@@ -17,6 +17,31 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+def read_chat(
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    form: Form,
+    own: ChatTemplate | None = None,
+) -> tuple[ChatTemplate, Messages, Tools | None]:
+    """The messages and the tools of a record, and the template that renders them.
+
+    Args:
+      record, tokenizer, form, own: as for `render_chat`.
+
+    Raises:
+      DataError: the messages or tools are malformed, there is no template, or it does not render
+        what they hold.
+    """
+    tools = read_tools(record, form)
+    template = own or template_of(tokenizer, tools, record.where)
+    if tools and "tools" not in template.text:
+        raise DataError(
+            f"{record.where}: the record has tools, which {template.name} "
+            "does not render; use a tokenizer whose template does, or set Source.chat_template"
+        )
+    return template, read_messages(record, form, template.text), tools
 
 
 def render_chat(
@@ -53,14 +78,7 @@ def render_chat(
         refuses the conversation, or the template has no marks and renders the first messages
         differently when more messages follow.
     """
-    tools = read_tools(record, form)
-    template = require_chat_template(record, tokenizer, tools, own)
-    if tools and "tools" not in template.text:
-        raise DataError(
-            f"{record.where}: the record has tools, which {template.name} "
-            "does not render; use a tokenizer whose template does, or set Source.chat_template"
-        )
-    messages = read_messages(record, form, template.text)
+    template, messages, tools = read_chat(record, tokenizer, form, own)
     found = treated(record._replace(fields={**record.fields, "messages": messages, "tools": tools}))
     messages, tools = found.fields["messages"], found.fields["tools"]
     weights = [message.pop("weight", 1) for message in messages]

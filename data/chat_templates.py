@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from .conversations import Tools
 from .errors import DataError
-from .sources import Record, Source
+from .sources import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,46 +53,60 @@ def own_template(source: Source) -> ChatTemplate | None:
     """
     if source.chat_template is None:
         return None
-    file = template_file(source)
-    template = ChatTemplate(source.chat_template, "the chat template of the source")
-    if file is not None:
-        try:
-            template = ChatTemplate(Path(file).read_text(encoding="utf-8"), f"{file}")
-        except (OSError, UnicodeDecodeError) as error:
-            raise DataError(f"{source.path}: chat_template {file}: {error}") from error
+    try:
+        if (file := template_file(source)) is not None:
+            return read_template(file)
+        return compiled(ChatTemplate(source.chat_template, "the chat template of the source"))
+    except DataError as error:
+        raise DataError(f"{source.path}: chat_template: {error}") from error
+
+
+def read_template(file: str | Path) -> ChatTemplate:
+    """Reads a chat template.
+
+    Args:
+      file: a file with a Jinja template.
+
+    Raises:
+      DataError: the file cannot be read, or holds no Jinja template. The message names the line.
+    """
+    try:
+        return compiled(ChatTemplate(Path(file).read_text(encoding="utf-8"), str(file)))
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: no chat template can be read: {error}") from error
+
+
+def compiled(template: ChatTemplate) -> ChatTemplate:
+    """The template, if it is a Jinja template. DataError, which names the line, if it is none."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
         # Without conversations, the template is only compiled.
         render_jinja_template(conversations=[], chat_template=template.text)
     except Exception as error:  # templates come from anywhere, and Jinja may raise anything
-        problem = f"{error}{line_of(error)}"
-        raise DataError(f"{source.path}: chat_template: {template.name}: {problem}") from error
+        raise DataError(f"{template.name}: {error}{line_of(error)}") from error
     return template
 
 
-def require_chat_template(
-    record: Record,
-    tokenizer: "PreTrainedTokenizerBase",
-    tools: Tools | None = None,
-    own: ChatTemplate | None = None,
+def template_of(
+    tokenizer: "PreTrainedTokenizerBase", tools: Tools | None = None, where: str = ""
 ) -> ChatTemplate:
-    """The template that renders a record. Raises DataError if there is none.
+    """The chat template of a tokenizer.
 
     Args:
-      record: a record that needs the template; the message names it.
       tokenizer: the tokenizer.
-      tools: the record's tools, for which the tokenizer may have a template of its own.
-      own: the template of the source; None for the tokenizer's.
+      tools: the tools of a chat, for which the tokenizer may have a template of its own.
+      where: what needs the template, as the message names it; may be empty.
+
+    Raises:
+      DataError: the tokenizer has no chat template.
     """
-    if own is not None:
-        return own
     if tokenizer.chat_template is None:
         raise DataError(
-            f"{record.where}: 'messages' records need a chat template, and the tokenizer "
-            f"{tokenizer.name_or_path} has none; name one by Source.chat_template, add "
-            '"chat_template" to its tokenizer_config.json, or write the records as prompt and '
-            "completion"
+            f"{where and f'{where}: '}a chat needs a chat template, and the tokenizer "
+            f"{tokenizer.name_or_path} has none; name one by Source.chat_template (jaxmux "
+            'generate: --chat_template), add "chat_template" to its tokenizer_config.json, or '
+            "write prompts (with completions, for training) in place of messages"
         )
     name = f"the chat template of {tokenizer.name_or_path}"
     return ChatTemplate(tokenizer.get_chat_template(tools=tools), name)

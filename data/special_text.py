@@ -11,6 +11,28 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
+def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
+    """By id, the text of every special token of a tokenizer, also of those that only chat templates
+    use, such as the end of a turn.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    found = {token: own.content for token, own in added if own.special}
+    return found | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def ends_of_turns(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
+    """The tokens with which a chat template may end what the assistant says: the special ones, and
+    others that were added to the tokenizer, because some do not call the end of a turn special.
+
+    Args:
+      tokenizer: the tokenizer.
+    """
+    return special_tokens(tokenizer).keys() | tokenizer.added_tokens_decoder.keys()
+
+
 class SpecialText:
     """Counts or escapes text that spells a special token, as `Source.special_tokens` says.
 
@@ -28,11 +50,8 @@ class SpecialText:
         """
         self.first, self.records = "", 0
         self._escape = source.special_tokens == "escape"
-        spelt = {
-            token.content for token in tokenizer.added_tokens_decoder.values() if token.special
-        }
         # Of two special tokens, the longer one comes first, because it may begin with the other.
-        spelt = sorted(spelt | set(tokenizer.all_special_tokens), key=len, reverse=True)
+        spelt = sorted(set(special_tokens(tokenizer).values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, spelt)) if spelt else r"(?!)")
 
     def treated(self, record: Record) -> Record:

@@ -146,6 +146,11 @@ class StoredSamples(Sequence[Sample]):
         """Stream lengths of the samples in tokens."""
         return self._lengths - 1 + self._virtual_tokens
 
+    @property
+    def tokens_key(self) -> tuple[int, bytes, bytes]:
+        """Equal for samples that are the same tokens of the same file, as long as it is open."""
+        return id(self._tokens), self._begins.tobytes(), self._lengths.tobytes()
+
     def take(self, indices: Int[np.ndarray, " taken"]) -> "StoredSamples":
         """Some of the samples, in any order, any number of times.
 

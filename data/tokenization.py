@@ -12,15 +12,16 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .chat import render_chat
-from .chat_templates import own_template, require_chat_template
+from .chat_templates import own_template, template_of
 from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
 from .groups import groups_of_records, groups_of_texts
 from .record_forms import RenderedText, TextRange, detect_form, render
+from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .special_text import SpecialText
+from .special_text import SpecialText, ends_of_turns
 from .split import Part
 from .stored_samples import SampleWriter, StoredSamples, TokenFile
 from .time_limit import TimeLimit, TimeLimitExceeded
@@ -50,6 +51,9 @@ class Samples(NamedTuple):
       special_text: the first special token that the text of a record spells; empty if there is
         none, or if the source says `special_tokens="escape"`.
       special_records: number of records whose text spells a special token.
+      endless: number of chats in which no token that may end a turn counts in the loss, before
+        records are cut or dropped. Models do not learn from them where an answer ends.
+      rendering: how the records became text.
     """
 
     samples: StoredSamples
@@ -63,6 +67,8 @@ class Samples(NamedTuple):
     unknown_target_tokens: int = 0
     special_text: str = ""
     special_records: int = 0
+    endless: int = 0
+    rendering: Rendering = Rendering()
 
 
 class Skipped:
@@ -165,11 +171,19 @@ def load_samples(
     special = SpecialText(source, tokenizer)
     # In some tokenizers, the EOS token that ends each sample is the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
-    dropped = truncated = targets = cut = unknown = 0
-    for record, whole in _tokenize(source, tokenizer, special, skipped, part):
+    dropped = truncated = targets = cut = unknown = endless = 0
+    ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
+    is_end = np.zeros(ends.max(initial=0) + 1, bool)
+    is_end[ends] = True
+    rendering = Rendering()
+    for record, whole, found in _tokenize(source, tokenizer, special, skipped, part):
+        rendering = found
         _require_known_ids(record, whole, tokenizer, vocab_size)
         targets += whole.target_tokens
-        unknown += np.count_nonzero(whole.input_ids[whole.target_mask] == unknown_id)
+        target_ids = whole.input_ids[whole.target_mask]
+        unknown += np.count_nonzero(target_ids == unknown_id)
+        if found.chat_templates:
+            endless += not is_end[target_ids[target_ids < len(is_end)]].any()
         sample = _fit(record, whole, source, max_length)
         if sample is None:
             dropped += 1
@@ -191,6 +205,8 @@ def load_samples(
         unknown_target_tokens=int(unknown),
         special_text=special.first,
         special_records=special.records,
+        endless=endless,
+        rendering=rendering,
     )
 
 
@@ -221,9 +237,10 @@ def _tokenize(
     special: SpecialText,
     skipped: Skipped,
     part: Part | None,
-) -> Iterator[tuple[Record, Sample]]:
-    """The untruncated sample of every record that can be trained on. `skipped` counts the
-    other records, if the source says `on_bad_record="skip"`."""
+) -> Iterator[tuple[Record, Sample, Rendering]]:
+    """The untruncated sample of every record that can be trained on, and how all records of the
+    source become text. `skipped` counts the other records, if the source says
+    `on_bad_record="skip"`."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
@@ -243,7 +260,9 @@ def _tokenize(
     else:
         return
     if form in CHAT_FORMS:
-        require_chat_template(first, tokenizer, own=own)
+        if own is None:
+            template_of(tokenizer, where=first.where)
+        rendering = Rendering(chat_templates=(own and own.text,))
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
             render_chat,
@@ -265,7 +284,7 @@ def _tokenize(
                 f"{source.path}: the tokenizer {tokenizer.name_or_path} has no EOS token to end a "
                 "text"
             )
-        limit = nullcontext()
+        limit, rendering = nullcontext(), Rendering(texts=True)
 
         def render_record(record: Record) -> RenderedText:
             return render(special.treated(record), form, source.loss_on)
@@ -289,7 +308,7 @@ def _tokenize(
         parts = groups_of_texts(rendered)
         for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
             if sample is not None:
-                yield record, sample
+                yield record, sample, rendering
             else:
                 refuse(
                     DataError(

@@ -41,7 +41,8 @@ def write_atomically(path: Path, text: str) -> None:
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
-        with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "w") as file:
+        opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with open(opened, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

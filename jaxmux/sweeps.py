@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from .distributions import DISTRIBUTIONS
 from .errors import InputError
 from .field_checks import check_fields, integer
+from .planner.numbers import numbered
 from .similar_names import did_you_mean
 from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
@@ -92,7 +93,9 @@ class Sweep:
         ):
             raise self._error("first_rung needs eval_data or validation_fraction of the task")
         # Everything that is wrong with a value is said now.
-        self.configurations()
+        steps = [task.steps for task in self.tasks()]
+        if None not in steps:
+            self.require_rung(max(steps))
 
     @property
     def name(self) -> str:
@@ -127,6 +130,18 @@ class Sweep:
             found.append(step)
             step *= self.factor
         return found
+
+    def require_rung(self, steps: int) -> None:
+        """Raises TaskError if there is a `first_rung` that never comes.
+
+        Args:
+          steps: number of steps of the longest configuration.
+        """
+        if self.first_rung is not None and not self.rungs(steps):
+            raise self._error(
+                f"first_rung is {self.first_rung}, but its tasks train only "
+                f"{numbered(steps, 'step')}; configurations are compared before their last step"
+            )
 
     def _values(self) -> Iterator[dict[str, Any]]:
         if self.samples is None:

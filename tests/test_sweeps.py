@@ -148,6 +148,9 @@ def test_other_mistakes_are_named():
         Sweep("a", {"seed": [1]})
     with pytest.raises(TaskError, match="first_rung needs eval_data or validation_fraction"):
         Sweep(Task("a", "a.jsonl", steps=1), {"seed": [1]}, first_rung=1)
+    short = Task("a", "a.jsonl", eval_data="b.jsonl", steps=2)
+    with pytest.raises(TaskError, match="'a': first_rung is 3, but its tasks train only 3 steps"):
+        Sweep(short, {"steps": [1, 3]}, first_rung=3)
     with pytest.raises(TaskError, match="2 sweeps have this name"):
         sweeps_of([Sweep(TASK, {"seed": [1]}), Sweep(TASK, {"seed": [2]})])
 

@@ -142,8 +142,9 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         parser.error("--fits is for one device and plans no rounds; leave --mesh and --rounds out")
     if options.backbone and not options.fits:
         parser.error("--backbone is for --fits; a plan takes the backbone of its config")
-    if not options.backbone:
-        options.gin_file = options.gin_file or [DEMO_CONFIG]
+    options.is_demo = not options.gin_file and not options.backbone
+    if options.is_demo:
+        options.gin_file = [DEMO_CONFIG]
     return options
 
 
@@ -161,6 +162,7 @@ def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead")
     options = parse_with_bindings(parser, arguments)
+    options.is_demo = not options.gin_file
     options.gin_file = options.gin_file or [DEMO_CONFIG]
     return options
 

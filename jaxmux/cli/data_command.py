@@ -2,10 +2,7 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
-
-from rich.console import Console
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
@@ -21,9 +18,7 @@ from . import gin_bindings
 from .data_report import report_packing, report_task, to_json
 from .data_tables import packing_parts, task_parts
 from .gin_bindings import ConfigError, RunConfig
-
-# Columns of the output where there is no terminal.
-_PLAIN_WIDTH = 80
+from .report_console import report_console, say_if_demo
 
 
 def run(options: argparse.Namespace) -> int:
@@ -40,15 +35,17 @@ def run(options: argparse.Namespace) -> int:
     ]
     packing = report_packing(data, config.tokens_per_microbatch, config.row_len, config.chunk_len)
     if options.json:
+        say_if_demo(options, None)
         print(json.dumps(to_json(tasks, packing)))
         return 0
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = report_console()
+    say_if_demo(options, console)
     colours = console.color_system is not None and not console.no_color
     for report in tasks:
         for part in task_parts(report, colours):
-            console.print(part, markup=False)
+            console.print(part)
     for line in packing_parts(packing):
-        console.print(line, markup=False)
+        console.print(line)
     return 0
 
 

@@ -212,7 +212,7 @@ def to_json(tasks: Sequence[TaskReport], packing: PackingReport) -> dict[str, An
             "rows_used": packing.rows_used,
             "padding": packing.padding,
             "first_microbatch": [
-                [{"task": name, "offset": offset, "tokens": n} for name, offset, n in row]
+                [{"task": name, "offset": offset, "places": n} for name, offset, n in row]
                 for row in packing.rows
             ],
         }

@@ -7,6 +7,7 @@ from rich.table import Table
 from rich.text import Text
 
 from jaxmux.planner.numbers import numbered
+from jaxmux.printable import escaped
 
 from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
 from .plan_tables import number_table
@@ -57,17 +58,18 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
     """
     shape = report.shape
     yield (
-        f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} tokens in "
+        f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} places in "
         f"{_microbatches(report.microbatches)}, in chunks of {shape.chunk_len}; "
         f"{report.padding:.0%} padding"
     )
+    yield "a sample of n tokens takes n - 1 places: the last one is only predicted"
     names = dict.fromkeys(name for row in report.rows for name, *_ in row)
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
     for number, row in enumerate(report.rows[:_MOST_ROWS]):
         used = sum(tokens for *_, tokens in row)
         counts = [(name, [t for own, _, t in row if own == name]) for name in names]
         held = ", ".join(
-            f"{letters[name]} {name}: {numbered(len(own), 'sample')}, {sum(own):,} tokens"
+            f"{letters[name]} {name}: {numbered(len(own), 'sample')} in {sum(own):,} places"
             for name, own in counts
             if own
         )
@@ -142,13 +144,9 @@ def _sample(sample: ShownSample, colours: bool) -> Iterator[Text]:
     yield Text(f"── {sample.source}, sample {sample.number}: {counts}")
     text = Text()
     for part, is_target in sample.parts:
+        part = escaped(part, keep="\n\t")
         if is_target and not colours:
-            text.append(_printable(part).join(MARKS))
+            text.append(part.join(MARKS))
         else:
-            text.append(_printable(part), style=_STYLE if is_target else "")
+            text.append(part, style=_STYLE if is_target else "")
     yield text
-
-
-def _printable(text: str) -> str:
-    """The text without characters that a terminal obeys."""
-    return "".join(c if c.isprintable() or c in "\n\t" else f"\\x{ord(c):02x}" for c in text)

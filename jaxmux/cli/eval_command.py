@@ -5,12 +5,12 @@ import dataclasses
 import json
 import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from jaxmux.atomic_files import require_writable, write_atomically
@@ -20,11 +20,13 @@ from jaxmux.engine.task_data import Loaded, read_held_out
 from jaxmux.evaluation import Case, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
 from jaxmux.package_files import resolve_path
-from jaxmux.peft import import_adapter, is_adapter_folder
+from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.json_lines import finite_or_none
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
+
+from .report_console import report_console
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,11 +36,20 @@ def run(options: argparse.Namespace) -> int:
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
-    cases, loaded = [], Loaded()
+    # By chat template, the data that have been read.
+    cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
         spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
-        for own in _with_data(dataclasses.replace(task, adapter=spec), options.data):
-            samples = read_held_out(own, backbone.config, tokenizer, loaded)[: options.limit]
+        task, reader = dataclasses.replace(task, adapter=spec), tokenizer
+        with_own = adapter_tokenizer(adapter, tokenizer)
+        if with_own is not tokenizer and options.data:
+            # The template of a source is refused for records that are no chats.
+            task, reader = _with_template(task, None), with_own
+        elif with_own is not tokenizer:
+            task = _with_template(task, with_own.chat_template)
+        for own in _with_data(task, options.data):
+            known = loaded[str(reader.chat_template)]
+            samples = read_held_out(own, backbone.config, reader, known)[: options.limit]
             cases.append(Case(task.name, _name_of_data(own), spec, weights, samples))
     results = _results(cases, backbone, tokenizer, options)
     _show(results)
@@ -91,6 +102,19 @@ def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Ada
         task = Task(name, options.data[0], max_length=options.max_length, steps=1)
         adapters.append((task, Path(adapter)))
     return resolve_backbone(options.backbone), options.dtype, options.backbone_format, adapters
+
+
+def _with_template(task: Task, template: str | None) -> Task:
+    """The task with the template in its adapter's folder, or with none, in place of the one that
+    its training data name: that file may be another one by now."""
+    named = next((own.chat_template for own in task.sources if own.chat_template), None)
+
+    def changed(source: Source) -> Source:
+        is_named = named is not None and source.chat_template == named
+        return dataclasses.replace(source, chat_template=template) if is_named else source
+
+    held_out = task.eval_data and changed(task.eval_data)
+    return dataclasses.replace(task, data=tuple(map(changed, task.sources)), eval_data=held_out)
 
 
 def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
@@ -154,7 +178,7 @@ def _results(
 
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
-    """Prints a table; without a terminal, it has 80 columns."""
+    """Prints a table."""
     table = Table(box=box.SIMPLE_HEAD, caption="backbone → adapter", caption_justify="left")
     table.add_column("task", overflow="fold")
     several = len({result["data"] for result in results}) > 1
@@ -171,8 +195,7 @@ def _show(results: Sequence[dict[str, Any]]) -> None:
             _pair(result, "perplexity", ".4g"),
             _pair(result, "exact_match", ".0%"),
         )
-    # Names of files may look like markup of rich.
-    Console(highlight=False, markup=False).print(table)
+    report_console().print(table)
 
 
 def _pair(result: dict[str, Any], field: str, form: str) -> str:

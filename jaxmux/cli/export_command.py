@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from jaxmux.data import Rendering
 from jaxmux.engine import TaskProgress
 from jaxmux.engine.suspended_task import without_best
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder, write_merged
+from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 
@@ -45,8 +47,9 @@ def run(options: argparse.Namespace) -> int:
         recorded = name, record["tasks"][name], samples, record["fingerprints"]
         with _damage(run_dir, f"task {name!r}"):
             notes = notes_of_record(*recorded, progress, is_best)
+            rendering = _rendering(record, name)
         if options.merge:
-            write_merged(out / name, record["backbone"], adapter, spec, config, notes)
+            write_merged(out / name, record["backbone"], adapter, spec, config, notes, rendering)
         else:
             export_adapter(
                 out / name,
@@ -60,6 +63,7 @@ def run(options: argparse.Namespace) -> int:
                     record["backbone"], np.dtype(np.float32), config.backbone_format
                 ),
                 notes=notes,
+                rendering=rendering,
             )
         print(f"{name}: step {progress.step}, round {rounds} -> {out / name}")
     return 0
@@ -72,6 +76,20 @@ def _damage(run_dir: Path, what: str) -> Iterator[None]:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
         raise RunDirectoryError(f"{run_dir / 'run.json'}: damaged ({what}: {e})") from None
+
+
+def _rendering(record: Mapping[str, Any], name: str) -> Rendering | None:
+    """How the data of a task became text; None if an earlier version has written the record."""
+    if "rendering" in record:
+        return Rendering.from_json(record["rendering"][name])
+    sources = record["tasks"][name]["data"]
+    sources = sources if isinstance(sources, list) else [sources]
+    if any(source.get("chat_template") for source in sources):
+        _warn(
+            f"task {name}: warning: an earlier version of jaxmux trained it, which has not kept "
+            f"its chat template; put that into {TEMPLATE} of the adapter's folder"
+        )
+    return None
 
 
 def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> None:

@@ -12,11 +12,11 @@ from .generate_output import in_order
 
 HINT = "/new begins another conversation; Ctrl-C stops an answer, Ctrl-D ends the chat"
 _NEW = "/new"
+_PROMPT = "> "
 
 
 def chat(
     generator: Generator,
-    tokenizer: Any,
     system: str | None,
     answering: Sequence[Any],
     given: Mapping[str, Any],
@@ -24,24 +24,25 @@ def chat(
     """Reads messages of the user, and prints the answers of each adapter in turn. Every adapter has
     a conversation of its own, with its own answers.
 
+    Messages that do not come from a terminal are printed too, so that the output can be read.
+
     Args:
       generator: what generates.
-      tokenizer: the tokenizer, which needs a chat template.
       system: the system's message, or None.
-      answering: what answers, with a label, a specification and an adapter each.
+      answering: what answers, with the fields of `Answering`. Their tokenizers have chat templates.
       given: keyword arguments of `Generator.stream`.
-
-    Raises:
-      DataError: the tokenizer has no chat template.
     """
 
     def begun() -> list[Conversation]:
-        return [Conversation(tokenizer, (), system) for _ in answering]
+        return [Conversation(own.tokenizer, (), system) for own in answering]
 
     conversations = begun()
-    if sys.stdin.isatty():
+    is_terminal = sys.stdin.isatty()
+    if is_terminal:
         print(HINT)
     for text in _lines():
+        if not is_terminal:
+            print(f"{_PROMPT}{text}", flush=True)
         if text == _NEW:
             conversations = begun()
             continue
@@ -55,14 +56,15 @@ def chat(
             conversations = begun()
             continue
         for conversation, answer in zip(conversations, answers, strict=True):
-            conversation.add("assistant", answer)
+            # White space around answers is the template's, which puts it around each message.
+            conversation.add("assistant", answer.strip())
 
 
 def _answer(generator, conversations, answering, given) -> list[str]:
     """Prints the answers to the last messages; returns those that have been printed if the user
     stops them."""
     requests = [
-        Request(conversation.prompt(), own.spec, own.adapter, is_rendered=True)
+        Request(conversation.prompt(), own.spec, own.adapter, True, own.stops)
         for conversation, own in zip(conversations, answering, strict=True)
     ]
     answers, started = [""] * len(requests), -1
@@ -84,7 +86,7 @@ def _lines() -> Iterator[str]:
     is_terminal = sys.stdin.isatty()
     while True:
         try:
-            text = input("> " if is_terminal else "").strip()
+            text = input(_PROMPT if is_terminal else "").strip()
         except EOFError:
             if is_terminal:
                 print()

@@ -2,19 +2,24 @@
 them."""
 
 import argparse
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
+from jaxmux.data.chat_templates import read_template, template_of
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
-from jaxmux.peft import import_adapter, is_adapter_folder
+from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
+from jaxmux.peft.chat_template_file import with_chat_template
+from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
 
 from .generate_chat import chat
+from .generate_hints import hint_at_kind
 from .generate_output import CompletionFile, print_completions
 from .generate_prompts import read_prompts
 
@@ -28,31 +33,34 @@ def run(options: argparse.Namespace) -> int:
     folder = resolve_backbone(options.backbone or record["backbone"])
     format = options.backbone_format or record.get("backbone_format")
     BackboneConfig.from_folder(folder)
-    tokenizer = load_tokenizer(folder)
-    prompts = [] if options.chat else read_prompts(options, tokenizer)
+    tokenizers = _tokenizers(options, folder, folders)
+    prompts = [] if options.chat else read_prompts(options, list(tokenizers.values()))
+    are_chats = options.chat or prompts[0].is_rendered
+    if hint := hint_at_kind(are_chats, folders):
+        print(hint, file=sys.stderr)
     backbone = load_backbone(folder, options.dtype, format)
-    answering = list(_answering(options, folder, format, backbone, folders))
+    base = checkpoint_tensors(folder, backbone.compute_dtype, format)
+    answering = list(_answering(tokenizers, folders, backbone, base, are_chats))
+    tokenizer = answering[0].tokenizer
     generator = Generator(backbone, tokenizer, max_batch=options.max_batch, keep_backbone=False)
     given = {
         "max_new_tokens": options.max_new_tokens,
         "sampling": Sampling(options.temperature, options.top_p, options.top_k, options.seed),
-        "stops": end_of_turn(tokenizer) if options.chat or prompts[0].is_rendered else [],
     }
     if options.chat:
-        chat(generator, tokenizer, options.system, answering, given)
+        chat(generator, options.system, answering, given)
         return 0
     requests = [
-        Request(prompt.text, spec, adapter, prompt.is_rendered)
+        Request(text, own.spec, own.adapter, prompt.is_rendered, own.stops)
         for prompt in prompts
-        for _, spec, adapter in answering
+        for text, own in zip(prompt.texts, answering, strict=True)
     ]
-    labels = [each.label for each in answering]
     with closing(generator.stream(requests, **given)) as pieces:
         if options.out:
-            with CompletionFile(Path(options.out), prompts, labels) as file:
+            with CompletionFile(Path(options.out), prompts, list(tokenizers)) as file:
                 file.write(pieces)
         else:
-            print_completions(pieces, prompts, labels)
+            print_completions(pieces, prompts, list(tokenizers))
     return 0
 
 
@@ -63,25 +71,49 @@ class Answering(NamedTuple):
       label: name that is shown beside the answers.
       spec: specification of the adapter; None for the bare backbone.
       adapter: its arrays, or None.
+      tokenizer: renders and tokenizes its prompts.
+      stops: tokens with which its chat template ends an answer; empty for plain prompts.
     """
 
     label: str
-    spec: Any = None
-    adapter: Any = None
+    spec: Any
+    adapter: Any
+    tokenizer: Any
+    stops: Sequence[int]
+
+
+def _tokenizers(
+    options: argparse.Namespace, backbone: str, folders: Mapping[str, Path]
+) -> dict[str, Any]:
+    """By label, the tokenizers of the backbone, if it answers, and of the adapters. What has the
+    same chat template has the same tokenizer."""
+    tokenizer = load_tokenizer(backbone)
+    if options.chat_template:
+        tokenizer = with_chat_template(tokenizer, read_template(options.chat_template))
+    found = {BASE: tokenizer} if options.with_base or not folders else {}
+    known = {str(tokenizer.chat_template): tokenizer}
+    for label, folder in folders.items():
+        own = adapter_tokenizer(folder, tokenizer)
+        found[label] = known.setdefault(str(own.chat_template), own)
+    if options.chat:
+        for label, own in found.items():
+            template_of(own, where=label)
+    return found
 
 
 def _answering(
-    options: argparse.Namespace,
-    folder: str,
-    format: str | None,
-    backbone: Backbone,
+    tokenizers: Mapping[str, Any],
     folders: Mapping[str, Path],
+    backbone: Backbone,
+    base: BaseTensors,
+    are_chats: bool,
 ) -> Iterator[Answering]:
-    if options.with_base or not folders:
-        yield Answering(BASE)
-    base = checkpoint_tensors(folder, backbone.compute_dtype, format)
-    for label, path in folders.items():
-        yield Answering(label, *import_adapter(path, backbone.config, backbone.fingerprint, base))
+    for label, tokenizer in tokenizers.items():
+        adapter = (None, None)
+        if label in folders:
+            adapter = import_adapter(folders[label], backbone.config, backbone.fingerprint, base)
+        stops = end_of_turn(tokenizer) if are_chats else ()
+        yield Answering(label, *adapter, tokenizer, stops)
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:

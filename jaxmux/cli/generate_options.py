@@ -46,10 +46,17 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="FILE",
         help="a .txt file with a prompt in each line, or a .jsonl file (or another kind that "
-        "training reads) whose records have the field prompt or messages; may be repeated",
+        "training reads) whose records have the field prompt, messages or conversations "
+        "(ShareGPT); may be repeated",
     )
     prompts.add_argument(
         "--template", action="store_true", help="render each prompt as a user's message of a chat"
+    )
+    prompts.add_argument(
+        "--chat_template",
+        metavar="FILE",
+        help="chat template in place of that of the backbone's tokenizer; adapters that bring one "
+        "keep it",
     )
     prompts.add_argument("--system", metavar="TEXT", help="the system's message of every chat")
     prompts.add_argument(

@@ -65,7 +65,7 @@ def _print_in_order(
             if several:
                 _say(f"[{labels[started % len(labels)]}]\n")
             elif not prompt.is_rendered:
-                _say(prompt.text)
+                _say(prompt.shown)
             elif len(prompts) > 1:
                 _say(f"{prompt.shown}\n")
         _say(piece.text)

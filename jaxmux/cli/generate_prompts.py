@@ -1,13 +1,15 @@
 """The prompts of `jaxmux generate`: from the command line and from files."""
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.data import DataError, Record, Source, read_records
+from jaxmux.data.chat import read_chat
 from jaxmux.data.columns import field_names
-from jaxmux.data.conversations import ASSISTANT, read_messages
+from jaxmux.data.conversations import ASSISTANT
+from jaxmux.data.forms import Form
 from jaxmux.data.record_forms import valid_text
 from jaxmux.generation import Conversation
 
@@ -16,37 +18,37 @@ class PromptText(NamedTuple):
     """A prompt.
 
     Attributes:
-      text: what the model reads.
-      is_rendered: whether a chat template has rendered it.
-      fields: what the user gave: "prompt" or "messages".
+      texts: what the models read, one text for each of the given tokenizers.
+      is_rendered: whether chat templates have rendered the texts.
+      fields: what the user gave: "prompt", or "messages" and perhaps "tools".
     """
 
-    text: str
+    texts: tuple[str, ...]
     is_rendered: bool
-    fields: dict[str, Any]
+    fields: Mapping[str, Any]
 
     @property
     def shown(self) -> str:
         """The text above completions: the prompt, or the last message after a sign."""
         if not self.is_rendered:
-            return self.text
+            return self.fields["prompt"]
         messages = self.fields.get("messages") or [{"content": self.fields["prompt"]}]
         return f"> {messages[-1].get('content')}"
 
 
-def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[PromptText]:
+def read_prompts(options: argparse.Namespace, tokenizers: Sequence[Any]) -> list[PromptText]:
     """All prompts of the command, in their order.
 
     Args:
       options: options of the command.
-      tokenizer: the tokenizer, whose chat template renders messages.
+      tokenizers: for everything that answers, the tokenizer whose chat template renders messages.
 
     Raises:
-      DataError: a file cannot be read, has no prompts, or the template refuses them.
+      DataError: a file cannot be read, has no prompts, or a template refuses them.
     """
-    found = [_of_text(text, options, tokenizer) for text in options.prompt]
+    found = [_of_text(text, options, tokenizers) for text in options.prompt]
     for path in options.prompts:
-        found += _of_file(path, options, tokenizer)
+        found += _of_file(path, options, tokenizers)
     if len({prompt.is_rendered for prompt in found}) > 1:
         raise DataError(
             "some prompts are chats and some are plain texts; render the texts as chats with "
@@ -55,33 +57,48 @@ def read_prompts(options: argparse.Namespace, tokenizer: Any) -> list[PromptText
     return found
 
 
-def _of_file(path: str, options: argparse.Namespace, tokenizer: Any) -> Iterator[PromptText]:
+def _of_file(
+    path: str, options: argparse.Namespace, tokenizers: Sequence[Any]
+) -> Iterator[PromptText]:
     if path.endswith(".txt"):
-        yield from (_of_text(line, options, tokenizer) for line in _lines(path))
+        yield from (_of_text(line, options, tokenizers) for line in _lines(path))
         return
     for record in read_records(Source(path)):
         if "messages" in record.fields:
-            yield _of_messages(record, options, tokenizer)
+            yield _of_chat(record, "messages", options, tokenizers)
+        elif "conversations" in record.fields:
+            yield _of_chat(record, "sharegpt", options, tokenizers)
         elif "prompt" in record.fields:
             text = valid_text(record, "field 'prompt'", record.fields["prompt"])
-            yield _of_text(text, options, tokenizer)
+            yield _of_text(text, options, tokenizers)
         else:
             raise DataError(
-                f"{record.where}: a prompt needs the field 'prompt' or 'messages'; "
-                f"found fields: {field_names(record)}"
+                f"{record.where}: a prompt needs the field 'prompt', 'messages' or "
+                f"'conversations'; found fields: {field_names(record)}"
             )
 
 
-def _of_messages(record: Record, options: argparse.Namespace, tokenizer: Any) -> PromptText:
+def _of_chat(
+    record: Record, form: Form, options: argparse.Namespace, tokenizers: Sequence[Any]
+) -> PromptText:
     """The chat of a record. The answer at its end, which data for training have, is left out."""
-    messages = read_messages(record, "messages", tokenizer.chat_template or "")
-    while messages and messages[-1]["role"] == ASSISTANT:
-        messages = messages[:-1]
-    if not messages:
-        raise DataError(f"{record.where}: there is no message before the assistant's")
-    for message in messages:
-        message.pop("weight", None)
-    return _rendered(messages, {"messages": messages}, options, tokenizer)
+    # The tokenizers are few, and many adapters share one.
+    texts: dict[int, str] = {}
+    fields: dict[str, Any] = {}
+    for tokenizer in tokenizers:
+        if id(tokenizer) in texts:
+            continue
+        _, messages, tools = read_chat(record, tokenizer, form)
+        while messages and messages[-1]["role"] == ASSISTANT:
+            messages = messages[:-1]
+        if not messages:
+            raise DataError(f"{record.where}: there is no message before the assistant's")
+        for message in messages:
+            message.pop("weight", None)
+        conversation = Conversation(tokenizer, messages, options.system, tools)
+        texts[id(tokenizer)] = conversation.prompt()
+        fields = {"messages": messages} | ({"tools": tools} if tools else {})
+    return PromptText(tuple(texts[id(own)] for own in tokenizers), True, fields)
 
 
 def _lines(path: str) -> list[str]:
@@ -96,12 +113,9 @@ def _lines(path: str) -> list[str]:
     return found
 
 
-def _of_text(text: str, options: argparse.Namespace, tokenizer: Any) -> PromptText:
+def _of_text(text: str, options: argparse.Namespace, tokenizers: Sequence[Any]) -> PromptText:
     if not options.template:
-        return PromptText(text, False, {"prompt": text})
-    return _rendered([{"role": "user", "content": text}], {"prompt": text}, options, tokenizer)
-
-
-def _rendered(messages, fields, options: argparse.Namespace, tokenizer: Any) -> PromptText:
-    conversation = Conversation(tokenizer, messages, options.system)
-    return PromptText(conversation.prompt(), True, fields)
+        return PromptText((text,) * len(tokenizers), False, {"prompt": text})
+    message = {"role": "user", "content": text}
+    texts = [Conversation(own, [message], options.system).prompt() for own in tokenizers]
+    return PromptText(tuple(texts), True, {"prompt": text})

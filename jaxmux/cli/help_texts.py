@@ -101,6 +101,7 @@ every prompt: jaxmux's own folders, Hugging Face PEFT's, or all adapters of a
 run. All completions are computed together.
 
 A prompt is passed as it is; for an adapter that was trained on chats,
---template renders it as the tokenizer's chat template does. --chat begins a
-conversation with every adapter.
+--template renders it as a chat. --chat begins a conversation with every
+adapter. Chats are rendered by the template in an adapter's folder, or if it
+has none, by that of the backbone's tokenizer.
 """

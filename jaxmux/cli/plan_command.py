@@ -8,8 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rich.console import Console
-
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
@@ -43,6 +41,7 @@ from .plan_inputs import cost_models, pool_alone
 from .plan_picture import draw_schedule
 from .plan_tables import bucket_labels, deployment_tables, plan_tables
 from .plan_trace import chrome_trace
+from .report_console import report_console, say_if_demo
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
@@ -50,8 +49,6 @@ if TYPE_CHECKING:
 # Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
 # seconds.
 _LARGE_BATCH = 512
-# Columns of the output where there is no terminal.
-_PLAIN_WIDTH = 100
 _MILLISECOND = 1e-3
 _PLAN = "plan.json"
 
@@ -60,7 +57,8 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     if options.fits:
         return plan_fits.run(options)
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = report_console()
+    say_if_demo(options, console)
     if options.out:
         require_writable(options.out / _PLAN)
     if options.mesh == AUTO_MESH:
@@ -84,10 +82,10 @@ def run(options: argparse.Namespace) -> int:
         parts = plan_tables(plan, smaller, inputs.dropped)
         write = partial(write_plan, plan)
     for part in parts:
-        console.print(part, markup=False)
+        console.print(part)
     if options.out:
         for path in write(options.out):
-            console.print(str(path), markup=False, soft_wrap=True)
+            console.print(str(path), soft_wrap=True)
     return 0
 
 

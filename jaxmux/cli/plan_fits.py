@@ -3,12 +3,9 @@
 import argparse
 import dataclasses
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from rich.console import Console
 
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
@@ -38,14 +35,13 @@ from .fit_tables import fit_tables
 from .gin_bindings import RunConfig
 from .main import MEMORY_SHARE
 from .plan_inputs import cost_models, dtype_of, pool_alone
+from .report_console import report_console, say_if_demo
 
 # The table has these microbatches and numbers of tasks, and those of the config.
 _TOKENS = (1024, 2048, 4096, 8192, 16384)
 _TASKS = (1, 4, 16, 64)
 # A task for configs without tasks. Its data is not read.
 _TASK = Task("task", "none.jsonl", LoRA(rank=16), AdamW(), steps=1)
-# Columns of the output where there is no terminal.
-_PLAIN_WIDTH = 80
 _FITS = "fits.json"
 
 
@@ -91,7 +87,8 @@ class Fits(NamedTuple):
 def run(options: argparse.Namespace) -> int:
     """Runs the command with `--fits`; returns its exit code, 0. Raises `InputError` for unusable
     input."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = report_console()
+    say_if_demo(options, console)
     if options.out:
         require_writable(options.out / _FITS)
     files = [resolve_path(file) for file in options.gin_file or ()]
@@ -99,11 +96,11 @@ def run(options: argparse.Namespace) -> int:
     config = gin_bindings.run_config(options.backbone, [_TASK])
     fits = find_fits(config, options.fits, options.profile)
     for part in fit_tables(fits):
-        console.print(part, markup=False)
+        console.print(part)
     if options.out:
         path = options.out / _FITS
         path.write_text(json.dumps(fits.to_json()) + "\n")
-        console.print(str(path), markup=False, soft_wrap=True)
+        console.print(str(path), soft_wrap=True)
     return 0
 
 

@@ -15,6 +15,11 @@ from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
+# How tokens of samples and those of rows differ.
+PLACES = (
+    "a sample of n tokens takes n - 1 places in a row: the last one is only predicted; below, "
+    "tokens are places"
+)
 # An hTask of more tasks is shown with half as many names.
 _NAMES = 8
 
@@ -36,6 +41,7 @@ def plan_tables(
             "their tokens are those of the first shard"
         )
     yield _tasks(plan)
+    yield PLACES
     yield from _dropped(plan, dropped)
     yield _buckets(plan)
     yield _shape(plan)
@@ -61,6 +67,7 @@ def deployment_tables(
     plan = next(plan for plan in several.plans if plan)
     yield from _heading(plan, several.deployment)
     yield _tasks(plan)
+    yield PLACES
     yield from _dropped(plan, dropped)
     if any(replica.shards > 1 for replica in several.deployment.replicas):
         yield "microbatches of a replica with data shards are those of the first shard"
@@ -139,7 +146,12 @@ def _fused(names: list[str]) -> str:
 
 def _buckets(plan: Plan) -> Table:
     table = number_table(
-        "bucket", "hTasks (+: fused)", "tokens/round", "microbatches/round", "padding", texts=2
+        "bucket",
+        "hTasks (+: fused)",
+        "tokens\nper round",
+        "microbatches\nper round",
+        "padding",
+        texts=2,
     )
     tokens = np.array(plan.tokens_by_microbatch)
     buckets = np.array([microbatch.bucket for microbatch in plan.schedule.microbatches])

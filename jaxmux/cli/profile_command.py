@@ -4,7 +4,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,14 +32,12 @@ from jaxmux.profiling import (
 )
 
 from .plan_tables import number_table
-
-# Columns of the output where there is no terminal.
-_PLAIN_WIDTH = 120
+from .report_console import report_console
 
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else _PLAIN_WIDTH)
+    console = report_console()
     config = _config(options)
     if options.out:
         require_writable(options.out)
@@ -53,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _profile(options: argparse.Namespace, config: BackboneConfig, console: Console) -> None:
     def report(measurement: Measurement, done: int, total: int) -> None:
-        console.print(f"{done}/{total} {_line(measurement)}", markup=False, soft_wrap=True)
+        console.print(f"{done}/{total} {_line(measurement)}", soft_wrap=True)
 
     dtype = options.dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     profile = complete_profile(
@@ -66,7 +63,7 @@ def _profile(options: argparse.Namespace, config: BackboneConfig, console: Conso
         console.print,
     )
     for part in _layer_times(profile):
-        console.print(part, markup=False)
+        console.print(part)
     console.print(f"{options.out}: {len(profile.measurements)} measurements", soft_wrap=True)
 
 
@@ -87,7 +84,6 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
         peaks = ", ".join(map(_gib, (*one.peak, one.online_peak)))
         console.print(
             f"{one.case}: {measured}, predicted {predicted}; peak, predicted, online: {peaks}",
-            markup=False,
             soft_wrap=True,
         )
     errors = {
@@ -97,7 +93,7 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
     }
     for name, error in errors.items():
         shown = "not measured" if error is None else f"{error:.2%}"
-        console.print(f"mean absolute error of {name}: {shown}", markup=False)
+        console.print(f"mean absolute error of {name}: {shown}")
     if options.out:
         records = [one._asdict() | {"case": str(one.case)} for one in found]
         report = {

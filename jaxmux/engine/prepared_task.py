@@ -90,6 +90,11 @@ class PreparedTask:
         return self.lengths[-1]
 
     @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest training or held-out sample, as `Task.max_length` counts them."""
+        return self.longest + 1 - kind_of(self.task.adapter).virtual_tokens(self.task.adapter)
+
+    @property
     def pool(self) -> PoolSpec:
         """The sizes of a pool that holds only this task."""
         return pool_of_task(self.task, self.targets, self.size)
@@ -108,8 +113,8 @@ class PreparedTask:
         """
         if self.longest > row_len:
             raise TaskError(
-                f"task {self.task.name!r}: its longest sample has {self.longest} tokens, a row "
-                f"holds {row_len}; lower max_length or raise row_len"
+                f"task {self.task.name!r}: its longest sample takes {self.longest} places in a "
+                f"row, and a row has {row_len}; lower max_length or raise row_len"
             )
 
     @functools.cached_property

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from jaxmux.data import (
     GlobalBatches,
     Part,
+    Rendering,
     Sample,
     Samples,
     Source,
@@ -139,7 +140,9 @@ def _together(sources: Sequence[Samples]) -> Samples:
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sum of counts, or the first text that is not empty."""
+    """The sum of counts, the first text that is not empty, or the rendering of all sources."""
+    if isinstance(values[0], Rendering):
+        return Rendering.together(values)
     return next(filter(None, values), "") if isinstance(values[0], str) else sum(values)
 
 

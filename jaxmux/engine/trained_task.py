@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from jaxmux.data import Rendering
 from jaxmux.tasks import Task
 
 from .prepared_task import PreparedTask
@@ -18,6 +19,7 @@ class TrainedTask(NamedTuple):
       samples: number of training samples.
       held_out_samples: number of held-out samples.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
+      rendering: how the records of its training data became text.
     """
 
     task: Task
@@ -25,6 +27,7 @@ class TrainedTask(NamedTuple):
     samples: int
     held_out_samples: int
     fingerprints: Mapping[str, str]
+    rendering: Rendering
 
     @classmethod
     def of(
@@ -38,4 +41,5 @@ class TrainedTask(NamedTuple):
           fingerprints: hashes of its data.
         """
         counts = len(prepared.samples.samples), len(prepared.eval_samples)
-        return cls(prepared.task, progress, *counts, fingerprints)
+        rendering = prepared.samples.rendering
+        return cls(prepared.task, progress, *counts, fingerprints, rendering)

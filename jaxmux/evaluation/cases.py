@@ -1,5 +1,6 @@
 """What is evaluated: an adapter on some held-out samples."""
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmux.data import StoredSamples
@@ -27,3 +28,13 @@ class Case(NamedTuple):
     def target_tokens(self) -> int:
         """Number of tokens that count in the loss."""
         return target_tokens(self.samples)
+
+
+def first_with_data(cases: Sequence[Case]) -> list[int]:
+    """By case, the index of the first case that has the same samples.
+
+    Args:
+      cases: the cases; their samples come from one `Loaded`.
+    """
+    found: dict[Any, int] = {}
+    return [found.setdefault(case.samples.tokens_key, i) for i, case in enumerate(cases)]

@@ -1,15 +1,16 @@
 """Greedy completions of held-out samples, compared with their reference completions."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmux.data import Sample
+from jaxmux.data.special_text import special_tokens
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
-from .cases import Case
+from .cases import Case, first_with_data
 
 
 class Matches(NamedTuple):
@@ -41,10 +42,11 @@ def matches_of(
 
     The reference is the last part of a sample whose tokens count in the loss, up to a special token
     such as the end of a turn: of a chat, what the assistant says last. Samples without a prompt
-    before it, such as plain texts, are not compared.
+    before it, such as plain texts, are not compared. The bare backbone completes the samples of
+    several cases once, if they are the same.
 
     Args:
-      cases: the cases.
+      cases: the cases; their samples come from one `Loaded`.
       backbone: the backbone.
       tokenizer: its tokenizer.
       max_new_tokens: most tokens of a completion; None for those of the longest reference.
@@ -52,22 +54,26 @@ def matches_of(
     Raises:
       DataError: a prompt fills the backbone's context.
     """
-    specials = _special_ids(tokenizer)
+    specials = special_tokens(tokenizer)
     parts = [[p for p in map(_parts_of, case.samples) if p] for case in cases]
     if not any(parts):
         return [Matches(0, 0, 0) for _ in cases]
     if max_new_tokens is None:
         max_new_tokens = max(len(part.completion) for own in parts for part in own)
+    firsts = first_with_data(cases)
     requests, wanted = [], []
     for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
         for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
-            requests += [Request(part.prompt, *adapter) for part in own]
+            if which and firsts[number] != number:
+                continue
+            requests += [Request(part.prompt, *adapter, stops=tuple(specials)) for part in own]
             wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
     counts = np.zeros((len(cases), 2), int)
     generator = Generator(backbone, tokenizer)
-    found = generator.complete(requests, max_new_tokens=max_new_tokens, stops=sorted(specials))
+    found = generator.complete(requests, max_new_tokens=max_new_tokens)
     for (number, which, reference), text in zip(wanted, found, strict=True):
         counts[number, which] += text.strip() == reference.strip()
+    counts[:, 1] = counts[firsts, 1]
     return [Matches(len(own), *map(int, row)) for own, row in zip(parts, counts, strict=True)]
 
 
@@ -82,13 +88,7 @@ def _parts_of(sample: Sample) -> _Parts | None:
     return _Parts(ids[:start], ids[start:end]) if start > 1 else None
 
 
-def _text(ids: Sequence[int], tokenizer: Any, specials: set[int]) -> str:
+def _text(ids: Sequence[int], tokenizer: Any, specials: Collection[int]) -> str:
     """The text of tokens up to the first special one."""
     ended = next((n for n, token in enumerate(ids) if token in specials), len(ids))
     return tokenizer.decode(ids[:ended])
-
-
-def _special_ids(tokenizer: Any) -> set[int]:
-    """The special tokens, also those that only chat templates use, such as the end of a turn."""
-    added = tokenizer.added_tokens_decoder.items()
-    return {token for token, own in added if own.special} | set(tokenizer.all_special_ids)

@@ -13,7 +13,7 @@ from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter
 from jaxmux.runs import best_shape
 from jaxmux.tasks import Task
 
-from .cases import Case
+from .cases import Case, first_with_data
 
 # An adapter that changes nothing, because its B is zero.
 _NOTHING = LoRA(rank=1)
@@ -35,29 +35,29 @@ def losses_of(
     cases: Sequence[Case], backbone: Backbone, tokens_per_microbatch: int = 8192
 ) -> list[Losses]:
     """Measures the losses of all cases together, in the way in which training measures held-out
-    losses.
+    losses. Those of the bare backbone are measured once for cases with the same samples.
 
     Args:
-      cases: the cases, at least one.
+      cases: the cases, at least one; their samples come from one `Loaded`.
       backbone: the backbone.
       tokens_per_microbatch: most tokens of one forward pass.
     """
     config = backbone.config
     targets = kind_of(_NOTHING).targets(_NOTHING, config)
     nothing = initial_adapter(_NOTHING, targets, config, 0)
-    prepared = []
+    firsts, prepared = first_with_data(cases), []
     for number, case in enumerate(cases):
-        prepared += [
-            _prepared(f"adapter.{number}", case.spec, case.adapter, case.samples, config),
-            _prepared(f"backbone.{number}", _NOTHING, nothing, case.samples, config),
-        ]
+        own = case.samples, config
+        prepared.append(_prepared(f"adapter.{number}", case.spec, case.adapter, *own))
+        if firsts[number] == number:
+            prepared.append(_prepared(f"backbone.{number}", _NOTHING, nothing, *own))
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(prepared)
         engine.begin_evaluation(engine.names)
         engine.drain()
         found = {own.task: own.loss for own in engine.take_evaluations()}
-    return [Losses(found[f"adapter.{n}"], found[f"backbone.{n}"]) for n in range(len(cases))]
+    return [Losses(found[f"adapter.{n}"], found[f"backbone.{m}"]) for n, m in enumerate(firsts)]
 
 
 def _prepared(

@@ -1,7 +1,7 @@
 """Generation of text with the backbone and with adapters of all kinds, side by side in one batch.
 
-`Generator` reads all prompts of a batch at once into a cache of keys and values, and then writes
-one token of every sequence in each step. `complete` and `stream` make a generator for one call.
+`Generator` reads prompts into the rows of a cache of keys and values, and writes one token of every
+sequence in each step. The row of a sequence that has ended is given to the next prompt.
 """
 
 from .chat import Conversation, end_of_turn

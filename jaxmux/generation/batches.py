@@ -1,6 +1,6 @@
 """Which sequences are computed together, and in which row of the batch each lies."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -8,72 +8,153 @@ from jaxmux.planner.numbers import power_of_two
 
 from .requests import Prompt
 
-# Most tokens of the prompts of a batch, with padding. They pass the layers at once.
-_MOST_PROMPT_TOKENS = 2**16
+# Tokens of prompts that are read at once, with padding. They pass the layers together: below the
+# least, reading the weights takes longer than multiplying by them; the most bounds the memory.
+_LEAST_READ, _MOST_READ = 2**8, 2**16
 _LEAST_LENGTH = 16
+# Free rows are filled when they are this part of the batch.
+_FILLED_SHARE = 1 / 8
 
 
-class Batch(NamedTuple):
-    """Sequences that are computed together, a row each.
+class Filling(NamedTuple):
+    """Rows that get their next sequence at once.
 
     Attributes:
-      rows: the index of each row's request; None for a row without a sequence.
-      slots: the slot of each chunk. The rows are divided into chunks of equal size.
-      row_len: tokens of the longest prompt, with padding.
-      places: most tokens of a sequence, with padding.
+      rows: the row of each sequence.
+      slots: its slot.
+      group: number of rows that the program reads, at least as many.
+      row_len: tokens that the program reads in each.
     """
 
-    rows: tuple[int | None, ...]
+    rows: tuple[int, ...]
     slots: tuple[int, ...]
+    group: int
     row_len: int
-    places: int
 
 
-def batches(prompts: Sequence[Prompt], slots: Sequence[int], max_batch: int) -> list[Batch]:
-    """Divides sequences into batches of about the same size.
+class Batch:
+    """The rows of a batch, each with the sequence that is written in it, and the sequences that
+    wait for a row.
 
-    Those of one slot, and of about the same length, are neighbours. Lengths are rounded up, so that
-    few programs are compiled.
+    The row of a sequence that has ended is free for the next one (continuous batching: Orca, Yu et
+    al. 2022; vLLM, Kwon et al. 2023). Rows are divided into chunks of equal size, and a chunk
+    belongs to one slot, because its rows are multiplied by the same adapter. If none of its
+    sequences goes on and none waits for its slot, it passes to the slot for which most wait.
 
-    Args:
-      prompts: the tokens of each request.
-      slots: the slot of each request's adapter; there are at least two slots.
-      max_batch: most sequences of a batch.
+    The longest sequences come first, so that the others do not have to read their many places.
+    Prompts are read in groups of one size, and their lengths are rounded up to powers of two: few
+    programs are compiled, and the shapes with which a prompt is read do not depend on the others.
+
+    Attributes:
+      requests: the index of the request of each row; None for a free row.
+      slots: the slot of each chunk.
     """
-    longest = power_of_two(max(_LEAST_LENGTH, *(len(prompt.tokens) for prompt in prompts)))
-    limit = max(1, min(max_batch, _MOST_PROMPT_TOKENS // longest))
-    order = sorted(range(len(prompts)), key=lambda i: (slots[i], len(prompts[i].tokens), i))
-    number = -(-len(order) // limit)
-    cuts = [len(order) * i // number for i in range(number + 1)]
-    return [
-        _batch(order[start:end], prompts, slots) for start, end in zip(cuts, cuts[1:], strict=False)
-    ]
+
+    def __init__(self, prompts: Sequence[Prompt], slots: Sequence[int], max_batch: int):
+        """Makes the rows; they are free.
+
+        Args:
+          prompts: the tokens of each request, at least one.
+          slots: the slot of each request's adapter; there are at least two slots.
+          max_batch: most sequences that are written at the same time.
+        """
+        self._prompts, self._most = prompts, max_batch
+        counts = Counter(sorted(slots))
+        if len(prompts) <= max_batch:
+            if len(prompts) == 1:
+                # With a single row, XLA takes products with the weights apart into multiplications
+                # and sums of their own, which write the products to memory. The row without a
+                # sequence has another slot, because the low-rank products of two rows of one slot
+                # are more programs on a GPU.
+                counts[_another(slots[0])] = 0
+            rows_of_chunk = _rows_of_chunk(list(counts.values()))
+            own = {slot: max(1, -(-count // rows_of_chunk)) for slot, count in counts.items()}
+            self.slots = [slot for slot in sorted(own) for _ in range(own[slot])]
+        else:
+            rows_of_chunk = max(1, max_batch // len(counts))
+            chunks = max(2, max_batch) // rows_of_chunk
+            self.slots = [list(counts)[i % len(counts)] for i in range(chunks)]
+        self.requests: list[int | None] = [None] * (len(self.slots) * rows_of_chunk)
+        self._rows_of_chunk = rows_of_chunk
+        self._least_free = max(1, int(_FILLED_SHARE * len(self.requests)))
+        self._waiting: dict[int, deque[int]] = {slot: deque() for slot in counts}
+        for i in sorted(range(len(prompts)), key=lambda i: (-prompts[i].end, i)):
+            self._waiting[slots[i]].append(i)
+
+    @property
+    def live(self) -> int:
+        """Number of sequences that go on."""
+        return sum(i is not None for i in self.requests)
+
+    @property
+    def waiting(self) -> int:
+        """Number of sequences that wait for a row."""
+        return sum(map(len, self._waiting.values()))
+
+    @property
+    def places(self) -> int:
+        """Most tokens of a sequence that goes on or waits, with padding."""
+        heads = [own[0] for own in self._waiting.values() if own]
+        return most_places([self._prompts[i] for i in [*heads, *self.requests] if i is not None])
+
+    @property
+    def fewest(self) -> int:
+        """Number of sequences that go on when enough rows are free to be filled."""
+        return max(0, self.live - self._enough + len(self._next()[0])) if self.waiting else 0
+
+    def free(self, row: int) -> None:
+        """Frees a row, whose sequence has ended."""
+        self.requests[row] = None
+
+    def fill(self) -> list[Filling]:
+        """Gives free rows to waiting sequences, if there are enough of these rows. Rows that are
+        filled at once have prompts of about the same length."""
+        plan, slots = self._next()
+        if not plan or (self.live and len(plan) < self._enough):
+            return []
+        self.slots = slots
+        by_length: dict[int, list[int]] = {}
+        for row, slot in plan:
+            self.requests[row] = i = self._waiting[slot].popleft()
+            # The last token of a prompt is written, not read: the first new token follows it.
+            row_len = power_of_two(max(_LEAST_LENGTH, len(self._prompts[i].tokens) - 1))
+            by_length.setdefault(row_len, []).append(row)
+        fillings = []
+        for row_len, rows in sorted(by_length.items(), reverse=True):
+            group = max(self._least_free, min(len(self.requests), _LEAST_READ // row_len))
+            group = max(1, min(power_of_two(group), _MOST_READ // row_len))
+            for start in range(0, len(rows), group):
+                own = tuple(rows[start : start + group])
+                of = tuple(slots[row // self._rows_of_chunk] for row in own)
+                fillings.append(Filling(own, of, group, row_len))
+        return fillings
+
+    @property
+    def _enough(self) -> int:
+        """Number of free rows that are worth filling."""
+        return min(self._least_free, self.waiting)
+
+    def _next(self) -> tuple[list[tuple[int, int]], list[int]]:
+        """The free rows that waiting sequences can have, each with its slot; and the slots that
+        the chunks then have."""
+        left = {slot: len(own) for slot, own in self._waiting.items()}
+        plan, slots, most = [], list(self.slots), self._most - self.live
+        for chunk in range(len(slots)):
+            rows = range(chunk * self._rows_of_chunk, (chunk + 1) * self._rows_of_chunk)
+            free = [row for row in rows if self.requests[row] is None]
+            if len(free) == len(rows) and not left.get(slots[chunk]) and any(left.values()):
+                slots[chunk] = max(left, key=lambda slot: left[slot])
+            slot = slots[chunk]
+            own = free[: min(left.get(slot, 0), most - len(plan))]
+            plan += [(row, slot) for row in own]
+            if own:
+                left[slot] -= len(own)
+        return plan, slots
 
 
 def most_places(prompts: Sequence[Prompt]) -> int:
     """Most tokens of a sequence, with padding."""
-    return _rounded(max(_LEAST_LENGTH, *(prompt.end for prompt in prompts)))
-
-
-def _batch(own: Sequence[int], prompts: Sequence[Prompt], slots: Sequence[int]) -> Batch:
-    counts = Counter(slots[i] for i in own)
-    if len(own) == 1:
-        # With a single row, XLA takes products with the weights apart into multiplications and sums
-        # of their own, which write the products to memory. An empty row has another slot, because
-        # the low-rank products of two rows of one slot are more programs on a GPU.
-        counts[_another(slots[own[0]])] = 0
-    chunk = _rows_of_chunk(list(counts.values()))
-    rows: list[int | None] = []
-    owners: list[int] = []
-    for slot, count in counts.items():
-        chunks = max(1, -(-count // chunk))
-        rows += [i for i in own if slots[i] == slot]
-        rows += [None] * (chunks * chunk - count)
-        owners += [slot] * chunks
-    members = [prompts[i] for i in own]
-    row_len = power_of_two(max(_LEAST_LENGTH, *(len(prompt.tokens) for prompt in members)))
-    places = max(row_len, most_places(members))
-    return Batch(tuple(rows), tuple(owners), row_len, places)
+    return _rounded(max([_LEAST_LENGTH, *(prompt.end for prompt in prompts)]))
 
 
 def _another(slot: int) -> int:

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmux.data import DataError
+from jaxmux.data.chat_templates import line_of, template_of
+from jaxmux.data.special_text import ends_of_turns
 
 _PROBE = "jaxmux"
 
@@ -20,24 +22,24 @@ class Conversation:
         tokenizer: Any,
         messages: Sequence[Mapping[str, Any]] = (),
         system: str | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ):
         """Begins a conversation.
 
         Args:
-          tokenizer: a tokenizer with a chat template.
+          tokenizer: a tokenizer with a chat template. That of an adapter is from
+            `adapter_tokenizer`.
           messages: the first messages.
           system: a message of the role "system" before them; None for none, or if there is one
             among them.
+          tools: descriptions of functions that the assistant may call, as transformers'
+            `apply_chat_template` takes them; None for none.
 
         Raises:
           DataError: the tokenizer has no chat template.
         """
-        if tokenizer.chat_template is None:
-            raise DataError(
-                f"a chat needs a chat template, and the tokenizer {tokenizer.name_or_path} has "
-                'none; add "chat_template" to its tokenizer_config.json, or pass plain prompts'
-            )
-        self._tokenizer = tokenizer
+        self._template = template_of(tokenizer, tools)
+        self._tokenizer, self._tools = tokenizer, tools
         self.messages = [dict(message) for message in messages]
         if system is not None and not any(m["role"] == "system" for m in self.messages):
             self.messages.insert(0, {"role": "system", "content": system})
@@ -54,11 +56,15 @@ class Conversation:
         """
         try:
             return self._tokenizer.apply_chat_template(
-                self.messages, tokenize=False, add_generation_prompt=True
+                self.messages,
+                tools=self._tools,
+                chat_template=self._template.text,
+                tokenize=False,
+                add_generation_prompt=True,
             )
         except Exception as error:  # a template is a program and may raise anything
             raise DataError(
-                f"the chat template of {self._tokenizer.name_or_path} refuses the messages: {error}"
+                f"{self._template.name} refuses the messages: {error}{line_of(error)}"
             ) from error
 
 
@@ -80,5 +86,5 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         return []
     behind = text.rpartition(_PROBE)[2]
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]
-    special = set(tokenizer.added_tokens_decoder) | set(tokenizer.all_special_ids)
-    return [token for token in ids if token in special][:1]
+    ends = ends_of_turns(tokenizer)
+    return [token for token in ids if token in ends][:1]

@@ -2,37 +2,27 @@
 
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from jaxmux.models import (
-    Backbone,
-    BackboneConfig,
-    ForwardOptions,
-    Weights,
-    cache_bytes,
-    free_memory,
-    pick_implementation,
-)
+from jaxmux.models import Backbone, BackboneConfig, Weights, cache_bytes, free_memory
 from jaxmux.models.cached_forward import single_layers
-from jaxmux.peft import ops_of
+from jaxmux.peft.leaves import Layout
 from jaxmux.planner.numbers import size_text
 
-from .batches import Batch, batches, most_places
-from .programs import Sequences, Served, read_prompts, write_tokens
+from .batches import Batch, most_places
 from .requests import Prompt, Request, distinct_adapters, read_prompt
-from .sampling import Sampling, SamplingForm, SamplingNumbers
+from .sampling import Sampling
 from .served_adapters import ServedAdapters, served_adapters
 from .text_stream import Piece, TextStream
+from .writing import Writing
 
 MAX_BATCH = 64
-# Tokens of each sequence that the device writes before the host reads them.
-_STEPS = 16
 # The part of the free memory that the cache may take. The rest is for working memory.
 _CACHE_SHARE = 0.6
+# Most places of a cache where the free memory is not known.
+_MOST_PLACES = 2**16
 
 
 class Generator:
@@ -53,7 +43,7 @@ class Generator:
           backbone: the backbone, from `load_backbone`.
           tokenizer: the backbone's tokenizer, from `load_tokenizer`.
           max_batch: most sequences that are computed together; fewer if the device has no memory
-            for their keys and values. More requests are completed one batch after another.
+            for their keys and values. A completion that ends gives its place to the next request.
           keep_backbone: whether `backbone` can be used afterwards. The weights of its layers are
             then copied, or where the device has no memory for that, read from where they are, which
             takes up to three times as long. False moves them.
@@ -64,7 +54,7 @@ class Generator:
         self._max_batch = max_batch
         self._weights = _layer_by_layer(backbone, keep_backbone)
         # The adapters of the last call, and their arrays on the device.
-        self._adapters: tuple[list[Any], ServedAdapters | None] = [], None
+        self._adapters: tuple[list[Any], tuple[ServedAdapters, Layout] | None] = [], None
 
     def complete(
         self,
@@ -72,11 +62,10 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stops: Sequence[int] = (),
     ) -> list[str]:
         """The completions of requests, in their order. The arguments are those of `stream`."""
         texts = [""] * len(requests)
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling, "stops": stops}
+        given = {"max_new_tokens": max_new_tokens, "sampling": sampling}
         for piece in self.stream(requests, **given):
             texts[piece.request] += piece.text
         return texts
@@ -87,7 +76,6 @@ class Generator:
         *,
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
-        stops: Sequence[int] = (),
     ) -> Iterator[Piece]:
         """Yields the completions of requests piece by piece, while they are written. Pieces of
         different requests come in turns; each request has one last piece.
@@ -95,9 +83,9 @@ class Generator:
         Args:
           requests: the prompts with their adapters.
           max_new_tokens: most tokens of a completion. A completion ends earlier before the
-            tokenizer's end-of-sequence token, or at the end of the backbone's context.
+            tokenizer's end-of-sequence token, before one of its request's `stops`, or at the end of
+            the backbone's context.
           sampling: how tokens are chosen; None takes the most likely ones.
-          stops: further tokens before which a completion ends.
 
         Raises:
           DataError: a prompt has no tokens, or fills the backbone's context, with its adapter's
@@ -110,13 +98,21 @@ class Generator:
             return
         firsts, slots = distinct_adapters(requests)
         adapters = self._on_device(firsts)
-        most = self._most_sequences(prompts)
-        if self._tokenizer.eos_token_id is not None:
-            stops = [self._tokenizer.eos_token_id, *stops]
-        for batch in batches(prompts, slots, most):
-            yield from self._written(batch, prompts, adapters, sampling, stops or [-1])
+        batch = Batch(prompts, slots, self._most_sequences(prompts))
+        backbone = self._config, self._dtype, self._weights
+        writing = Writing(*backbone, *adapters, prompts, batch, sampling)
+        texts: dict[int, TextStream] = {}
+        for new in writing.tokens():
+            if new.request not in texts:
+                own = [token for token in prompts[new.request].tokens if token >= 0]
+                texts[new.request] = TextStream(self._tokenizer, own)
+            text = texts[new.request].add(new.tokens, new.is_last)
+            if new.is_last:
+                del texts[new.request]
+            if text or new.is_last:
+                yield Piece(new.request, text, new.is_last)
 
-    def _on_device(self, firsts: Sequence[Request]) -> ServedAdapters:
+    def _on_device(self, firsts: Sequence[Request]) -> tuple[ServedAdapters, Layout]:
         """The adapters of these requests; those of the call before if they are the same objects."""
         own = [request.adapter for request in firsts]
         before, held = self._adapters
@@ -128,110 +124,12 @@ class Generator:
         return held
 
     def _most_sequences(self, prompts: Sequence[Prompt]) -> int:
+        places = most_places(prompts)
         if (free := free_memory()) is None:
-            return self._max_batch
-        each = cache_bytes(self._config, most_places(prompts), self._dtype)
-        return max(1, min(self._max_batch, int(_CACHE_SHARE * free / each)))
-
-    def _written(
-        self,
-        batch: Batch,
-        prompts: Sequence[Prompt],
-        adapters: ServedAdapters,
-        sampling: Sampling,
-        stops: Sequence[int],
-    ) -> Iterator[Piece]:
-        tokens = np.zeros((len(batch.rows), batch.row_len), np.int32)
-        lengths, ends, seeds = (np.zeros(len(batch.rows), np.int32) for _ in range(3))
-        for row, i in _sequences_of(batch):
-            lengths[row], ends[row] = len(prompts[i].tokens), prompts[i].end
-            tokens[row, : lengths[row]] = prompts[i].tokens
-            seeds[row] = np.uint32(sampling.seed + i & 0xFFFFFFFF).astype(np.int32)
-        numbers = SamplingNumbers(
-            jnp.float32(sampling.temperature),
-            jnp.float32(sampling.top_p),
-            jnp.asarray(seeds.view(np.uint32)),
-        )
-        served = Served(
-            adapters.outside,
-            adapters.of_layers,
-            adapters.scale,
-            jnp.asarray(batch.slots, jnp.int32),
-            jnp.asarray(ends),
-            jnp.asarray(stops, jnp.int32),
-            numbers,
-        )
-        static = self._config, self._options(batch, adapters), SamplingForm.of(sampling)
-        given = *static, batch.places, self._weights, served, tokens, lengths
-        yield from self._pieces(batch, prompts, static, served, read_prompts(*given), stops)
-
-    def _options(self, batch: Batch, adapters: ServedAdapters) -> ForwardOptions:
-        return ForwardOptions(
-            pick_implementation(self._config, self._dtype, batch.row_len),
-            # The other implementations are made for many tokens. XLA fuses its own operations, and
-            # starts them together.
-            grouped_lora="xla",
-            norm="xla",
-            remat="none",
-            max_sequences=1,
-            adapter_ops=ops_of(adapters.outside),
-            in_order=batch.slots == tuple(range(len(adapters.scale))),
-        )
-
-    def _pieces(
-        self,
-        batch: Batch,
-        prompts: Sequence[Prompt],
-        static: tuple,
-        served: Served,
-        sequences: Sequences,
-        stops: Sequence[int],
-    ) -> Iterator[Piece]:
-        """The pieces of a batch whose prompts have been read."""
-        live = {
-            row: _Sequence(i, TextStream(self._tokenizer, [t for t in prompts[i].tokens if t >= 0]))
-            for row, i in _sequences_of(batch)
-        }
-        left = {row: prompts[i].end - len(prompts[i].tokens) for row, i in _sequences_of(batch)}
-        written: jax.Array = sequences.last[None]
-        while live:
-            # The device writes on while the host turns the tokens before into text.
-            following = None
-            if max(left[row] for row in live) > len(written):
-                following, sequences = write_tokens(
-                    *static, _STEPS, self._weights, served, sequences
-                )
-            yield from _read(np.asarray(written), live, left, stops)
-            if following is None:
-                break
-            written = following
-
-
-class _Sequence(NamedTuple):
-    """A sequence that goes on: the index of its request, and its text."""
-
-    request: int
-    text: TextStream
-
-
-def _read(
-    written: np.ndarray, live: dict[int, _Sequence], left: dict[int, int], stops: Sequence[int]
-) -> Iterator[Piece]:
-    """The pieces of new tokens [steps, B]; sequences that end are removed from `live`."""
-    for row, sequence in list(live.items()):
-        new = written[: left[row], row].tolist()
-        end = next((n for n, token in enumerate(new) if token in stops), len(new))
-        left[row] -= len(new)
-        is_last = end < len(new) or not left[row]
-        if is_last:
-            del live[row]
-        text = sequence.text.add(new[:end], is_last)
-        if text or is_last:
-            yield Piece(sequence.request, text, is_last)
-
-
-def _sequences_of(batch: Batch) -> Iterator[tuple[int, int]]:
-    return ((row, i) for row, i in enumerate(batch.rows) if i is not None)
+            most = _MOST_PLACES // places
+        else:
+            most = int(_CACHE_SHARE * free / cache_bytes(self._config, places, self._dtype))
+        return max(1, min(self._max_batch, most))
 
 
 def complete(

@@ -1,4 +1,5 @@
-"""The two programs of generation: one reads whole prompts, one writes several tokens.
+"""The programs of generation: one reads prompts, one puts them into free rows of a batch, and one
+writes several tokens.
 
 All sequences of a batch take part in every step. A step computes one token of each, so it reads the
 weights once, whatever the number of sequences.
@@ -29,7 +30,7 @@ from .sampling import SamplingForm, SamplingNumbers, next_tokens
 
 
 class Sequences(NamedTuple):
-    """What changes while tokens are written.
+    """The sequences of a batch, a row each.
 
     Attributes:
       cache: keys and values of all tokens but the last of each sequence.
@@ -45,61 +46,118 @@ class Sequences(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What stays while tokens are written.
+    """The adapters, and whose rows are whose.
 
     Attributes:
-      adapters: by kind, the arrays of all slots at points outside the layers.
+      outside: by kind, the arrays of all slots at points outside the layers.
       of_layers: the same in each layer.
       scale: float32 [T], see `SlotTable`.
-      chunk_slot: int32, the slot of each of the equal parts of the batch.
-      ends: int32, the place behind the last token that a sequence may have.
-      stops: int32, tokens that end a sequence.
-      sampling: how tokens are chosen.
+      chunk_slot: int32, the slot of each of the equal parts of the rows.
     """
 
-    adapters: dict[str, Any]
+    outside: dict[str, Any]
     of_layers: tuple[dict[str, Any], ...]
     scale: Float[Array, " T"]
     chunk_slot: Int[Array, " chunks"]
-    ends: Int[Array, " B"]
-    stops: Int[Array, " stops"]
+
+
+class Choices(NamedTuple):
+    """How tokens are chosen, and which one is the last of a sequence.
+
+    Attributes:
+      sampling: how tokens are chosen.
+      ends: int32, the place behind the last token that a sequence may have.
+      stops: int32, by row the tokens that end its sequence; -1 where it has no more.
+    """
+
     sampling: SamplingNumbers
+    ends: Int[Array, " B"]
+    stops: Int[Array, "B stops"]
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def no_sequences(config: BackboneConfig, rows: int, places: int, dtype: jnp.dtype) -> Sequences:
+    """A batch of free rows; arguments as for `empty_cache`."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    cache = empty_cache(config, rows, places, dtype)
+    return Sequences(cache, zeros, jnp.zeros_like(zeros), jnp.zeros(rows, bool))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
 def read_prompts(
     config: BackboneConfig,
     options: ForwardOptions,
-    form: SamplingForm,
-    places: int,
     weights: Weights,
     served: Served,
-    tokens: Int[Array, "B row_len"],
-    lengths: Int[Array, " B"],
-) -> Sequences:
-    """Reads all prompts, and chooses the first new token of each.
+    tokens: Int[Array, "R row_len"],
+    lengths: Int[Array, " R"],
+) -> tuple[KeysValues, ...]:
+    """Keys and values of prompts.
 
     Args:
       config: configuration of the backbone.
       options: static choices.
-      form: how tokens are chosen.
-      places: most tokens of a sequence, at least row_len.
       weights: weights of the backbone.
-      served: what stays.
+      served: the adapters.
       tokens: the prompts, as in `Microbatch.tokens`, and padding behind them.
-      lengths: the tokens of each prompt; 0 for a row without a sequence.
-
-    Returns:
-      The sequences with their first new token. The cache holds the prompts.
+      lengths: the tokens of each prompt; 0 for a row without one.
     """
-    cache = empty_cache(config, len(tokens), places, compute_dtype(weights))
+    cache = empty_cache(config, *tokens.shape, compute_dtype(weights))
     microbatch = prompts_in_rows(tokens, lengths, served.chunk_slot)
-    logits, cache = next_logits(
-        config, options, weights, served, cache, None, microbatch, jnp.maximum(lengths - 1, 0)
-    )
-    first = next_tokens(form, served.sampling, logits, lengths)
-    live = (lengths > 0) & (lengths + 1 < served.ends) & ~_stops(served, first)
-    return Sequences(cache, first, lengths, live)
+    zeros = jnp.zeros_like(lengths)
+    return next_logits(config, options, weights, served, cache, None, microbatch, zeros)[1]
+
+
+@partial(jax.jit, donate_argnums=(0,))
+def begin_sequences(
+    sequences: Sequences,
+    prompts: tuple[KeysValues, ...],
+    rows: Int[Array, " R"],
+    last: Int[Array, " R"],
+    place: Int[Array, " R"],
+) -> Sequences:
+    """Puts prompts into free rows.
+
+    Args:
+      sequences: the sequences; their arrays are overwritten.
+      prompts: keys and values of all tokens but the last of each prompt.
+      rows: the row of each prompt; of those behind the last row, nothing is put anywhere.
+      last: the last token of each prompt.
+      place: its place.
+    """
+
+    def put(held: Array, new: Array | bool) -> Array:
+        return held.at[rows].set(new, mode="drop", unique_indices=True)
+
+    def put_cache(held: Array, new: Array) -> Array:
+        places = held.shape[2]
+        # What the row's last sequence has left might not be finite, and is overwritten, too.
+        new = jnp.pad(new[:, :, :places], _behind(max(0, places - new.shape[2])))
+        return put(held, new)
+
+    cache, *others, live = sequences
+    others = map(put, others, (last, place))
+    return Sequences(jax.tree.map(put_cache, cache, prompts), *others, put(live, True))
+
+
+def _behind(places: int) -> list[tuple[int, int]]:
+    return [(0, 0), (0, 0), (0, places), (0, 0)]
+
+
+def with_places(sequences: Sequences, places: int) -> Sequences:
+    """The sequences with a cache of fewer places, enough for all that go on. Arrays are replaced
+    one by one, so that few of them are there twice.
+
+    Args:
+      sequences: the sequences; their arrays are deleted.
+      places: the number of places.
+    """
+
+    def cut(held: Array) -> Array:
+        new = jax.block_until_ready(held[:, :, :places])
+        held.delete()
+        return new
+
+    return sequences._replace(cache=jax.tree.map(cut, sequences.cache))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3), donate_argnums=(6,))
@@ -107,20 +165,27 @@ def write_tokens(
     config: BackboneConfig,
     options: ForwardOptions,
     form: SamplingForm,
-    steps: int,
+    most_steps: int,
     weights: Weights,
     served: Served,
     sequences: Sequences,
-) -> tuple[Int[Array, "steps B"], Sequences]:
-    """Writes up to `steps` tokens of every sequence that goes on; fewer if all end before.
+    choices: Choices,
+    steps: Int[Array, ""],
+    fewest: Int[Array, ""],
+) -> tuple[Int[Array, "most_steps B"], Sequences]:
+    """Writes tokens of every sequence that goes on.
 
     Args:
-      config, options, form, weights, served: as for `read_prompts`.
-      steps: number of steps.
+      config, options, weights, served: as for `read_prompts`.
+      form: static choices of `choices.sampling`.
+      most_steps: most steps.
       sequences: the sequences; their arrays are overwritten.
+      choices: how tokens are chosen.
+      steps: number of steps.
+      fewest: no step begins when this number of sequences goes on, or fewer.
 
     Returns:
-      int32, the new tokens; -1 where a sequence had ended. And the sequences with them.
+      int32, the new tokens; -1 where there is none. And the sequences with them.
     """
 
     def step(carry):
@@ -129,18 +194,19 @@ def write_tokens(
         microbatch = single_tokens(last, place, served.chunk_slot)
         given = served, cache, place, microbatch, jnp.zeros_like(place)
         logits, cache = next_logits(config, options, weights, *given)
-        token = next_tokens(form, served.sampling, logits, place + 1)
+        token = next_tokens(form, choices.sampling, logits, place + 1)
         written = written.at[number].set(jnp.where(live, token, -1))
         # A sequence that has ended computes the same token again and again.
         last, place = jnp.where(live, token, last), place + live
-        live &= (place + 1 < served.ends) & ~_stops(served, token)
+        stops = (token[:, None] == choices.stops).any(axis=-1)
+        live &= (place + 1 < choices.ends) & ~stops
         return number + 1, written, Sequences(cache, last, place, live)
 
     def goes_on(carry):
         number, _, sequences = carry
-        return (number < steps) & sequences.live.any()
+        return (number < steps) & (sequences.live.sum() > fewest)
 
-    written = jnp.full((steps, len(sequences.last)), -1, jnp.int32)
+    written = jnp.full((most_steps, len(sequences.last)), -1, jnp.int32)
     _, written, sequences = jax.lax.while_loop(goes_on, step, (0, written, sequences))
     return written, sequences
 
@@ -202,13 +268,9 @@ def next_logits(
     """
     zeros = jnp.zeros_like(served.scale)
     slots = SlotTable(served.scale, zeros, zeros.astype(jnp.uint32))
-    at_head, _ = head_adapters(options.adapter_ops, served.adapters, None, microbatch.chunk_slot)
-    given = weights, served.adapters, served.of_layers, cache, place, microbatch, slots, options
+    at_head, _ = head_adapters(options.adapter_ops, served.outside, None, microbatch.chunk_slot)
+    given = weights, served.outside, served.of_layers, cache, place, microbatch, slots, options
     hidden, cache = cached_hidden_states(config, *given, at_head)
     rows, row_len = microbatch.tokens.shape
     hidden = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), last]
     return logits_of(weights, hidden, at_head), cache
-
-
-def _stops(served: Served, tokens: Int[Array, " B"]) -> Bool[Array, " B"]:
-    return (tokens[:, None] == served.stops).any(axis=-1)

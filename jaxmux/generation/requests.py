@@ -19,12 +19,15 @@ class Request(NamedTuple):
         that share an adapter share this very object.
       is_rendered: whether the text has its special tokens already, as those of chat templates do.
         Otherwise the tokenizer adds its first token, if it has one.
+      stops: tokens before which the completion ends, besides the tokenizer's end-of-sequence token;
+        those with which a chat template ends a turn are from `end_of_turn`.
     """
 
     prompt: str | Sequence[int]
     spec: Any = None
     adapter: Any = None
     is_rendered: bool = False
+    stops: Sequence[int] = ()
 
 
 class Prompt(NamedTuple):
@@ -34,10 +37,12 @@ class Prompt(NamedTuple):
       tokens: its tokens, after those that stand for its adapter's virtual tokens (see
         `Microbatch.tokens`).
       end: the place behind the last token that the sequence may have.
+      stops: tokens before which the sequence ends.
     """
 
     tokens: list[int]
     end: int
+    stops: frozenset[int] = frozenset()
 
 
 def read_prompt(
@@ -68,7 +73,10 @@ def read_prompt(
             f"a prompt has {len(tokens)} tokens, but the backbone was made for {context} "
             "(max_position_embeddings), the completion and virtual tokens included"
         )
-    return Prompt(tokens, min(len(tokens) + max_new_tokens, context))
+    stops = frozenset(request.stops)
+    if tokenizer.eos_token_id is not None:
+        stops |= {tokenizer.eos_token_id}
+    return Prompt(tokens, min(len(tokens) + max_new_tokens, context), stops)
 
 
 def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.peft import KINDS, LeafSpec, kind_of, pad, scale_of
-from jaxmux.peft.leaves import named_leaves
+from jaxmux.peft.leaves import Layout, named_leaves
 
 from .requests import Request
 
@@ -33,21 +33,26 @@ class ServedAdapters(NamedTuple):
 
 def served_adapters(
     requests: Sequence[Request], config: BackboneConfig, dtype: jnp.dtype
-) -> ServedAdapters:
+) -> tuple[ServedAdapters, Layout]:
     """The adapter of request i in slot i; slots of requests without one change nothing.
 
     Args:
       requests: the requests, from `distinct_adapters`.
       config: configuration of the backbone.
       dtype: the compute dtype, in which low-rank factors are held.
+
+    Returns:
+      The adapters; and by kind and point, what the axes of their arrays are.
     """
     outside: dict[str, Any] = {}
     of_layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
+    axes: dict[str, Any] = {}
     for name, pool in stacked_pools(requests, config):
         in_dtype = partial(jnp.asarray, dtype=dtype if name == LOW_RANK_KIND else None)
-        for tree in (outside, *of_layers):
+        for tree in (outside, axes, *of_layers):
             tree[name] = {}
         for point, specs, arrays in pool:
+            axes[name][point] = specs
             if point in OUTSIDE:
                 outside[name][point] = jax.tree.map(in_dtype, arrays)
                 continue
@@ -59,7 +64,37 @@ def served_adapters(
                 cut = jax.tree.map(lambda spec, x, i=i: spec.cut(x, i, 1, True), specs, arrays)
                 layer[name][point] = jax.tree.map(in_dtype, cut)
     scale = [scale_of(r.spec) if r.spec else 0.0 for r in requests]
-    return ServedAdapters(outside, tuple(of_layers), jnp.asarray(scale, jnp.float32))
+    served = ServedAdapters(outside, tuple(of_layers), jnp.asarray(scale, jnp.float32))
+    return served, Layout(axes)
+
+
+@partial(jax.jit, static_argnums=(0,))
+def adapters_of_chunks(
+    layout: Layout, adapters: ServedAdapters, chunk_slot: Int[Array, " chunks"]
+) -> ServedAdapters:
+    """The adapter of chunk i in slot i. A step then reads factors where they lie.
+
+    Args:
+      layout: what the axes of arrays are.
+      adapters: the adapters of T slots.
+      chunk_slot: int32, the slot of each chunk.
+    """
+
+    def gathered(pools: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: {
+                point: jax.tree.map(
+                    lambda spec, x: jnp.take(x, chunk_slot, spec.slot_axis),
+                    layout.tree[name][point],
+                    arrays,
+                )
+                for point, arrays in pool.items()
+            }
+            for name, pool in pools.items()
+        }
+
+    outside, of_layers, scale = adapters
+    return ServedAdapters(gathered(outside), tuple(map(gathered, of_layers)), scale[chunk_slot])
 
 
 def stacked_pools(

@@ -6,6 +6,7 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 """
 
 from .bottleneck import Bottleneck
+from .chat_template_file import adapter_tokenizer, trained_on
 from .diff_pruning import DiffPruning
 from .dora import DoRA
 from .ia3 import IA3
@@ -56,6 +57,7 @@ __all__ = [
     "TrainedTokens",
     "VeRA",
     "adapter_of",
+    "adapter_tokenizer",
     "crop",
     "dropout_of",
     "empty_pool",
@@ -72,5 +74,6 @@ __all__ = [
     "resolve_targets",
     "scale_of",
     "size_of_adapter",
+    "trained_on",
     "write_merged",
 ]

@@ -12,12 +12,14 @@ from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxmux.atomic_files import share_like_folder
+from jaxmux.data import Rendering
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
 from jaxmux.models.quantised.settings import SETTINGS
 from jaxmux.models.tensor_names import tensor_names
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
 
+from .chat_template_file import write_chat_template
 from .kinds import kind_of
 from .model_card import CARD, Notes, merged_card
 from .peft_folder import AdapterError
@@ -33,6 +35,7 @@ def write_merged(
     spec: Any,
     config: BackboneConfig,
     notes: Notes | None = None,
+    rendering: Rendering | None = None,
 ) -> None:
     """Writes the checkpoint of a backbone with an adapter merged into its weights.
 
@@ -48,6 +51,8 @@ def write_merged(
       spec: the specification with which the adapter was trained.
       config: configuration of the backbone.
       notes: what the model card tells of the training; None for nothing.
+      rendering: how the training data became text. Its chat template, if it is not that of the
+        backbone's tokenizer, becomes that of the checkpoint's. None if that is not known.
 
     Raises:
       AdapterError: the kind of the adapter cannot be merged.
@@ -68,7 +73,9 @@ def write_merged(
     write(partial, backbone, changes, config)
     if changes:
         raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
-    (partial / CARD).write_text(merged_card(str(backbone), kind.name, notes))
+    (partial / CARD).write_text(merged_card(str(backbone), kind.name, notes, rendering))
+    if rendering and rendering.own_template:
+        write_chat_template(partial, rendering)
     partial.rename(folder)
 
 

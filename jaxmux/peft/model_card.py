@@ -12,7 +12,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmux.data import Rendering
 from jaxmux.installed_versions import installed_versions
+from jaxmux.printable import spaced
 
 CARD = "README.md"
 # The ranks for which vLLM can make room.
@@ -45,6 +47,7 @@ def adapter_card(
     kind: str,
     merges: bool,
     notes: Notes | None,
+    rendering: Rendering | None = None,
 ) -> str:
     """The card of an adapter folder.
 
@@ -55,8 +58,10 @@ def adapter_card(
       kind: name of the adapter's kind.
       merges: whether `jaxmux export --merge` can merge adapters of this kind.
       notes: what is known of the training; None if nothing is.
+      rendering: how the training data became text; None if that is not known.
     """
     base = model_name(base_model)
+    has_template = bool(rendering and rendering.own_template)
     is_peft = "peft_type" in settings
     tags = [f"base_model:adapter:{base}", "jaxmux"]
     if is_peft:
@@ -73,17 +78,20 @@ def adapter_card(
         "It makes sense on this model only.",
         *_sections(notes),
         "## Use",
-        _use_with_peft(base) if is_peft else _use_with_adapters(base),
-        _use_with_vllm(settings, base, title, merges),
+        _prompts(rendering, "the chat template in `chat_template.jinja`"),
+        _use_with_peft(base, has_template) if is_peft else _use_with_adapters(base, has_template),
+        _use_with_vllm(settings, base, title, merges, has_template),
     ]
     return "\n\n".join(filter(None, text)) + "\n"
 
 
-def merged_card(base_model: str, kind: str, notes: Notes | None) -> str:
+def merged_card(
+    base_model: str, kind: str, notes: Notes | None, rendering: Rendering | None = None
+) -> str:
     """The card of a checkpoint into which an adapter is merged.
 
     Args:
-      base_model, kind, notes: as for `adapter_card`.
+      base_model, kind, notes, rendering: as for `adapter_card`.
     """
     base = model_name(base_model)
     title = notes.title if notes else Path(base).name
@@ -94,14 +102,16 @@ def merged_card(base_model: str, kind: str, notes: Notes | None) -> str:
         "weights. The adapter was trained with jaxmux.",
         *_sections(notes),
         "## Use",
+        _prompts(rendering, "the chat template of the tokenizer"),
         _block(
             "python",
-            "from transformers import AutoModelForCausalLM",
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
             "",
             'model = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THIS_CARD")',
+            'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OF_THIS_CARD")',
         ),
     ]
-    return "\n\n".join(text) + "\n"
+    return "\n\n".join(filter(None, text)) + "\n"
 
 
 def model_name(base_model: str) -> str:
@@ -169,7 +179,7 @@ def _value(value: Any) -> str:
 
 def _code(text: str) -> str:
     """A text as a code span within a line or a cell of a table."""
-    shown = _one_line(text).strip() or "?"
+    shown = spaced(text).strip() or "?"
     # A backslash keeps a bar from ending the cell, in code spans too.
     shown = shown.replace("|", "\\|")
     ticks = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
@@ -182,32 +192,60 @@ def _block(language: str, *lines: str) -> str:
     return "\n".join((f"```{language}", *lines, "```"))
 
 
-def _use_with_peft(base: str) -> str:
+def _prompts(rendering: Rendering | None, own: str) -> str:
+    """A paragraph on the prompts that an adapter expects, or an empty text if that is not known.
+
+    Args:
+      rendering: how the training data became text.
+      own: where the chat template is if it is not that of the backbone's tokenizer.
+    """
+    if rendering is None or not rendering.kinds:
+        return ""
+    if not rendering.chat_templates:
+        return "It was trained on texts without a chat template, so prompts need none."
+    template = own if rendering.own_template else "the chat template of the model's tokenizer"
+    also = ", and on texts without a template" if rendering.texts else ""
+    return f"It was trained on chats that {template} renders{also}. Prompts need the same."
+
+
+def _tokenizer(base: str, has_template: bool) -> list[str]:
+    """The lines of code that load the tokenizer."""
+    lines = [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(base)})"]
+    if has_template:
+        lines.append('with open("FOLDER_OF_THIS_CARD/chat_template.jinja") as file:')
+        lines.append("    tokenizer.chat_template = file.read()")
+    return lines
+
+
+def _use_with_peft(base: str, has_template: bool) -> str:
     return _block(
         "python",
         "from peft import PeftModel",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-        f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(base)})",
+        *_tokenizer(base, has_template),
         'model = PeftModel.from_pretrained(base, "FOLDER_OF_THIS_CARD")',
     )
 
 
-def _use_with_adapters(base: str) -> str:
+def _use_with_adapters(base: str, has_template: bool) -> str:
     return _block(
         "python",
         "import adapters",
-        "from transformers import AutoModelForCausalLM",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
         f"model = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
+        *_tokenizer(base, has_template),
         "adapters.init(model)",
         'model.load_adapter("FOLDER_OF_THIS_CARD", with_head=False, use_safetensors=True, '
         "set_active=True)",
     )
 
 
-def _use_with_vllm(settings: Mapping[str, Any], base: str, title: str, merges: bool) -> str:
+def _use_with_vllm(
+    settings: Mapping[str, Any], base: str, title: str, merges: bool, has_template: bool
+) -> str:
     """How to serve an adapter with vLLM, or how to make something of it that vLLM serves."""
     merge = "`jaxmux export --merge` makes a checkpoint that vLLM loads."
     own = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
@@ -217,14 +255,11 @@ def _use_with_vllm(settings: Mapping[str, Any], base: str, title: str, merges: b
             return f"vLLM has no room for rank {settings['r']}. {merge}"
         return _block(
             "sh",
-            f"vllm serve {shlex.quote(_one_line(base))} --enable-lora --max-lora-rank {ranks[0]} "
-            f"--lora-modules {shlex.quote(_one_line(title))}=FOLDER_OF_THIS_CARD",
+            f"vllm serve {shlex.quote(spaced(base))} --enable-lora --max-lora-rank {ranks[0]} "
+            f"--lora-modules {shlex.quote(spaced(title))}=FOLDER_OF_THIS_CARD"
+            + " --chat-template FOLDER_OF_THIS_CARD/chat_template.jinja"
+            * has_template,
         )
     if settings.get("peft_type") == "VERA" or settings.get("rank_pattern"):
         return "`jaxmux export --serving` makes a LoRA adapter of it that vLLM loads."
     return f"vLLM does not load this kind. {merge}" if merges else "vLLM does not load this kind."
-
-
-def _one_line(text: str) -> str:
-    """The text with spaces for control characters, line separators and lone surrogates."""
-    return "".join(c if c.isprintable() else " " for c in text)

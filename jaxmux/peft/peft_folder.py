@@ -12,9 +12,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxmux.atomic_files import share_like_folder, write_atomically
+from jaxmux.data import Rendering
 from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig
 
+from .chat_template_file import TRAINED_ON, write_chat_template
 from .kind import WEIGHTS as WEIGHTS
 from .kind import AdapterKind, BaseTensors
 from .kinds import KINDS, kind_of
@@ -54,10 +56,12 @@ def export_adapter(
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
     notes: Notes | None = None,
+    rendering: Rendering | None = None,
 ) -> None:
     """Writes an adapter as a folder: in the format of Hugging Face PEFT, which `peft` and vLLM
     load, or of AdapterHub for bottleneck adapters. README.md in it is a model card for the Hugging
-    Face hub.
+    Face hub, and chat_template.jinja the chat template of the training data if it is not that of
+    the backbone's tokenizer.
 
     Args:
       folder: folder to write; it is created if it does not exist.
@@ -76,6 +80,8 @@ def export_adapter(
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone, such as `LNTuning`, need it.
       notes: what the card tells of the training; None for nothing.
+      rendering: how the training data became text, from `PreparedTask.samples`; None if that is not
+        known. The metadata of the weights record the kinds of records.
 
     Raises:
       ValueError: the adapter does something nowhere in this backbone, or `base` is needed.
@@ -93,7 +99,12 @@ def export_adapter(
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
     weights = folder / ".weights.partial"
-    metadata = {"format": "pt", _BASE: base_fingerprint, _BASE_FORMAT: config.linear_format}
+    metadata = {
+        "format": "pt",
+        _BASE: base_fingerprint,
+        _BASE_FORMAT: config.linear_format,
+        TRAINED_ON: rendering.kinds if rendering else "",
+    }
     metadata = {key: value for key, value in metadata.items() if value}
     try:
         save_file(tensors, weights, metadata=metadata)
@@ -103,8 +114,11 @@ def export_adapter(
     _sort_metadata(weights)
     weights.replace(folder / kind.weights_file)
     merges = kind.merged is not None
-    card = adapter_card(settings, base_model, config.linear_format, kind.name, merges, notes)
+    card = adapter_card(
+        settings, base_model, config.linear_format, kind.name, merges, notes, rendering
+    )
     write_atomically(folder / CARD, card)
+    write_chat_template(folder, rendering)
     # The order of patterns in it means something.
     text = json.dumps(dict(sorted(settings.items())), indent=2)
     write_atomically(folder / SETTINGS, text + "\n")

@@ -72,7 +72,7 @@ class RunConsole:
         for prepared in tasks:
             found, name = prepared.samples, prepared.task.name
             notes = [numbered(len(found.samples), "sample"), numbered(prepared.steps, "step")]
-            notes.append(f"longest {numbered(prepared.longest, 'token')}")
+            notes.append(f"longest {numbered(prepared.longest_tokens, 'token')}")
             if found.truncated:
                 notes.append(f"{found.truncated} truncated to {prepared.task.max_length}")
             if found.dropped:

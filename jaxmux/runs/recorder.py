@@ -131,6 +131,7 @@ class Recorder:
                 notes=notes_of_task(
                     TrainedTask.of(prepared, engine.progress(name), prepared.fingerprints)
                 ),
+                rendering=prepared.samples.rendering,
             )
 
     def finish(

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
+from jaxmux.data import Rendering
 from jaxmux.errors import InputError
 from jaxmux.planner.devices import Deployment
 from jaxmux.planner.packing import ShapeClass
@@ -179,6 +180,7 @@ class RunDirectory:
         shapes: RecordedShapes,
         config_text: str | None,
         samples: Mapping[str, Mapping[str, int]],
+        rendering: Mapping[str, Rendering],
     ) -> None:
         """Writes run.json and config.gin. Call it when everything has been checked.
 
@@ -187,11 +189,16 @@ class RunDirectory:
           shapes: the shape classes of the microbatches.
           config_text: text of config.gin; None writes no such file.
           samples: by task, the number of "training" and of "held_out" samples.
+          rendering: by task, how the records of its training data became text.
 
         Raises:
           RunDirectoryError: a file cannot be written.
         """
-        found = {"fingerprints": dict(fingerprints), "samples": samples}
+        found = {
+            "fingerprints": dict(fingerprints),
+            "samples": samples,
+            "rendering": {name: own._asdict() for name, own in rendering.items()},
+        }
         record = self._identity | found | shapes.to_json()
         self._begun = True
         try:
@@ -292,8 +299,8 @@ def read_record(path: Path) -> dict[str, Any]:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
       `RecordedShapes.to_json`), samples (by task, the numbers of "training" and "held_out" samples,
-      not in older records), and tasks: by name, the fields of the `Task` except name and
-      sample_prompt.
+      not in older records), rendering (by task, the fields of `Rendering`, not in older records),
+      and tasks: by name, the fields of the `Task` except name and sample_prompt.
 
     Raises:
       RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
@@ -307,8 +314,8 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     try:
         RecordedShapes.from_json(record)
-        counts = record.get("samples", {})
-        found = (record["fingerprints"], counts, *counts.values())
+        counts, rendering = record.get("samples", {}), record.get("rendering", {})
+        found = (record["fingerprints"], counts, *counts.values(), rendering, *rendering.values())
         valid = all(isinstance(own, dict) for own in found) and all(
             re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
             for name, task in record["tasks"].items()

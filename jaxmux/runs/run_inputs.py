@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.backbone_folder import resolve_backbone
-from jaxmux.data import load_tokenizer
+from jaxmux.data import Rendering, load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.engine.task_data import Loaded
 from jaxmux.installed_versions import installed_versions
@@ -50,6 +50,11 @@ class RunInputs(NamedTuple):
             p.task.name: {"training": len(p.samples.samples), "held_out": len(p.eval_samples)}
             for p in self.prepared
         }
+
+    @property
+    def rendering(self) -> dict[str, Rendering]:
+        """By task, how the records of its training data became text."""
+        return {p.task.name: p.samples.rendering for p in self.prepared}
 
 
 def check_arguments(

@@ -21,6 +21,7 @@ from jaxmux.live.states import (
     SUCCEEDED,
 )
 from jaxmux.planner.numbers import numbered
+from jaxmux.printable import escaped
 
 from .console import RunConsole
 from .status_file import places_in_queue
@@ -110,7 +111,7 @@ class ServerConsole:
                 self.say(f"{name}: succeeded after {numbered(status.step, 'step')}{loss}")
                 self.say(f"adapter {name}: {adapters}/{name}")
             case "failed":
-                self.say(f"FAILED {name}: {_printable(status.reason or '')}")
+                self.say(f"FAILED {name}: {_shown(status.reason or '')}")
             case "cancelled":
                 self.say(f"{name}: cancelled after {numbered(status.step, 'step')}")
 
@@ -177,10 +178,9 @@ def _step_line(status: TaskStatus) -> str:
     return f"{status.name} step {status.step}/{status.steps}{loss}"
 
 
-def _printable(text: str) -> str:
+def _shown(text: str) -> str:
     """A text that may hold what a tenant has written, without characters that a terminal obeys."""
-    shown = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:_LONGEST_REASON])
-    return shown + "…" * (len(text) > _LONGEST_REASON)
+    return escaped(text[:_LONGEST_REASON]) + "…" * (len(text) > _LONGEST_REASON)
 
 
 def _counted(statuses: Sequence[TaskStatus]) -> str:

@@ -163,6 +163,7 @@ class ServerStore:
                     base_fingerprint=self._backbone.fingerprint,
                     base=self._base,
                     notes=notes_of_task(trained),
+                    rendering=trained.rendering,
                 )
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)

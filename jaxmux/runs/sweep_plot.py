@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmux.distributions import DISTRIBUTIONS, LogUniform
+from jaxmux.printable import spaced
 from jaxmux.sweeps import Sweep, shown_value
 
 from .sweep_results import loss_field, ranked, result_of
@@ -166,7 +167,7 @@ def _wrapped(text: str) -> str:
     characters that no font has, such as halves of surrogate pairs, become spaces."""
     import textwrap
 
-    plain = "".join(c if c.isprintable() else " " for c in text)
+    plain = spaced(text)
     lines = textwrap.wrap(plain, 18) or [plain]
     return "\n".join(lines[:3] + ["…"] * (len(lines) > 3)).replace("$", r"\$")
 

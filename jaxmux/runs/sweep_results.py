@@ -9,9 +9,7 @@ from rich.table import Table
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Bracket, PreparedTask, rung_of
-from jaxmux.planner.numbers import numbered
 from jaxmux.sweeps import Sweep, shown_value
-from jaxmux.tasks import TaskError
 
 from .metrics import read_held_out_losses
 from .run_directory import RunDirectory
@@ -67,13 +65,8 @@ def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> li
             continue
         names = tuple(task.name for task in sweep.tasks())
         longest = max(steps[name] for name in names)
-        rungs = tuple(sweep.rungs(longest))
-        if not rungs:
-            raise TaskError(
-                f"sweep {sweep.name!r}: first_rung is {sweep.first_rung}, but its tasks train only "
-                f"{numbered(longest, 'step')}"
-            )
-        found.append(Bracket(names, rungs, sweep.factor))
+        sweep.require_rung(longest)
+        found.append(Bracket(names, tuple(sweep.rungs(longest)), sweep.factor))
     return found
 
 

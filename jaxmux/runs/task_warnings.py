@@ -16,11 +16,13 @@ from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.peft import LayerMask, LoRA, full_name
 from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
+from jaxmux.tasks import Task
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01
 CUT_TOKENS = 0.1
 DROPPED_RECORDS = 0.05
+ENDLESS_CHATS = 0.5
 # A loss this close to that of uniform predictions, in nats, has learnt nothing.
 _NEAR_UNIFORM = 0.05
 # A loss that changed by less than this, in nats, did not rise.
@@ -78,6 +80,8 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"warmup_steps is {warmup}, but the task trains {numbered(prepared.steps, 'step')}; "
             "the learning rate never reaches its peak"
         )
+    if task.eval_data and task.eval_data.chat_template not in _templates(task):
+        found.append("eval_data has another chat_template than data")
     if isinstance(adapter, LoRA):
         linears = [point for point in prepared.targets if point not in OUTSIDE]
         widths = [min(linear_sizes(config, module)) for module in linears]
@@ -87,6 +91,10 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             found.append(f"rank is {rank}, but the narrowest linear has width {narrowest}")
         found += _unused_patterns(adapter, prepared.targets)
     return found
+
+
+def _templates(task: Task) -> set[str | None]:
+    return {source.chat_template for source in task.sources}
 
 
 def _unused_patterns(adapter: LoRA, targets: Mapping[str, LayerMask]) -> list[str]:
@@ -128,6 +136,16 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         )
     if data.special_records:
         found.append(_special_text(data))
+    if _above(data.endless, data.read, ENDLESS_CHATS):
+        found.append(
+            f"in {numbered(data.endless, 'chat')} no special token ends what the assistant says, "
+            "so answers will not end; let the chat template write {{ eos_token }} behind them"
+        )
+    if (templates := len(data.rendering.chat_templates)) > 1:
+        found.append(
+            f"{templates} different chat templates render its chats; give all sources the same "
+            "chat_template"
+        )
     return found
 
 

@@ -172,7 +172,7 @@ def _begin(
 ) -> Checkpoints:
     """Begins to write the run directory; returns its checkpoints."""
     shapes = layout.added_to(directory.shapes)
-    directory.begin(inputs.fingerprints, shapes, config_text, inputs.samples)
+    directory.begin(inputs.fingerprints, shapes, config_text, inputs.samples, inputs.rendering)
     return Checkpoints(directory.checkpoints, options.keep_checkpoints, say)
 
 

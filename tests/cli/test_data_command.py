@@ -83,7 +83,8 @@ def test_the_output_shows_samples_shares_lengths_and_rows(config, capsys):
     assert "of the tokens that carry loss are cut off" in words
     assert "Max is 0.⟦ Why?\\x1b[31m</s>⟧" in shown and "40 tokens, 3" in words
     assert "at max_length" in words
-    assert "tokens in 1 microbatch, in chunks of 64" in words
+    assert "places in 1 microbatch, in chunks of 64" in words
+    assert "a sample of n tokens takes n - 1 places" in words and "demo" not in shown
     assert "a chat: " in words and "b plain: " in words
 
 
@@ -107,8 +108,26 @@ def test_json_has_the_tokens_and_the_mask_that_training_gets(config, capsys):
     assert len(rows) == found["packing"]["rows_used"] < found["packing"]["rows"]
     of_chat = [own for row in rows for own in row if own["task"] == "chat"]
     assert len(of_chat) == 4
-    used = sum(own["tokens"] for row in rows for own in row)
+    used = sum(own["places"] for row in rows for own in row)
     assert found["packing"]["padding"] == pytest.approx(1 - used / (64 * len(rows)))
+
+
+def test_the_demo_is_named_and_its_lengths_are_those_of_its_plan(tmp_path, capsys):
+    said = "no --gin_file: this is the bundled demo"
+    assert main(["--samples=0"]) == 0
+    assert capsys.readouterr().out.startswith(said)
+    assert main(["--json", "--samples=0"]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.startswith(said)
+    data = json.loads(shown.out)["tasks"]
+    assert run_command("plan", ["--rounds=1", f"--out={tmp_path}"], prog="jaxmux plan") == 0
+    plan = {
+        task["name"]: task for task in json.loads((tmp_path / "plan.json").read_text())["tasks"]
+    }
+    assert list(plan) == list(data)
+    for name, own in data.items():
+        tokens = sum(source["epoch_tokens"] for source in own["sources"])
+        assert (own["longest"], tokens) == (plan[name]["longest"], plan[name]["tokens"])
 
 
 def test_samples_beyond_the_context_of_the_backbone_are_told(tmp_path, capsys):

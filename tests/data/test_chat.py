@@ -100,7 +100,7 @@ def test_template_that_refuses_the_messages_is_reported(gpt):
 
 def test_tokenizer_without_chat_template_is_refused(llama, llama_folder, write_jsonl):
     path = write_jsonl({"messages": TURNS})
-    with pytest.raises(DataError, match="need a chat template") as caught:
+    with pytest.raises(DataError, match="a chat needs a chat template") as caught:
         load_samples(Source(path), llama, max_length=512)
     assert path in str(caught.value)
     assert str(llama_folder) in str(caught.value)

@@ -1,9 +1,11 @@
 """A source may bring its own chat template, which counts like the tokenizer's."""
 
+import json
+
 import numpy as np
 import pytest
 
-from jaxmux.data import DataError, Source, load_samples
+from jaxmux.data import DataError, Rendering, Source, load_samples
 
 TURNS = [
     {"role": "user", "content": "Name a colour."},
@@ -51,6 +53,20 @@ def test_tokens_and_mask_are_those_of_transformers(loads, llama, tmp_path, name)
     assert llama.chat_template is None
 
 
+def test_samples_tell_how_records_became_text(llama, gpt, write_jsonl):
+    chats, texts = write_jsonl({"messages": TURNS}), write_jsonl({"text": "a b c"}, name="b.jsonl")
+
+    def rendering(tokenizer, *source, **fields) -> Rendering:
+        return load_samples(Source(*source, **fields), tokenizer, max_length=512).rendering
+
+    own, general = rendering(llama, chats, chat_template=MARKED), rendering(gpt, chats)
+    assert own == Rendering(False, (MARKED,)) and general == Rendering(False, (None,))
+    together = Rendering.together([general, rendering(gpt, texts), own, own])
+    assert together == Rendering(True, (None, MARKED)) and together.own_template == MARKED
+    assert together.kinds == "chats and texts" and general.kinds == "chats"
+    assert Rendering.from_json(json.loads(json.dumps(together._asdict()))) == together
+
+
 def test_a_template_goes_before_the_tokenizers(gpt, write_jsonl):
     source = Source(write_jsonl({"messages": TURNS}), chat_template=MARKED)
     (sample,) = load_samples(source, gpt, max_length=512).samples
@@ -76,7 +92,7 @@ def test_a_template_without_marks_is_rendered_by_prefixes(loads, llama):
             r"train.jsonl:1: .*no tools here \(line 2 of",
         ),
         ("a\n\n{{ messages[9].content.x }}", r"train.jsonl:1: .*\(line 3 of the template\)"),
-        ("missing.jinja", "train.jsonl: chat_template missing.jinja: .*No such file"),
+        ("missing.jinja", "train.jsonl: chat_template: missing.jinja: .*No such file"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
     ],
 )

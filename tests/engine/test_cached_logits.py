@@ -9,10 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.generation.batches import batches
+from jaxmux.generation.batches import Batch
 from jaxmux.generation.programs import Served, next_logits, prompts_in_rows, single_tokens
 from jaxmux.generation.requests import Prompt, Request, distinct_adapters
-from jaxmux.generation.sampling import SamplingNumbers
 from jaxmux.generation.served_adapters import served_adapters, stacked_pools
 from jaxmux.models import (
     Backbone,
@@ -56,30 +55,29 @@ def both_logits(backbone: Backbone, own: list[tuple], lengths: list[int], separa
         texts.append(np.int32([*(-1 - np.arange(virtual)), *ids]))
     prompts = [Prompt(list(text[:-STEPS]), len(text)) for text in texts]
     firsts, slots = distinct_adapters(requests)
-    (batch,) = batches(prompts, slots, len(own))
-    adapters = served_adapters(firsts, config, dtype)
-    rows = len(batch.rows)
-    numbers = SamplingNumbers(jnp.float32(1), jnp.float32(1), jnp.zeros(rows, jnp.uint32))
+    batch = Batch(prompts, slots, len(own))
+    batch.fill()
+    adapters, _ = served_adapters(firsts, config, dtype)
+    rows = len(batch.requests)
     chunk_slot = jnp.asarray(batch.slots, jnp.int32)
-    ends = jnp.zeros(rows, jnp.int32)
-    served = Served(*adapters, chunk_slot, ends, jnp.int32([-1]), numbers)
+    served = Served(*adapters, chunk_slot)
     options = ForwardOptions(
         "xla", "xla", remat="none", max_sequences=1, adapter_ops=ops_of(adapters.outside)
     )
     # All requests of an adapter have one chunk.
-    assert batch.slots == tuple(range(len(firsts)))
+    assert batch.slots == list(range(len(firsts)))
     weights = backbone.weights
     if separate:
         weights = weights | {"layers": single_layers(weights["layers"], config.num_layers)}
     given = np.zeros((rows, ROW), np.int32)
     starts = np.zeros(rows, np.int32)
-    order = [(row, i) for row, i in enumerate(batch.rows) if i is not None]
+    order = [(row, i) for row, i in enumerate(batch.requests) if i is not None]
     for row, i in order:
         given[row, : len(texts[i])] = texts[i]
         starts[row] = len(texts[i]) - STEPS
     run = jax.jit(partial(next_logits, config, options._replace(in_order=separate)))
-    cache = empty_cache(config, rows, batch.places, dtype)
-    read = prompts_in_rows(jnp.asarray(given[:, : batch.row_len]), starts, chunk_slot)
+    cache = empty_cache(config, rows, ROW, dtype)
+    read = prompts_in_rows(jnp.asarray(given), starts, chunk_slot)
     logits, cache = run(weights, served, cache, None, read, np.maximum(starts - 1, 0))
     found = [logits]
     for step in range(STEPS):

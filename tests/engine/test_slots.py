@@ -271,6 +271,6 @@ def test_a_sample_longer_than_a_row_is_refused_and_nothing_is_lost(
     engine = make_engine(tasks["early"], shape=SMALL)
     train(engine, rounds=1)
     long = make_narrow_task("long", lengths=(200, 201))
-    with pytest.raises(TaskError, match="task 'long': its longest sample has 199 tokens.* 128"):
+    with pytest.raises(TaskError, match="task 'long': its longest sample takes 199 places.* 128"):
         engine.register_tasks([long])
     assert engine.names == ["early"] and engine.progress("early").step == 1

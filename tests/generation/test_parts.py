@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from jaxmux.generation import Sampling
-from jaxmux.generation.batches import batches
+from jaxmux.generation.batches import Batch
 from jaxmux.generation.requests import Prompt
 from jaxmux.generation.sampling import SamplingForm, SamplingNumbers, next_tokens
 from jaxmux.generation.text_stream import TextStream
@@ -15,27 +15,64 @@ from jaxmux.generation.text_stream import TextStream
 
 @pytest.mark.parametrize(
     ("slots", "max_batch"),
-    [([0], 64), ([1], 64), ([0] * 7, 64), ([0, 1, 2] * 5, 4), ([2, 0, 2, 2, 1, 2, 2, 2], 64)],
+    [
+        ([0], 64),
+        ([1], 1),
+        ([0] * 7, 64),
+        ([0] * 7, 1),
+        ([0, 1, 2] * 15, 4),
+        ([2, 0, 2, 2, 1, 2, 2, 2], 64),
+        ([0] * 90 + [1] * 5 + [2], 16),
+        (list(range(40)), 32),
+    ],
 )
-def test_every_request_has_one_row_in_a_chunk_of_its_slot(slots, max_batch):
+def test_every_request_gets_a_row_in_a_chunk_of_its_slot(slots, max_batch):
+    """Sequences end in any order; their rows are given to others."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 90, len(slots)).tolist()
     prompts = [Prompt([1] * length, length + 9) for length in lengths]
-    found = batches(prompts, slots, max_batch)
-    assert sorted(i for b in found for i in b.rows if i is not None) == list(range(len(slots)))
-    for batch in found:
-        assert 2 <= len(batch.rows) and sum(i is not None for i in batch.rows) <= max_batch
-        chunk, rest = divmod(len(batch.rows), len(batch.slots))
-        assert not rest
-        for row, i in enumerate(batch.rows):
-            if i is not None:
-                assert batch.slots[row // chunk] == slots[i]
-                assert len(prompts[i].tokens) <= batch.row_len and prompts[i].end <= batch.places
+    batch = Batch(prompts, slots, max_batch)
+    chunk, rest = divmod(len(batch.requests), len(batch.slots))
+    assert len(batch.requests) >= 2 and not rest
+    written, shapes, places = [], set(), batch.places
+    while True:
+        for filling in batch.fill():
+            assert len(filling.rows) <= filling.group
+            shapes.add((filling.group, filling.row_len))
+            for row, slot in zip(filling.rows, filling.slots, strict=True):
+                i = batch.requests[row]
+                assert slot == slots[i] and len(prompts[i].tokens) - 1 <= filling.row_len
+                written.append(i)
+        live = {row: i for row, i in enumerate(batch.requests) if i is not None}
+        if not live:
+            break
+        assert len(live) <= max_batch and batch.fewest < len(live)
+        assert batch.waiting == len(slots) - len(written)
+        assert all(batch.slots[row // chunk] == slots[i] for row, i in live.items())
+        assert max(prompts[i].end for i in live.values()) <= batch.places <= places
+        places = batch.places
+        ended = rng.permutation(list(live))[: len(live) - batch.fewest]
+        for row in ended:
+            batch.free(row)
+    assert sorted(written) == list(range(len(slots))) and not batch.waiting
+    # A shape for each power of two among the lengths.
+    assert len(shapes) <= 4
 
 
 def test_sequences_of_eight_adapters_have_eight_chunks():
-    (batch,) = batches([Prompt([1], 5)] * 64, sorted([*range(8)] * 8), 64)
-    assert batch.slots == tuple(range(8)) and len(batch.rows) == 64
+    batch = Batch([Prompt([1], 5)] * 64, sorted([*range(8)] * 8), 64)
+    assert batch.slots == list(range(8)) and len(batch.requests) == 64
+
+
+def test_rows_are_filled_when_an_eighth_of_them_is_free():
+    batch = Batch([Prompt([1] * 20, 30)] * 99, [0] * 99, 64)
+    assert sum(len(filling.rows) for filling in batch.fill()) == 64
+    for row in range(7):
+        batch.free(row)
+    assert batch.fill() == [] and batch.fewest == 64 - 8
+    batch.free(7)
+    (filling,) = batch.fill()
+    assert filling.rows == tuple(range(8))
 
 
 @pytest.mark.parametrize(

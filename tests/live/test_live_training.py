@@ -200,7 +200,7 @@ def test_a_task_whose_data_hang_fails_in_time_and_holds_up_nobody(make_live, tas
     [
         ({"rank": 16}, "its rank is 16, the pool's is 8"),
         ({"targets": "all-linear"}, "for which the pool has no arrays"),
-        ({"lengths": (200, 201)}, "its longest sample has 199 tokens"),
+        ({"lengths": (200, 201)}, "its longest sample takes 199 places"),
     ],
 )
 def test_a_task_that_would_outgrow_the_pool_fails(fields, message, make_live, tasks, make_task):

@@ -139,3 +139,11 @@ def pytest_terminal_summary(terminalreporter, config):
         terminalreporter.section("largest errors")
         for name, (error, limit, test) in largest.items():
             terminalreporter.write_line(f"{name}: {error:.2e}, at most {limit:.0e} ({test})")
+
+
+@pytest.fixture(scope="session")
+def backbone():
+    """The folder of the backbone that ships with jaxmux."""
+    code = "from jaxmux.package_files import resolve_path; print(resolve_path('jaxmux:demo/base'))"
+    command = [os.environ["JAXMUX_PYTHON"], "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -50,14 +50,6 @@ def records():
 
 
 @pytest.fixture(scope="module")
-def backbone():
-    """The folder of the bundled backbone, whose tokenizer and chat template both use."""
-    code = "from jaxmux.package_files import resolve_path; print(resolve_path('jaxmux:demo/base'))"
-    command = [os.environ["JAXMUX_PYTHON"], "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-
-
-@pytest.fixture(scope="module")
 def shown(records, tmp_path_factory):
     """By task, what `jaxmux data` shows of all samples."""
     folder = tmp_path_factory.mktemp("data")

@@ -8,6 +8,7 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
+from jaxmux.data import Rendering
 from jaxmux.peft.model_card import Notes, adapter_card, merged_card, model_name
 
 LORA = {"peft_type": "LORA", "r": 12}
@@ -110,6 +111,26 @@ def test_only_what_vllm_loads_is_said_to_be_loaded_by_it():
     assert "vllm serve" not in card(LORA | {"use_dora": True})
     assert "--merge" in card(LORA | {"use_dora": True})
     assert "--merge" not in card({"peft_type": "PROMPT_TUNING"}, merges=False)
+
+
+@pytest.mark.parametrize("settings", [LORA, {"config": {}}])
+def test_a_card_says_how_prompts_are_rendered(settings, tmp_path):
+    own = Rendering(chat_templates=(None, "{{ messages }}"))
+    for rendering, sentence in (
+        (own, "on chats that the chat template in `chat_template.jinja` renders."),
+        (own._replace(texts=True), "renders, and on texts without a template."),
+        (Rendering(chat_templates=(None,)), "the chat template of the model's tokenizer renders."),
+        (Rendering(texts=True), "on texts without a chat template"),
+    ):
+        text = adapter_card(settings, "/models/base", None, "lora", True, None, rendering)
+        assert sentence in parsed(text, tmp_path).text
+        has_file = rendering.own_template is not None
+        assert ("tokenizer.chat_template = file.read()" in text) == has_file
+        served = "--chat-template FOLDER_OF_THIS_CARD/chat_template.jinja" in text
+        assert served == (has_file and settings is LORA)
+        merged = merged_card("/models/base", "lora", None, rendering)
+        assert ("chats that the chat template of the tokenizer" in merged) == has_file
+    assert "template" not in card()
 
 
 def test_bottlenecks_are_loaded_by_adapters(tmp_path):

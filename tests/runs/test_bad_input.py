@@ -71,7 +71,7 @@ FILES = {
     "empty": ([], ": no records"),
     "blank lines only": (["", ""], ": no records"),
     "no target tokens": ([GOOD, GOOD | {"completion": ""}], ":2: no target tokens"),
-    "chat without template": ([CHAT], ":1: 'messages' records need a chat template"),
+    "chat without template": ([CHAT], ":1: a chat needs a chat template"),
 }
 
 

@@ -11,6 +11,8 @@ import pytest
 from jaxmux import AdamW, LoRA, import_adapter
 from jaxmux.cli.main import run_command
 from jaxmux.data import Source, load_tokenizer
+from jaxmux.engine import Engine
+from jaxmux.generation import Generator
 from jaxmux.models import BackboneConfig
 
 evaluate = partial(run_command, "eval", prog="jaxmux eval")
@@ -98,6 +100,37 @@ def test_an_adapter_folder_is_evaluated_on_a_file(
         assert chats[which]["exact_match"] is None
     assert chats["target_tokens"] == results[0]["target_tokens"]
     assert (chats["samples"], others["samples"]) == (6, 20)
+
+
+def test_the_backbone_is_measured_once_for_all_adapters_on_a_file(
+    run_dir, results, data, chat_backbone, tmp_path, monkeypatch
+):
+    """Two adapters on the same two files."""
+    registered, completed = [], []
+    register, complete = Engine.register_tasks, Generator.complete
+
+    def counted(engine, tasks):
+        registered.extend(own.task.name for own in tasks)
+        return register(engine, tasks)
+
+    def with_count(generator, requests, **given):
+        completed.extend(requests)
+        return complete(generator, requests, **given)
+
+    monkeypatch.setattr(Engine, "register_tasks", counted)
+    monkeypatch.setattr(Generator, "complete", with_count)
+    out, adapter = tmp_path / "results.json", run_dir / "adapters" / "chat"
+    arguments = [f"--backbone={chat_backbone}", f"--adapter={adapter}", f"--data={data['chat']}"]
+    arguments += [f"--adapter={run_dir / 'adapters' / 'part'}", f"--data={data['long']}"]
+    assert evaluate([*arguments, "--limit=6", "--max_new_tokens=2", f"--out={out}"]) == 0
+    found = json.loads(out.read_text())["results"]
+    names = [name.split(".")[0] for name in registered]
+    assert (names.count("adapter"), names.count("backbone")) == (4, 2)
+    assert [sum(r.spec is None for r in completed), len(completed)] == [12, 36]
+    for first, second in (found[::2], found[1::2]):
+        assert first["backbone"] == second["backbone"]
+        assert first["adapter"]["loss"] != second["adapter"]["loss"]
+    assert found[0]["backbone"]["loss"] == pytest.approx(results[0]["backbone"]["loss"], rel=1e-6)
 
 
 def test_a_limit_takes_the_first_samples(run_dir, data, chat_backbone, write_lines, tmp_path):

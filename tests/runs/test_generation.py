@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import io
 import json
+import re
 from functools import partial
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxmux.generation import (
     complete,
     end_of_turn,
 )
+from jaxmux.generation.programs import read_prompts, write_tokens
 from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 main = partial(run_command, "generate", prog="jaxmux generate")
@@ -102,6 +104,36 @@ def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
     assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=sampling) != together[2:3]
 
 
+def test_rows_that_become_free_are_filled_whatever_the_order(model, tokenizer, adapters):
+    """Prompts and completions of very different lengths, in a batch of few rows."""
+    own = [(None, None), *adapters]
+    prompts = [" ".join(PROMPTS[: 1 + i % 3] * (1 + i // 9 * 60)) for i in range(11)]
+    requests = [Request(p, *own[i % 3], stops=range(6, 60)) for i, p in enumerate(prompts)]
+    given = {"max_new_tokens": 40}
+    generator = Generator(model, tokenizer, max_batch=4)
+    programs = read_prompts._cache_size(), write_tokens._cache_size()
+    found = generator.complete(requests, **given)
+    lengths = [*map(len, found)]
+    assert 4 * min(lengths) < max(lengths)
+    # One for each power of two among the lengths of prompts; and one for each size of the cache.
+    assert read_prompts._cache_size() - programs[0] <= 4
+    assert write_tokens._cache_size() - programs[1] == 2
+    order = np.random.default_rng(0).permutation(len(requests))
+    again = generator.complete([requests[i] for i in order], **given)
+    assert again == [found[i] for i in order]
+    assert generator.complete(requests[9:], **given) == found[9:]
+
+
+def test_a_row_is_not_harmed_by_the_sequence_before(model, tokenizer, adapters):
+    spec, adapter = adapters[0]
+    broken = {module: Factors(a, np.full_like(b, np.nan)) for module, (a, b) in adapter.items()}
+    generator = Generator(model, tokenizer, max_batch=1)
+    given = {"max_new_tokens": 5}
+    long, short = " ".join(PROMPTS * 2), PROMPTS[0]
+    _, found = generator.complete([Request(long, spec, broken), Request(short)], **given)
+    assert found == generator.complete([Request(short)], **given)[0]
+
+
 def test_pieces_join_to_the_completion(model, tokenizer, adapters):
     requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(4)]
     generator, given = Generator(model, tokenizer), {"max_new_tokens": 30}
@@ -119,6 +151,15 @@ def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
     stopping.eos_token = tokenizer.convert_ids_to_tokens(stop)
     (found,) = complete(model, stopping, [Request(PROMPTS[0])], max_new_tokens=NEW)
     assert found == tokenizer.decode(ids[: ids.index(stop)], skip_special_tokens=True)
+
+
+def test_each_request_has_its_own_stops(model, tokenizer, step_by_step):
+    ids = step_by_step(PROMPTS[0])
+    ends = [ids[0], next(i for i in ids[1:] if i != ids[0])]
+    requests = [Request(PROMPTS[0], stops=stops) for stops in ((), ends[1:], ends)]
+    found = complete(model, tokenizer, requests, max_new_tokens=NEW)
+    wanted = [ids, ids[: ids.index(ends[1])], []]
+    assert found == [tokenizer.decode(own, skip_special_tokens=True) for own in wanted]
 
 
 def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_step):
@@ -184,21 +225,19 @@ def test_a_chat_keeps_its_history_and_begins_anew(
     monkeypatch.setattr("sys.stdin", io.StringIO("fig\n\nplum\n/new\nfig\n"))
     arguments = [f"--backbone={chat_backbone}", "--chat", "--max_new_tokens=5", *adapters]
     assert main(arguments) == 0
-    printed = capsys.readouterr().out
-    first, second, again = (
-        part.split("[two]\n") for part in printed.removeprefix("[one]\n").split("[one]\n")
-    )
-    assert first == again
+    turns = re.split(r"^> (.*)\n", capsys.readouterr().out, flags=re.M)
+    assert turns[1::2] == ["fig", "plum", "/new", "fig"]
+    first, second, _ = (turn.split("[two]\n")[0] for turn in turns[2::2] if turn)
+    assert turns[2] == turns[8]
     own = import_adapter(run_dir / "adapters" / "one", model.config)
     messages = [{"role": "user", "content": "fig"}]
-    for answer in (first[0], second[0]):
+    for answer in (first, second):
         prompt = Conversation(tokenizer, messages).prompt()
-        request = Request(prompt, *own, is_rendered=True)
-        stops = {"stops": end_of_turn(tokenizer)}
-        wanted = Generator(model, tokenizer).complete([request], max_new_tokens=5, **stops)
-        assert answer == wanted[0] + "\n"
+        request = Request(prompt, *own, is_rendered=True, stops=end_of_turn(tokenizer))
+        wanted = Generator(model, tokenizer).complete([request], max_new_tokens=5)
+        assert answer == f"[one]\n{wanted[0]}\n"
         messages += [
-            {"role": "assistant", "content": wanted[0]},
+            {"role": "assistant", "content": wanted[0].strip()},
             {"role": "user", "content": "plum"},
         ]
 
@@ -238,7 +277,7 @@ def test_unusable_input_is_named(backbone, run_dir, write_lines, tmp_path, capsy
         ([f"--adapter=base={one}"], "give it another one: --adapter=NAME="),
         ([f"--run_dir={tmp_path}"], str(tmp_path)),
         ([f"--prompts={empty}"], f"{empty}: no prompts"),
-        ([f"--prompts={text}"], "the field 'prompt' or 'messages'"),
+        ([f"--prompts={text}"], "the field 'prompt', 'messages' or"),
         ([f"--prompts={messages}", "--template"], "a chat needs a chat template"),
     ):
         assert main([f"--backbone={backbone}", "--prompt=fig", *given]) == 2

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux import Task, TaskError
 from jaxmux.cli import gin_bindings
-from jaxmux.data import Source, load_tokenizer
+from jaxmux.data import Rendering, Source, load_tokenizer
 from jaxmux.engine.task_data import read_data
 from jaxmux.models import BackboneConfig
 from jaxmux.runs import task_from_json, task_to_json
@@ -52,6 +52,7 @@ def test_an_epoch_has_each_sample_as_often_as_its_source_says(reads, data):
     ]
     found = reads(data=sources, epochs=2, batch_size=7)
     assert found.samples.read == 14 + 20 + 5
+    assert found.samples.rendering == Rendering(texts=True)
     epochs = [
         Counter(s.sample_id for k in range(5) for s in found.batches[5 * epoch + k])
         for epoch in range(2)

@@ -1,5 +1,6 @@
 """Sweeps in training runs: rungs, tasks that wait for a place, breaks, and reports."""
 
+import dataclasses
 import io
 import json
 import re
@@ -183,7 +184,11 @@ def test_a_first_rung_that_never_comes_is_refused_and_data_is_read_once(
     monkeypatch.setattr(task_data, "load_samples", load_and_note)
     message = "sweep 'base': first_rung is 6, but its tasks train only 6 steps"
     with pytest.raises(TaskError, match=message):
-        train(tmp_path, Sweep(sweep.task, sweep.space, first_rung=6))
+        Sweep(sweep.task, sweep.space, first_rung=6)
+    # How many steps an epoch has is known when the data is read.
+    task = dataclasses.replace(sweep.task, steps=None, epochs=1)
+    with pytest.raises(TaskError, match="first_rung is 99, but its tasks train only"):
+        train(tmp_path, Sweep(task, sweep.space, first_rung=99))
     assert read == [sweep.task.data.path, sweep.task.eval_data.path]
 
 

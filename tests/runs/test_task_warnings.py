@@ -12,6 +12,7 @@ from jaxmux.models import BackboneConfig
 from jaxmux.runs.task_warnings import after_training, before_training
 
 GOOD = {"prompt": "red", "completion": " apple pear plum"}
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 SPECIAL = {"prompt": "red", "completion": " apple</s> plum"}
 
 
@@ -72,6 +73,19 @@ def test_suspicious_data_gets_one_warning(records, options, warning, prepare, wr
     source = Source(write_lines(*records), **options)
     (found,) = before_training(*prepare(data=source, max_length=length, batch_size=1))
     assert re.search(warning, found)
+
+
+def test_chat_templates_that_hardly_mean_what_they_say_get_warnings(prepare, data):
+    short, chat = Source(data["short"]), Source(data["chat"], chat_template=TEMPLATE)
+    other = Source(data["chat"], chat_template="{{ bos_token }}" + TEMPLATE)
+    assert before_training(*prepare(data=(short, chat), eval_data=chat)) == []
+    (found,) = before_training(*prepare(data=(chat, other)))
+    assert "2 different chat templates render its chats" in found
+    endless = Source(data["chat"], chat_template=TEMPLATE.replace("{{ eos_token }}", ";"))
+    (found,) = before_training(*prepare(data=endless))
+    assert "in 6 chats no special token ends what the assistant says" in found
+    (found,) = before_training(*prepare(data=chat, eval_data=other))
+    assert "eval_data has another chat_template than data" in found
 
 
 def test_a_rank_above_every_width_is_refused(prepare):

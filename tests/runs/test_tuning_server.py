@@ -10,11 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from jaxmux.data import Source
 from jaxmux.runs import RunDirectoryError
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
 from .conftest import SERVER
+
+TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +54,7 @@ def tasks(make_task, data):
         "a": make_task("a", steps=9),
         "b": make_task("b", data=data["long"], steps=7, seed=3),
         "c": make_task("c", data=data["long"], epochs=2, batch_size=7),
-        "d": make_task("d", steps=4, seed=5),
+        "d": make_task("d", data=Source(data["chat"], chat_template=TEMPLATE), steps=4, seed=5),
     }
 
 
@@ -82,6 +85,7 @@ def test_cards_of_a_server_tell_of_the_training_but_of_no_folder(cards, tasks, b
         assert "Training, last step" in text and "Fingerprint of the training data" in text
         for path in (task.data.path, str(backbone)):
             assert str(Path(path).parent) not in text
+    assert "`chat_template.jinja` renders" in cards["d"] and "jinja" not in cards["a"]
 
 
 def test_the_documented_program_runs(tmp_path, monkeypatch, capsys):

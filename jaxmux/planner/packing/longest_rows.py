@@ -44,7 +44,7 @@ def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[
     Args:
       deployment: the replicas.
       row_len: tokens of the longest rows of all replicas.
-      longest: by name of the task, the tokens of its longest sample.
+      longest: by name of the task, the stream length of its longest sample.
 
     Raises:
       PlanningError: a sample is longer.
@@ -52,7 +52,7 @@ def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[
     for name, tokens in longest.items():
         if tokens > row_len:
             raise PlanningError(
-                f"mesh {deployment}: the longest sample of task {name!r} has {tokens} tokens, but "
-                f"the longest rows for which a replica has memory have {row_len}; a larger replica "
-                "is needed"
+                f"mesh {deployment}: the longest sample of task {name!r} takes {tokens} places in "
+                f"a row, but the longest rows for which a replica has memory have {row_len}; a "
+                "larger replica is needed"
             )

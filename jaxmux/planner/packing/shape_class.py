@@ -101,7 +101,7 @@ def smallest_shape_class(
     row_len = row_len or max(MIN_CHUNK_LEN, power_of_two(longest))
     if longest > row_len:
         raise PlanningError(
-            f"row_len={row_len} is shorter than the longest sample ({longest} tokens)"
+            f"row_len={row_len} is shorter than the longest sample, which takes {longest} places"
         )
     # Where no two samples fit into one row, rows hold one sequence: dense attention is faster.
     pair = 2 * min(lengths)

@@ -238,13 +238,14 @@ def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
         if task.longest > row_len:
             needed = power_of_two(task.longest)
             raise PlanningError(
-                f"task {task.name!r}: its longest sample has {task.longest} tokens, a row "
-                f"holds row_len={row_len}; it would fit with row_len={needed} or "
+                f"task {task.name!r}: its longest sample takes {task.longest} places in a row, "
+                f"and a row has row_len={row_len}; it would fit with row_len={needed} or "
                 f"max_length={row_len}"
             )
 
 
 def _planned_task(task: TaskLoad) -> PlannedTask:
-    lengths = task.lengths
-    rank, sizes = task.pool.rank, (len(lengths), sum(lengths), max(lengths))
+    count = len(task.lengths)
+    # The last token of a sample takes no place.
+    rank, sizes = task.pool.rank, (count, sum(task.lengths) + count, task.longest + 1)
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)

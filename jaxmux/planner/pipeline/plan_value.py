@@ -43,7 +43,8 @@ FORMAT = "jaxmux.plan/3"
 class PlannedTask(NamedTuple):
     """The facts about one task that a `Plan` reports.
 
-    Tokens are counted by stream length (see `make_plan.TaskLoad`).
+    Tokens are all of a sample's, as `Task.max_length` counts them; in a row, a sample takes one
+    place less (see `make_plan.TaskLoad`).
 
     Attributes:
       name: name of the task.
@@ -52,7 +53,7 @@ class PlannedTask(NamedTuple):
       steps: number of steps (global batches) that the task trains for.
       samples: number of its training samples.
       tokens: tokens of all its training samples together.
-      longest: tokens of its longest training sample.
+      longest: tokens of its longest sample, held-out samples included.
     """
 
     name: str

@@ -44,7 +44,7 @@ def test_policy_that_needs_too_much_memory_is_refused(plan_of, tasks):
 def test_sample_beyond_the_row_is_named(plan_of, tasks, request_4096):
     longest = max(tasks[3].lengths)
     request = request_4096._replace(row_len=1024)
-    with pytest.raises(PlanningError, match=f"'task3': its longest sample has {longest} tokens"):
+    with pytest.raises(PlanningError, match=f"'task3': its longest sample takes {longest} places"):
         plan_of([tasks[3]], request=request)
 
 
