@@ -2,6 +2,7 @@
 
 import errno
 import os
+import resource
 import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
@@ -17,6 +18,8 @@ from .samples import Sample
 # Tokens that are kept in memory before they are written, 4 bytes each. Small data need no file.
 _TOKENS_IN_MEMORY = 2**20
 _TOKEN = np.dtype(np.int32)
+# Numbers of open files that are left to the rest of the process, or a quarter of all of them.
+_OTHER_FILES = 256
 
 
 class TokenFile:
@@ -43,7 +46,7 @@ class TokenFile:
           sample: the sample.
 
         Raises:
-          DataError: the file cannot be written.
+          DataError: the file cannot be written, or the process has too many open files.
         """
         begin = (self._written + len(self._tail)) // _TOKEN.itemsize
         stored = np.where(sample.target_mask, sample.input_ids, ~sample.input_ids)
@@ -76,18 +79,33 @@ class TokenFile:
         folder = temporary_folder()
         try:
             if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=folder, buffering=0)
+                self._file = _unnamed_file(folder)
             rest = memoryview(self._tail)
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            hint = "; name a folder with more room by the environment variable TMPDIR" * full
+            hint = ""
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                hint = "; name a folder with more room by the environment variable TMPDIR"
+            elif error.errno in (errno.EMFILE, errno.ENFILE):
+                hint = "; data of a million tokens need an open file; raise `ulimit -n`"
             raise DataError(
                 f"{folder}: the tokens of the data cannot be written there: {error.strerror}{hint}"
             ) from error
         self._written += len(self._tail)
         self._tail = bytearray()
+
+
+def _unnamed_file(folder: str) -> BinaryIO:
+    """Creates a file without a name, unless it is one of the last that the process may open:
+    checkpoints and the data of others need those."""
+    file = tempfile.TemporaryFile(dir=folder, buffering=0)
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # A new file has the lowest number that is free.
+    if most != resource.RLIM_INFINITY and file.fileno() >= most - min(_OTHER_FILES, most // 4):
+        file.close()
+        raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)} (the limit is {most})")
+    return file
 
 
 def temporary_folder() -> str:

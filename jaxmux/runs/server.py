@@ -23,6 +23,7 @@ from jaxmux.models import (
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN
 
+from .open_files import permit_open_files
 from .run_layout import engine_options, load_on, refuse_mesh
 from .server_directory import ServerDirectory
 from .server_memory import server_admissions
@@ -87,6 +88,7 @@ def tuning_server(
     if options.elastic:
         own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
     admissions = server_admissions(options, config, own_options)
+    permit_open_files()
     with ExitStack() as stack:
         identity = {
             "backbone": path,

@@ -94,6 +94,15 @@ def test_a_full_disk_is_named_with_the_setting_that_helps(tmp_path, monkeypatch)
         stored(make(50))
 
 
+def test_the_last_open_files_are_left_to_others(monkeypatch):
+    monkeypatch.setattr(stored_samples, "_TOKENS_IN_MEMORY", 8)
+    before = open_files()
+    monkeypatch.setattr(stored_samples.resource, "getrlimit", lambda which: (4, 4))
+    with pytest.raises(DataError, match=r"Too many open files \(the limit is 4\); .*ulimit -n"):
+        stored(make(50))
+    assert open_files() == before
+
+
 def test_the_user_chooses_the_folder(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", None)
     monkeypatch.setenv("TMPDIR", str(tmp_path))

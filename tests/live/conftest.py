@@ -56,7 +56,7 @@ def make_live(make_live_engine, tasks):
         def prepared(task):
             if prepare and task.name in prepare:
                 return prepare[task.name](task)
-            return dataclasses.replace(tasks[task.name], task=task)
+            return dataclasses.replace(tasks[task.name], task=task, steps=task.steps)
 
         engine = make_live_engine(**engine_options or {})
         return LiveTraining(engine, prepared, **options)

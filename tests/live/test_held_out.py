@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import slots
+from jaxmux.engine import slot
 from jaxmux.optimizers import SGD
 from tests.engine.conftest import random_samples
 
@@ -116,7 +116,7 @@ def test_a_task_ends_when_its_time_is_over_and_waiting_does_not_count(
 ):
     """A round takes a second."""
     seconds = 0.0
-    monkeypatch.setattr(slots, "time", SimpleNamespace(monotonic=lambda: seconds))
+    monkeypatch.setattr(slot, "time", SimpleNamespace(monotonic=lambda: seconds))
     live = live_of(make_measured("m", steps=1000, max_seconds=6))
 
     def step():

@@ -1,6 +1,7 @@
 """A server that is started again with other sizes says so, because they change bits."""
 
 import json
+import resource
 
 import pytest
 
@@ -83,3 +84,14 @@ def test_a_damaged_record_is_refused(content, said_by, tmp_path):
     (tmp_path / "server" / "server.json").write_text(content)
     with pytest.raises(RunDirectoryError, match="server.json is damaged"):
         said_by()
+
+
+def test_a_server_permits_itself_as_many_open_files_as_the_system_does(said_by):
+    before = _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = 2**16 if hard == resource.RLIM_INFINITY else min(hard, 2**16)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most - 1, hard))
+        said_by()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)

@@ -90,7 +90,9 @@ def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
     for point, seconds in layers.items():
         if point.padding:
             least, most = (layer_passes(times, point).total for times in (free, model))
-            shares.append((seconds - least) / (most - least))
+            # In a noisy profile, attention may hide whatever the padding takes.
+            if most > least:
+                shares.append((seconds - least) / (most - least))
     return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
 
 
@@ -102,7 +104,7 @@ def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
         for point, seconds in layers.items()
         if not point.backward and (both := dataclasses.replace(point, backward=True)) in layers
     ]
-    return float(np.mean(shares)) if shares else 0.5
+    return min(1.0, float(np.mean(shares))) if shares else 0.5
 
 
 def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:

@@ -246,14 +246,24 @@ class TimeModel:
         if self._predicted_format == "float8":
             base *= FLOAT8_SHARE
         both = base + pool.share(self.backbone) * self.adapters.seconds(load)
-        forward = self.forward_share * both + self._rows(self.attention_forward, shape) * total / tp
-        both += self._rows(self.attention, shape) * total / tp
+        forward = self.forward_share * both
+        rest = Passes(forward, both - forward + self.recompute[remat] * base)
+        within = self._attention(self.row_len, max_sequences=1)
+        instead = self._attention(shape.row_len, shape.max_sequences)
+        # Attention in the rows of `base` is part of `base`. A noisy profile, or a microbatch of
+        # empty chunks, might have more of it than there is.
+        passes = Passes(
+            *(
+                max(0.0, own - old * total / tp) + new * total / tp
+                for own, old, new in zip(rest, within, instead, strict=True)
+            )
+        )
         # Tensor-parallel devices compute most kinds on the whole stream.
         kinds = share_of_linears(pool, self.backbone, shape.chunk_len) * self.base(total)
-        backward = both - forward + self.recompute[remat] * base
         decoding = Passes(*(own / tp for own in self._decoding(remat)))
         return Passes(
-            forward + kinds + decoding.forward, backward + BACKWARD * kinds + decoding.backward
+            passes.forward + kinds + decoding.forward,
+            passes.backward + BACKWARD * kinds + decoding.backward,
         )
 
     @property
@@ -276,10 +286,13 @@ class TimeModel:
         once = sum(sizes.values()) / rate
         return Passes(once, once + again.get(remat, 0) / rate)
 
-    def _rows(self, times: AttentionTimes, shape: ShapeClass) -> float:
-        """Returns the seconds per token that attention takes in these rows, minus those in the rows
-        of `base`."""
-        return times(shape.row_len, shape.max_sequences) - times(self.row_len, max_sequences=1)
+    def _attention(self, row_len: int, max_sequences: int) -> Passes:
+        """Returns the seconds per token that attention takes in rows of `row_len` tokens with at
+        most `max_sequences` sequences."""
+        both, forward = (
+            times(row_len, max_sequences) for times in (self.attention, self.attention_forward)
+        )
+        return Passes(forward, max(0.0, both - forward))
 
     def collective(
         self, collective: str, devices: int, payload_bytes: float, axis: str = "inner"

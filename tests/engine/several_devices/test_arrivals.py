@@ -10,6 +10,7 @@ import pytest
 
 from jaxmux.engine import EngineSize
 from jaxmux.live import LiveTraining
+from jaxmux.models import Backbone
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.planner.devices import Stage
 from tests.engine.conftest import random_samples
@@ -338,15 +339,16 @@ def test_programs_for_another_size_are_compiled_beside_training(
         ),
     ],
 )
-def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make_engine):
+def test_a_mesh_grows_and_shrinks_with_its_load(replicas, config, make_narrow_task, make_engine):
     """The results differ from those of an engine that keeps its size by the order of sums at
     most."""
     names = "abcdefg"
-    # With a rate of 1e-2, training on random tokens trebles such differences in every step.
-    # On unlike replicas samples go to other replicas, as they do with other neighbours.
-    rate, bound = (1e-3, 1e-3) if "others" in replicas else (1e-2, 1e-4)
+    if "others" in replicas:
+        # Samples go to other replicas, which round otherwise. Training on the large weights of the
+        # other tests trebles such differences in every step.
+        replicas = {"model": Backbone.random(config, seed=5)} | replicas
     tasks = {
-        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(rate))
+        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
         for name in names
     }
 
@@ -374,4 +376,4 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, make_narrow_task, make
         before = jax.tree.leaves(tasks[name].make_adapter())
         change = sum(np.square(x - y).sum() for x, y in zip(expected[name], before, strict=True))
         pairs = zip(found[name], expected[name], strict=True)
-        assert sum(np.square(x - y).sum() for x, y in pairs) ** 0.5 < bound * change**0.5
+        assert sum(np.square(x - y).sum() for x, y in pairs) ** 0.5 < 1e-4 * change**0.5
