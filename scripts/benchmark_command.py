@@ -28,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -125,10 +126,17 @@ def measure(
 
 
 def train(
-    folder: Path, run_dir: Path, args, tasks: int, length: int, environment: dict
+    folder: Path,
+    run_dir: Path,
+    args,
+    tasks: int,
+    length: int,
+    environment: dict,
+    settings: Sequence[str] = (),
 ) -> subprocess.CompletedProcess:
+    """Runs `jaxmux train`, with further lines of its config, to the end."""
     rng = np.random.default_rng(0)
-    config = [f"fine_tune.backbone = '{folder / 'backbone'}'"]
+    config = [*settings, f"fine_tune.backbone = '{folder / 'backbone'}'"]
     config += [f"fine_tune.tasks = [{', '.join(f'@t{i}/Task()' for i in range(tasks))}]"]
     for i in range(tasks):
         path = folder / f"data{i}x{length}.jsonl"

@@ -59,7 +59,7 @@ from planner_parts import (
     plan_seconds,
     timed,
 )
-from planner_replicas import cases, deployment_of, dispatching, simulate
+from planner_replicas import cases, deployment_of, dispatching, most_gain, simulate, small_case
 
 from jaxmux.planner.pipeline.interleaving import interleave, priority_order, run_order
 
@@ -253,6 +253,17 @@ def replica_records(
         }
         name = f"GPU seconds over fused, {case.name}"
         yield make_record(name, found.ours / found.fused, "", LOBRA_BOUND, baselines)
+    case = small_case()
+    found = most_gain(case, lengths, args.seed)
+    baselines = {
+        "gain of the best of them": found.gain,
+        "the best of them": str(found.unlike),
+        "the best like replicas": str(found.like),
+        "deployments": found.deployments,
+        "costs": case.costs,
+    }
+    name = f"most gain of unlike over like replicas, {case.name}"
+    yield make_record(name, found.most, "", None, baselines)
     for gpus, bound in ((16, None), (64, 120.0), (256, 300.0)):
         deployment, seconds = deployment_of(gpus)
         baselines = {"gap": deployment.gap, "kinds of replicas": len(deployment.replicas)}

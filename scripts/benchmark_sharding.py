@@ -1,170 +1,97 @@
-"""Training throughput of meshes of several GPUs beside one GPU.
+"""Training on several GPUs beside one GPU, and beside what the planner predicts.
 
   NCCL_NVLS_ENABLE=0 python scripts/benchmark_sharding.py --out benchmarks/sharding_h200.json \
-      --meshes pp2 dp2 fsdp2 tp2 "2*(tp1)"
+      --devices 4 --figures meshes turns overlap large replicas start --lengths lengths.json
 
-The backbone has the shape of Llama-3.1-8B and random bf16 weights. The tasks have random tokens,
-LoRA of rank 16 on all linears, and AdamW. A round has `--microbatches` full microbatches of 8,192
-tokens. One GPU and the meshes train the same tasks, one after the other, in processes of their own;
-a time is the median over rounds.
+The records go into the file, in place of those with the same names, as soon as they are measured;
+so the figures can also be measured by several calls. All runs are processes of their own. The
+figures are:
 
-With `--processes 2`, every mesh is also trained by two processes, each with its part of the GPUs.
-
-The rounds of a mesh and its peak memory are compared with the predictions by which `jaxmux train`
-chooses meshes. For a pipeline, a trace of two more rounds tells in which share of the time a stage
-runs no kernel.
-
-A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
-figures that it was made from.
+- meshes: throughput of `--meshes`, by default "dp" and "pp" of all devices, over one GPU. The
+  backbone has the shape of Llama-3.1-8B and random bf16 weights; the tasks have random tokens, LoRA
+  of rank 16 on all linears, and AdamW. A round has `--microbatches` full microbatches of 8,192
+  tokens; a time is the median over rounds. Rounds and peak memory are compared with the predictions
+  by which `jaxmux train` chooses meshes. For a pipeline, a trace of two more rounds tells in which
+  share of the time a stage runs no kernel. With `--processes 2`, every mesh is also trained by two
+  processes, each with its part of the GPUs.
+- turns: the same pipeline with eight microbatches of every task, over one task after another with
+  1F1B, whose pipeline is empty at every update.
+- overlap: the share of tensor parallelism's sums that runs beside products, for layers of 8B and
+  of 70B (sharding_overlap.py).
+- large: a backbone of 70B in the layout that the planner chooses, beside the next best ones.
+- replicas: LobRA's mix of tasks on unlike replicas over like ones, with 40 GiB of each GPU;
+  `--lengths` names a file of lengths as for benchmark_planner.py, which proves how much any
+  replicas can gain.
+- start: seconds from the start of `jaxmux train` to the end of its first step.
 
 For a dry run on CPU:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/benchmark_sharding.py \
-      --out /tmp/dry.json --meshes pp2 tp2 --tokens 128 --chunk_len 64 --length 64 --layers 4 \
-      --hidden 256 --vocab 512 --rounds 3
+      --out /tmp/dry.json --devices 4 --figures meshes turns overlap large replicas start \
+      --tokens 128 --chunk_len 64 --length 64 --layers 4 --hidden 256 --vocab 512 --rounds 2 \
+      --large_layers 4 --large_hidden 1024 --memory_gib 8 --context 128 --replica_gib 8 \
+      --lengths lengths.json --settings 0:0
 """
 
 import argparse
+import dataclasses
 import json
-import os
-import shlex
-import socket
 import statistics
-import sys
-import tempfile
-import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import jax.numpy as jnp
-from benchmark_step import in_own_process, llama_config, round_size
-from gpu_trace import idle_shares, read_launches, trace_file
+from benchmark_records import Record, replace_records
+from benchmark_step import in_own_process, llama_config
+from sharding_layouts import large_records, replica_records
+from sharding_overlap import Setting, overlap_records
+from sharding_runs import Measured, Work, figure_of, measure, measure_in, prediction_errors
+from sharding_start import start_records
 
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.installed_versions import installed_versions
-from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.models import BackboneConfig
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
-from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
-from jaxmux.profiling import in_other_names, random_task
-from jaxmux.runs import RunOptions
-from jaxmux.runs.replica_fit import fit_replica
-from jaxmux.sharding import (
-    PlacedBackbone,
-    consecutive_parts,
-    random_placed_backbone,
-    stage_meshes,
-)
 
-# Rounds that are not measured: the first one compiles.
-WARM_UP_ROUNDS = 2
 # The share of perfect scaling that each axis should reach. Tensor parallelism and fully sharded
 # data parallelism are for backbones that do not fit otherwise; they should at least lose nothing.
 # Replicas side by side should reach what data parallelism does.
 LEAST_SHARE = {"pp": 3.3 / 4, "dp": 3.85 / 4, "fsdp": 0.5, "tp": 0.5}
 LEAST_SHARE_OF_REPLICAS = LEAST_SHARE["dp"]
-# The most by which rounds and peaks may differ from their predictions, and the most of the time in
-# which a stage may run no kernel: in total, and more than in the plan.
-STEP_ERROR, PEAK_ERROR, IDLE, MORE_IDLE = 0.08, 0.05, 0.09, 0.03
-# Rounds of the pipeline whose idle share is predicted: so many that its beginning and its end do
-# not count, because rounds stream.
-STREAMED_ROUNDS = 50
-TRACED_ROUNDS = 2
-
-
-class Prediction(NamedTuple):
-    """What the planner predicts of a training run.
-
-    Attributes:
-      shape: shape class of the microbatches.
-      seconds: seconds of a round.
-      peak: bytes of a device of the stage that needs most.
-      idle: share of the time in which stages have nothing to do, in an endless stream of rounds.
-    """
-
-    shape: ShapeClass
-    seconds: float
-    peak: float
-    idle: float
-
-
-class Measured(NamedTuple):
-    """A training run.
-
-    Attributes:
-      seconds: median seconds of a round.
-      tokens: tokens of a round.
-      microbatches: microbatches of a round.
-      first: seconds from the start of the process's work to the end of the first round.
-      peaks: peak memory of each device of this process in bytes; None where it is unknown.
-      device: kind of the devices.
-      idle: for each stage of a pipeline, the share of the time in which it ran no kernel; empty
-        where no GPU was traced.
-      prediction: what the planner predicts.
-    """
-
-    seconds: float
-    tokens: int
-    microbatches: int
-    first: float
-    peaks: list[int | None]
-    device: str
-    idle: list[float]
-    prediction: Prediction
+# The most of the time in which a stage may run no kernel: in total, and more than in the plan.
+IDLE, MORE_IDLE = 0.09, 0.03
+# Microbatches of a task's global batch where tasks take turns, and the least that this gains.
+OF_A_TASK, LEAST_OVER_TURNS = 8, 1.25
+# Vocabulary of the backbones whose layers are measured.
+SMALL_VOCABULARY = 4096
 
 
 def main() -> None:
     args = parse_arguments()
-    one = in_own_process(partial(measure, args, Deployment((ONE_DEVICE,))))
-    records = []
+    for name in args.figures:
+        for record in FIGURES[name](args):
+            replace_records(args.out, record["name"], [record])
+            print(json.dumps(record, indent=1), flush=True)
+
+
+def mesh_records(args: argparse.Namespace) -> Iterator[Record]:
+    """Every mesh beside one GPU."""
+
+    def work(devices: int) -> Work:
+        # Every run takes equally long, because a GPU slows down when it reaches its power limit.
+        given = args.tasks, args.microbatches, args.rounds * devices
+        return Work.uniform(llama_config(args), args, *given)
+
+    one = in_own_process(partial(measure, args, work(1), Deployment((ONE_DEVICE,))))
     for mesh in args.meshes:
         deployment = Deployment.parse(mesh)
         for processes in sorted({1, args.processes}):
-            several = measure_in(processes, args, deployment)
-            made = make_records(args, one, mesh, processes, several)
-            records += made
-            args.out.write_text(json.dumps(records, indent=1) + "\n")
-            print(json.dumps(made, indent=1), flush=True)
+            run = measure_in(processes, args, work(deployment.devices), deployment)
+            yield from records_of_mesh(args, one, mesh, processes, run)
 
 
-def measure_in(count: int, args: argparse.Namespace, deployment: Deployment) -> Measured:
-    """`measure` in new processes, which divide the devices among them."""
-    if count == 1:
-        return in_own_process(partial(measure, args, deployment))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        coordinator = f"localhost:{free.getsockname()[1]}"
-    calls = [partial(measure_as, i, count, coordinator, args, deployment) for i in range(count)]
-    with ThreadPoolExecutor() as threads:
-        first, *_ = threads.map(in_own_process, calls)
-    return first
-
-
-def measure_as(
-    index: int, count: int, coordinator: str, args: argparse.Namespace, deployment: Deployment
-) -> Measured:
-    """`measure` in process `index` of `count`."""
-    each = deployment.devices // count
-    if jax.config.jax_platforms != "cpu":
-        own: list[int] | None = list(range(index * each, (index + 1) * each))
-    else:
-        own = None
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={each}"
-    jax.distributed.initialize(coordinator, count, index, local_device_ids=own)
-    return measure(args, deployment)
-
-
-def make_records(
+def records_of_mesh(
     args: argparse.Namespace, one: Measured, mesh: str, processes: int, several: Measured
-) -> list[dict[str, Any]]:
-    """The records of a mesh: its speed beside one GPU, and how well it was predicted."""
+) -> Iterator[Record]:
+    """The speed of a mesh beside one GPU, and how well it was predicted."""
     deployment, predicted = Deployment.parse(mesh), several.prediction
     sizes = [replica.sizes for replica in deployment.replicas]
     shares = [LEAST_SHARE[axis] for own in sizes for axis, size in own.items() if size > 1]
@@ -172,158 +99,112 @@ def make_records(
     if len(sizes) > 1:
         shares.append(LEAST_SHARE_OF_REPLICAS)
     name = f"8B shape, {mesh}{beside}, {args.tasks} tasks"
-    common = {
-        "command": shlex.join(["python", *sys.argv]),
-        "device": several.device,
-        "versions": installed_versions("jax", "jaxlib"),
-    }
-    speed = {
-        "name": f"{name}, over one GPU",
-        "value": one.seconds / several.seconds,
-        "bound": min(shares) * deployment.devices,
-        "sense": "at least",
-        "unit": "ratio of tokens per second",
-        **common,
-        "baselines": {
-            "one GPU, tokens/s": one.tokens / one.seconds,
-            "mesh, tokens/s": several.tokens / several.seconds,
-            "microbatches of a round": one.microbatches,
+    yield figure_of(
+        several,
+        f"{name}, over one GPU",
+        one.seconds / several.seconds,
+        min(shares) * deployment.devices,
+        "at least",
+        "ratio of tokens per second",
+        {
+            "one GPU, tokens/s": one.tokens_per_second,
+            "mesh, tokens/s": several.tokens_per_second,
+            "microbatches of a round": round(one.tokens / args.tokens),
             "seconds to the end of the first round, one GPU": one.first,
             "seconds to the end of the first round, mesh": several.first,
             "peak memory of each device, GiB": [p and p / 2**30 for p in several.peaks],
             "peak memory of one GPU, GiB": [p and p / 2**30 for p in one.peaks],
         },
-    }
-    if len(sizes) > 1:
-        return [speed]
-
-    def error(quantity: str, unit: str, measured: float, of: float, bound: float) -> dict[str, Any]:
-        return {
-            "name": f"{name}, {quantity} beside its prediction",
-            "value": abs(measured / of - 1),
-            "bound": bound,
-            "sense": "at most",
-            "unit": "relative error",
-            **common,
-            "baselines": {f"measured, {unit}": measured, f"predicted, {unit}": of},
-        }
-
-    records = [speed, error("round", "s", several.seconds, predicted.seconds, STEP_ERROR)]
-    if all(several.peaks):
-        peak = max(several.peaks) / 2**30
-        records.append(error("peak memory", "GiB", peak, predicted.peak / 2**30, PEAK_ERROR))
+    )
+    yield from prediction_errors(several, name)
     if several.idle:
-        idle = statistics.mean(several.idle)
-        records.append(
-            {
-                "name": f"{name}, idle share of stage time",
-                "value": idle,
-                "bound": min(IDLE, predicted.idle + MORE_IDLE),
-                "sense": "at most",
-                "unit": "share of the time",
-                **common,
-                "baselines": {"of each stage": several.idle, "in the plan": predicted.idle},
-            }
+        yield figure_of(
+            several,
+            f"{name}, idle share of stage time",
+            statistics.mean(several.idle),
+            min(IDLE, predicted.idle + MORE_IDLE),
+            "at most",
+            "share of the time",
+            {"of each stage": several.idle, "in the plan": predicted.idle},
         )
-    return records
 
 
-def measure(args: argparse.Namespace, deployment: Deployment) -> Measured:
-    """Trains on one device, or on a mesh of several."""
-    config, devices = llama_config(args), jax.devices()[: deployment.devices]
-    microbatches, batch = round_size(args.tasks, args.length, args.tokens, args.microbatches)
-    # Every run takes equally long, because a GPU slows down when it reaches its power limit.
-    rounds = WARM_UP_ROUNDS + args.rounds * deployment.devices
-    steps = rounds + 1 + TRACED_ROUNDS
-    task = random_task(config, "task0", [args.length] * 2 * batch, batch, steps, args.rank)
-    tasks = in_other_names(task, args.tasks)
-    prediction = predict(args, tasks, config, deployment)
-    started = time.perf_counter()
-    backbone = random_backbone(config, deployment)
-    options = EngineOptions(prediction.shape, remat=args.remat, schedule=args.schedule)
-    with closing(Engine(backbone, options)) as engine:
-        engine.register_tasks(tasks)
-        engine.train_round()
-        engine.drain()
-        first, ends = time.perf_counter() - started, []
-        for _ in range(rounds):
-            # Returns when the devices have finished the previous round.
-            engine.train_round()
-            ends.append(time.perf_counter())
-        idle = trace_idle_shares(engine) if deployment.replicas[0].pp > 1 else []
-        engine.drain()
-        times = [after - before for before, after in zip(ends, ends[1:], strict=False)]
-    return Measured(
-        statistics.median(times[WARM_UP_ROUNDS - 1 :]),
-        microbatches * prediction.shape.tokens,
-        microbatches,
-        first,
-        [
-            (device.memory_stats() or {}).get("peak_bytes_in_use")
-            for device in devices
-            if device in jax.local_devices()
-        ],
-        devices[0].device_kind,
-        idle,
-        prediction,
+def turn_records(args: argparse.Namespace) -> Iterator[Record]:
+    """All tasks in a pipeline without a gap, beside 1F1B for one task after another. With a single
+    task, a round begins when the update of the round before has ended."""
+    mesh, rounds = f"pp{args.devices}", args.rounds * args.devices
+
+    def train(tasks: int) -> Measured:
+        given = tasks, tasks * OF_A_TASK, rounds
+        work = Work.uniform(llama_config(args), args, *given)
+        return in_own_process(partial(measure, args, work, Deployment.parse(mesh)))
+
+    together, alone = train(args.tasks), train(1)
+    yield figure_of(
+        together,
+        f"8B shape, {mesh}, {args.tasks} tasks, over 1F1B task after task",
+        args.tasks * alone.seconds / together.seconds,
+        LEAST_OVER_TURNS,
+        "at least",
+        "ratio of tokens per second",
+        {
+            "all tasks, tokens/s": together.tokens_per_second,
+            "one task, tokens/s": alone.tokens_per_second,
+            "one task, microbatches of a round": round(alone.tokens / args.tokens),
+            "all tasks, idle share of each stage": together.idle,
+            "one task, idle share of each stage": alone.idle,
+        },
     )
 
 
-def random_backbone(
-    config: BackboneConfig, deployment: Deployment
-) -> Backbone | list[PlacedBackbone]:
-    """A backbone of random bf16 weights on one device, or on the first devices, one for each
-    replica of the deployment. Pipeline stages get the layers that `jaxmux train` gives them."""
-    if deployment.devices == 1:
-        return Backbone.random(config, dtype=jnp.bfloat16)
-    left, found = iter(jax.devices()), []
-    for replica in deployment.replicas:
-        homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
-        parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
-        found.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
-    return found
+def hidden_records(args: argparse.Namespace) -> Iterator[Record]:
+    """The hidden share of the sums, for layers of both backbones."""
+    for name, config in (("8B", llama_config(args)), ("70B", large_config(args))):
+        few = dataclasses.replace(
+            config,
+            num_layers=args.overlap_layers,
+            vocab_size=min(SMALL_VOCABULARY, config.vocab_size),
+        )
+        work = Work.uniform(few, args, args.tasks, args.microbatches, args.rounds)
+        yield from overlap_records(args, name, work)
 
 
-def predict(
-    args: argparse.Namespace,
-    tasks: Sequence[PreparedTask],
-    config: BackboneConfig,
-    deployment: Deployment,
-) -> Prediction:
-    """What a training run would predict for the first replica."""
-    options = RunOptions(
-        dtype="bfloat16",
-        tokens_per_microbatch=args.tokens,
-        row_len=args.length,
-        chunk_len=args.chunk_len,
-        remat=args.remat,
-    )
-    replica = deployment.replicas[0]
-    fit = fit_replica(tasks, config, options, replica, shares=len(deployment.replicas))
-    shape, costs = fit.shape, fit.costs
-    peak = costs.peak(shape, costs.policies(shape), replica.pp)
-    grouping = grouping_of_tasks(fit.lengths, shape, replica.pp)
-    rounds = [{i: own[0] for i, own in enumerate(fit.lengths)}] * STREAMED_ROUNDS
-    stream = plan_with(grouping, rounds, shape, costs).simulation
-    idle = 1 - float(stream.busy().sum()) / (replica.pp * stream.makespan)
-    return Prediction(shape, fit.round_seconds(), peak, idle)
+def large_config(args: argparse.Namespace) -> BackboneConfig:
+    """The shape of Llama-3.1-70B."""
+    sizes = {"hidden": args.large_hidden, "layers": args.large_layers, "vocab": args.vocab}
+    config = llama_config(argparse.Namespace(**sizes))
+    return dataclasses.replace(config, num_kv_heads=max(1, args.large_hidden // 1024))
 
 
-def trace_idle_shares(engine: Engine) -> list[float]:
-    """The share of the time in which each GPU runs no kernel, while rounds stream."""
-    if jax.default_backend() != "gpu" or jax.process_count() > 1:
-        return []
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            for _ in range(TRACED_ROUNDS):
-                engine.train_round()
-        return idle_shares(read_launches(trace_file(Path(folder))))
+def records_of_large(args: argparse.Namespace) -> Iterator[Record]:
+    given = args.tasks, args.microbatches, args.rounds
+    yield from large_records(args, Work.uniform(large_config(args), args, *given))
+
+
+def records_of_start(args: argparse.Namespace) -> Iterator[Record]:
+    yield from start_records(args, f"pp{args.devices}")
+
+
+def records_of_replicas(args: argparse.Namespace) -> Iterator[Record]:
+    yield from replica_records(args, llama_config(args))
+
+
+FIGURES: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
+    "meshes": mesh_records,
+    "turns": turn_records,
+    "overlap": hidden_records,
+    "large": records_of_large,
+    "replicas": records_of_replicas,
+    "start": records_of_start,
+}
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--meshes", nargs="+", default=["pp2"])
+    parser.add_argument("--figures", nargs="+", default=["meshes"], choices=FIGURES)
+    parser.add_argument("--devices", type=int, default=2, help="of all figures but meshes")
+    parser.add_argument("--meshes", nargs="+", help="default: dp and pp of all devices")
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--schedule", default="1f1b")
     parser.add_argument("--tasks", type=int, default=4)
@@ -331,13 +212,32 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")
     parser.add_argument("--chunk_len", type=int, default=128)
     parser.add_argument("--microbatches", type=int, default=16, help="of a round, at least")
-    parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=8, help="times the devices where they scale")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--remat", default="auto")
+    parser.add_argument("--memory_gib", type=float, help="memory of a GPU that JAX may use")
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
-    return parser.parse_args()
+    parser.add_argument("--large_layers", type=int, default=80)
+    parser.add_argument("--large_hidden", type=int, default=8192)
+    parser.add_argument("--others", type=int, default=2, help="layouts beside the chosen one")
+    parser.add_argument("--overlap_layers", type=int, default=4)
+    parser.add_argument(
+        "--settings",
+        nargs="+",
+        type=Setting.parse,
+        default=[Setting(0, 0), Setting(8, 8), Setting(16, 16)],
+        help="of overlap: multiprocessors that kernels leave free : NCCL_MAX_CTAS (0: unset)",
+    )
+    parser.add_argument("--lengths", type=Path, help="tokens of samples by data set, for replicas")
+    parser.add_argument("--context", type=int, default=16384, help="longest sample of replicas")
+    parser.add_argument("--replica_gib", type=float, default=40)
+    args = parser.parse_args()
+    args.meshes = args.meshes or [f"dp{args.devices}", f"pp{args.devices}"]
+    if "replicas" in args.figures and not args.lengths:
+        parser.error("--figures replicas needs --lengths")
+    return args
 
 
 if __name__ == "__main__":

@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from benchmark_records import Record
-from benchmark_sharding import random_backbone
 from benchmark_step import llama_config
+from sharding_runs import random_backbone
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.models import (

@@ -7,9 +7,9 @@ import time
 import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record
-from benchmark_sharding import random_backbone
 from benchmark_step import llama_config
 from live_changes import Rounds, mixed_tasks
+from sharding_runs import random_backbone
 
 from jaxmux.engine import Engine, EngineOptions, EngineSize
 from jaxmux.models import (

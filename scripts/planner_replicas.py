@@ -8,13 +8,15 @@ import dataclasses
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
 from planner_costs import AXES, SOURCE, cost_models, llama
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.devices import Deployment, Replica
+from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.replicas import (
     DeploymentPlan,
     LengthBins,
@@ -149,6 +151,11 @@ def cases() -> Iterator[Case]:
     yield Case("70B on 64 H200", large, 64, TWELVE_TASKS, 256, costs="estimated")
 
 
+def small_case() -> Case:
+    """Returns the mix of 7B on 16 GPUs, scaled to 4 GPUs."""
+    return Case("8B on 4 H200 of 40 GiB", h200_replicas(40 * GIB, "auto"), 4, SIX_TASKS, 32)
+
+
 class Outcome(NamedTuple):
     """Device seconds of a round, the mean over simulated rounds.
 
@@ -172,6 +179,17 @@ class Outcome(NamedTuple):
     floor: float
 
 
+def batch_sizes(lengths: Mapping[str, Sequence[int]], sequences: int) -> dict[str, int]:
+    """Returns the sequences of a global batch of each task, of which those of long documents have
+    few.
+
+    Args:
+      lengths: by task, the tokens of its samples.
+      sequences: sequences of a global batch of a task with short ones.
+    """
+    return {t: max(1, sequences // (1 + int(np.mean(own)) // 256)) for t, own in lengths.items()}
+
+
 def simulate(
     case: Case, lengths: Mapping[str, Sequence[int]], seed: int, rounds: int = ROUNDS
 ) -> Outcome:
@@ -185,8 +203,7 @@ def simulate(
     """
     rng = np.random.default_rng(seed)
     tasks = {task: np.minimum(lengths[task], CONTEXT) for task in case.tasks}
-    # Tasks of long documents have few sequences in a global batch.
-    sizes = {t: case.sequences // (1 + int(np.mean(own)) // 256) for t, own in tasks.items()}
+    sizes = batch_sizes(tasks, case.sequences)
     draws = {t: rng.choice(own, (rounds, sizes[t])) for t, own in tasks.items()}
     sampled = {t: rng.choice(own, (SAMPLED_ROUNDS, sizes[t])) for t, own in tasks.items()}
     together, first_sampled = _together(draws), _together(sampled)[:rounds]
@@ -215,6 +232,68 @@ def simulate(
         balanced_sequential=sum(plan.device_seconds for plan in balanced.values()),
         floor=_floor(candidates, dynamic, case.model),
     )
+
+
+class MostGain(NamedTuple):
+    """What replicas that are not all alike can gain over those that are, with our length bins and
+    dispatch.
+
+    Attributes:
+      like: the fastest like replicas.
+      unlike: the fastest other deployment.
+      gain: time of a round with `like` divided by that with `unlike`.
+      most: no other deployment has a larger gain, whatever the dispatch.
+      deployments: number of other deployments, all that have memory for every sequence.
+    """
+
+    like: Deployment
+    unlike: Deployment
+    gain: float
+    most: float
+    deployments: int
+
+
+def most_gain(
+    case: Case, lengths: Mapping[str, Sequence[int]], seed: int, rounds: int = ROUNDS
+) -> MostGain:
+    """Simulates rounds of random samples with every deployment of the devices, which have to be
+    few. Arguments as of `simulate`."""
+    rng = np.random.default_rng(seed)
+    tasks = {task: np.minimum(lengths[task], CONTEXT) for task in case.tasks}
+    sizes = batch_sizes(tasks, case.sequences)
+    drawn = _together({t: rng.choice(own, (rounds, sizes[t])) for t, own in tasks.items()})
+    bins = [_binned(own) for own in drawn]
+    like, unlike, least = [], [], math.inf
+    for deployment in deployments(case.devices, candidate_replicas(case.devices)):
+        try:
+            found = [dispatch_samples(deployment.counts, own, case.model) for own in bins]
+        except PlanningError:
+            continue
+        seconds = sum(dispatch.round_seconds for dispatch in found)
+        if len(deployment.counts) == 1:
+            like.append((seconds, deployment))
+        else:
+            unlike.append((seconds, deployment))
+            least = min(least, sum(dispatch.bound for dispatch in found))
+    if not unlike:
+        raise PlanningError(f"{case.name}: no unlike replicas have memory for every sequence")
+    best, other = min(like, key=itemgetter(0)), min(unlike, key=itemgetter(0))
+    return MostGain(best[1], other[1], best[0] / other[0], best[0] / least, len(unlike))
+
+
+def deployments(devices: int, candidates: Sequence[Replica]) -> Iterator[Deployment]:
+    """Yields every deployment of candidates that uses all devices, largest replicas first."""
+    largest_first = sorted(candidates, key=lambda replica: -replica.devices)
+
+    def rest(left: int, begin: int) -> Iterator[tuple[Replica, ...]]:
+        if left == 0:
+            yield ()
+        for i in range(begin, len(largest_first)):
+            if largest_first[i].devices <= left:
+                for more in rest(left - largest_first[i].devices, i):
+                    yield largest_first[i], *more
+
+    yield from map(Deployment, rest(devices, 0))
 
 
 def _together(draws: Mapping[str, np.ndarray]) -> list[np.ndarray]:

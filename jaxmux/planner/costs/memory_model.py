@@ -100,6 +100,10 @@ class MemoryModel:
         Raises:
           PlanningError: the pool names an unknown optimizer or linear.
         """
+        return max(self._resident(pool, replica))
+
+    def _resident(self, pool: PoolSpec, replica: Replica) -> list[float]:
+        """Returns `resident` for each stage."""
         size = self.backbone
         head = size.vocab_size * size.hidden_size * size.stream_bytes
         layer = size.layer_bytes
@@ -115,7 +119,7 @@ class MemoryModel:
             (own * layer + end) / replica.fsdp + own * pool.state_bytes(size) / size.layers
             for own, end in zip(layers, outside, strict=True)
         )
-        return (max(of_stages) + gathered + size.decoded_bytes) / replica.tp
+        return [(own + gathered + size.decoded_bytes) / replica.tp for own in of_stages]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
@@ -171,6 +175,37 @@ class MemoryModel:
         """
         counted = self._counted(shape, pool, remat, replica, in_flight)
         return counted + max(self._packed(shape, replica), self._learnt(shape))
+
+    def stage_peaks(
+        self,
+        shape: ShapeClass,
+        pool: PoolSpec,
+        remat: str | Sequence[str],
+        replica: Replica,
+        in_flight: Sequence[int],
+    ) -> list[float]:
+        """Returns the predicted peak memory of a round on each stage, in bytes of one device.
+
+        `peak` is at least the largest of them: it adds up the most that any stage holds and the
+        most that any stage keeps.
+
+        Args:
+          shape: shape class of the microbatches.
+          pool: sizes of the pool that holds all tasks.
+          remat: remat policy of all layers, or one policy for each layer.
+          replica: the devices.
+          in_flight: for each stage, the number of microbatches in flight.
+
+        Raises:
+          ProfileError: the model does not know a remat policy.
+          PlanningError: the pool names an unknown optimizer or linear.
+        """
+        kept = self._kept_by_stages(shape, pool, remat, replica)
+        working = max(self._packed(shape, replica), self._learnt(shape))
+        return [
+            held + count * own + working
+            for held, count, own in zip(self._resident(pool, replica), in_flight, kept, strict=True)
+        ]
 
     def policies(
         self,
@@ -282,15 +317,19 @@ class MemoryModel:
 
     def _counted(self, shape, pool, remat, replica, in_flight) -> float:
         """Returns the bytes of weights, train state and kept values."""
-        layers = self.backbone.layers
         if remat is None:
             remat = self.policies(shape, pool, replica, in_flight)
+        kept = max(self._kept_by_stages(shape, pool, remat, replica))
+        return self.resident(pool, replica) + in_flight * kept
+
+    def _kept_by_stages(self, shape, pool, remat, replica) -> list[float]:
+        """Returns the bytes that each stage keeps of one microbatch."""
+        layers = self.backbone.layers
         policies = (remat,) * layers if isinstance(remat, str) else remat
         of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
         stages = split_stages(policies, self.backbone.stage_layers(replica))
-        kept = max(sum(of_layer[policy] for policy in stage) for stage in stages)
-        kept += _bytes_at_head(shape, pool)
-        return self.resident(pool, replica) + in_flight * kept
+        kept = (sum(of_layer[policy] for policy in stage) for stage in stages)
+        return [own + _bytes_at_head(shape, pool) for own in kept]
 
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
         """Returns the bytes that one layer keeps, with those of attention in rows of several

@@ -204,6 +204,19 @@ class ReplicaCosts:
         """
         return self.memory.peak(shape, self.pool, remat, self.replica, in_flight)
 
+    def stage_peaks(self, shape: ShapeClass, remat: Remat) -> list[float]:
+        """Returns the peak memory of a round with 1F1B on each stage, in bytes of one device.
+
+        Args:
+          shape: shape class of the microbatches.
+          remat: remat policy of all layers, or one policy for each layer, as of `peak`.
+
+        Raises:
+          ProfileError: the memory model does not know a remat policy.
+        """
+        in_flight = range(self.replica.pp, 0, -1)
+        return self.memory.stage_peaks(shape, self.pool, remat, self.replica, in_flight)
+
     @functools.cached_property
     def _residuals(self) -> Callable[[ShapeClass], _Residuals]:
         # Planning asks for the same few shapes again and again.
