@@ -32,12 +32,12 @@ def multiprocessors() -> int:
     """Number of multiprocessors that a kernel occupies on the device for which it is traced. Where
     sums over devices run beside it, it leaves some to them."""
     device = _device()
-    reserved = blocks_of_sums(jax.sharding.get_abstract_mesh().shape.get(TP, 1))
-    if isinstance(device, jax.Device):
+    if device.platform != "gpu":
         # The interpreter runs on any device. Two thread blocks are the fewest that can race with
         # each other.
-        return device.core_count - reserved if device.platform == "gpu" else 2
-    return device.num_cores - reserved
+        return 2
+    found = device.core_count if isinstance(device, jax.Device) else device.num_cores
+    return found - blocks_of_sums(jax.sharding.get_abstract_mesh().shape.get(TP, 1))
 
 
 def matmul_tiling(

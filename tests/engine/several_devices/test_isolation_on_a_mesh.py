@@ -1,5 +1,7 @@
 """On a pipeline of tensor-parallel stages, no task changes a bit of another one."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -23,16 +25,13 @@ COMPANY = {
 FAILING = ("a ruinous learning rate", "failure")
 
 
+OPTIONS = {"slots": 3, "modules": ("self_attn.q_proj", "mlp.down_proj"), "max_bad_steps": 2}
+
+
 @pytest.fixture(scope="module")
 def engine(make_engine):
     """One engine for all tests, so that its programs are traced once."""
-    return make_engine(
-        layers=(2, 2),
-        stage=Stage(tp=2),
-        slots=3,
-        modules=("self_attn.q_proj", "mlp.down_proj"),
-        max_bad_steps=2,
-    )
+    return make_engine(layers=(2, 2), stage=Stage(tp=2), **OPTIONS)
 
 
 @pytest.fixture(scope="module")
@@ -96,3 +95,31 @@ def test_a_co_tenant_changes_no_bit_of_a_task(
         assert any("/nu/" in path or "/mu/" in path for path in expected[name])
         assert all(np.isfinite(x).all() for x in jax.tree.leaves(expected[name]))
         assert_same_bits(arrays[name], expected[name])
+
+
+def test_lion_updates_like_one_device_from_the_same_accumulators(
+    engine, make_engine, make_narrow_task, replace_adapter, train
+):
+    """Other accumulators differ in their last bits, and where they are near zero, in their signs,
+    on which Lion's step depends."""
+    task = make_narrow_task("lion", batch_size=2, optimizer=Lion(1e-2), steps=1)
+    task = replace_adapter(task, lambda x: x + np.float32(0.05))
+    one = make_engine(task, **OPTIONS)
+    before = one.task_arrays("lion")
+    assert not one.train_round(lambda: True)
+    progress = dataclasses.replace(one.progress("lion"))
+    state = one.task_arrays("lion"), progress, one.accumulated("lion")
+    assert len(state[2]) == 2
+    engine.register_tasks([task])
+    engine.restore_task("lion", *state)
+    results = []
+    for own in (one, engine):
+        (update,) = train(own)["lion"]
+        results.append((update, own.task_arrays("lion")))
+        own.release("lion")
+    (expected_update, expected), (update, found) = results
+    assert (update.loss, update.skipped) == (expected_update.loss, False)
+    for path, value in expected.items():
+        if path.startswith("adapter"):
+            assert np.any(value != before[path])
+            np.testing.assert_allclose(found[path], value, rtol=1e-6, atol=1e-9)
