@@ -262,7 +262,7 @@ def replica_records(
         "deployments": found.deployments,
         "costs": case.costs,
     }
-    name = f"most gain of unlike over like replicas, {case.name}"
+    name = f"most gain of unlike replicas, {case.name}"
     yield make_record(name, found.most, "", None, baselines)
     for gpus, bound in ((16, None), (64, 120.0), (256, 300.0)):
         deployment, seconds = deployment_of(gpus)

@@ -20,6 +20,7 @@ from generate_records import generate_table
 from kinds_records import kinds_table
 from live_records import live_table
 from planner_tables import PLANNER_BLOCKS
+from sharding_records import sharding_table
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "benchmarks.md"
@@ -124,38 +125,6 @@ def command_table(records: Sequence[Record]) -> str:
     ]
     head = ["", "tasks", "length", "tokens/s", "peak memory", "predicted peak"]
     return source(records) + markdown([*head, "over PEFT compiled"], rows)
-
-
-def sharding_table(records: Sequence[Record]) -> str:
-    """Meshes of several devices beside one device, which was measured in the same run; and how well
-    the planner predicts their rounds, peak memory and idle shares."""
-    rows, predicted = [], []
-    for r in records:
-        of = r["baselines"]
-        if "one GPU, tokens/s" not in of:
-            _, mesh, _, quantity = r["name"].split(", ")
-            error, bound = f"**{r['value']:.1%}**", f"{r['sense']} {r['bound']:.0%}"
-            if "in the plan" in of:
-                cells = [", ".join(f"{x:.1%}" for x in of["of each stage"])]
-                cells.append(f"{of['in the plan']:.1%}")
-            else:
-                cells = [f"{x:.3g} {key.split(', ')[1]}" for key, x in of.items()]
-            predicted.append([mesh, quantity.split(" beside")[0], *cells, error, bound])
-            continue
-        mesh = r["name"].split(", ")[1]
-        cells = [f"{of['one GPU, tokens/s']:,.0f}", f"{of['mesh, tokens/s']:,.0f}"]
-        first = of["seconds to the end of the first round, mesh"]
-        peaks = ", ".join(f"{peak:.1f}" for peak in of["peak memory of each device, GiB"])
-        bound = f"{r['sense']} {r['bound']:g}"
-        rows.append([mesh, f"**{r['value']:.3f}**", bound, *cells, f"{first:.0f}", peaks])
-    head = ["mesh", "over one GPU", "bound", "one GPU, tokens/s", "mesh, tokens/s"]
-    head += ["s to the end of the first round", "peak memory, GiB"]
-    versions = ", ".join(f"{name} {version}" for name, version in records[0]["versions"].items())
-    tables = [markdown(head, rows)]
-    if predicted:
-        head = ["mesh", "quantity", "measured", "predicted", "error, or mean share", "bound"]
-        tables.append(markdown(head, predicted))
-    return f"{commands(records)}{records[0]['device']}, {versions}.\n\n" + "\n".join(tables)
 
 
 def rank_table(records: Sequence[Record]) -> str:

@@ -26,8 +26,8 @@ LOST = (
 # Prefixes of the names of records that have a table of their own.
 BUBBLES, STREAM, PARTS = "bubble ratio, ", "pipeline, ", "MuxTune's parts all on, "
 OVERLAP, REPLICAS = "exposed all-reduces, ", "GPU seconds over fused, "
-PREDICTION = "prediction of "
-OWN_TABLES = (BUBBLES, STREAM, PARTS, OVERLAP, REPLICAS, PREDICTION)
+GAIN, PREDICTION = "most gain of unlike replicas, ", "prediction of "
+OWN_TABLES = (BUBBLES, STREAM, PARTS, OVERLAP, REPLICAS, GAIN, PREDICTION)
 # Words in which the page shows the names of other records.
 WORDS = {
     "fusion over brute force, 9 tasks": (
@@ -156,6 +156,22 @@ def like_replica_table(records: Sequence[Record]) -> str:
     return markdown(head, rows)
 
 
+def gain_table(records: Sequence[Record]) -> str:
+    """How many times as fast unlike replicas are as the best like ones, on few GPUs."""
+    rows = [
+        [
+            name,
+            f"**{r['value']:.3f}**",
+            f"{r['baselines']['gain of the best of them']:.3f}",
+            r["baselines"]["the best of them"],
+            r["baselines"]["the best like replicas"],
+        ]
+        for name, r in named(records, GAIN)
+    ]
+    head = ["backbone and GPUs", "no unlike replicas gain more than", "the best gain"]
+    return markdown([*head, "the best", "the best like replicas"], rows)
+
+
 def gap_table(records: Sequence[Record]) -> str:
     """Distances to an optimum or to a bound: all records without a unit and without another
     table."""
@@ -204,6 +220,7 @@ PLANNER_BLOCKS: dict[str, Table] = {
     "planner: overlap": overlap_table,
     "planner: replicas": replica_table,
     "planner: like replicas": like_replica_table,
+    "planner: gain": gain_table,
     "planner": gap_table,
     "planner: seconds": seconds_table,
 }

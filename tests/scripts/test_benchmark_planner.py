@@ -30,7 +30,7 @@ from planner_costs import (
     stage_seconds,
 )
 from planner_parts import packing_of_mixes
-from planner_replicas import CONTEXT, SIX_TASKS, cases, simulate
+from planner_replicas import CONTEXT, SIX_TASKS, cases, most_gain, simulate, small_case
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing.shape_class import ShapeClass
@@ -117,6 +117,13 @@ def test_short_tasks_alone_gain_nothing_from_different_replicas():
     found = simulate(case, lengths, seed=0, rounds=3)
     assert len(found.deployment.replicas) == 1
     assert found.ours == pytest.approx(found.balanced_fused, rel=0.01)
+
+
+def test_no_deployment_of_few_devices_gains_more_than_is_proven():
+    found = most_gain(small_case(), task_lengths(), seed=0, rounds=3)
+    assert len(found.like.counts) == 1 < len(found.unlike.counts)
+    assert found.gain <= found.most <= 1.01 * found.gain
+    assert found.deployments == 3
 
 
 def test_interleaving_exposes_less_than_one_htask_after_another(records):

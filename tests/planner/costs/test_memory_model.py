@@ -91,6 +91,22 @@ def test_stages_divide_everything_but_the_working_memory(model):
         assert peak == pytest.approx(needed + in_flight * kept, rel=1e-5)
 
 
+def test_each_stage_has_a_peak_of_its_own(model):
+    """Layers of two policies, and as many microbatches in flight as 1F1B has."""
+    stages, policies = Replica.uniform(pp=4), ["full"] * 3 + ["dots"] * 5
+    of_layer = GIB / 8 + 16 * 4 * 16 * (512 + 768)
+    full, dots = (model.kept(4096, 16, remat) for remat in ("full", "dots"))
+    peaks = model.stage_peaks(SHAPE, POOL, policies, stages, (4, 3, 2, 1))
+    expected = [
+        3 * of_layer + END_BYTES + 4 * 3 * full,
+        2 * of_layer + 3 * 2 * dots,
+        2 * of_layer + 2 * 2 * dots,
+        of_layer + END_BYTES + dots,
+    ]
+    assert peaks == pytest.approx([own + working(8, 512) for own in expected], rel=1e-5)
+    assert max(peaks) <= model.peak(SHAPE, POOL, policies, stages, in_flight=4)
+
+
 def test_fsdp_divides_the_weights_and_gathers_two_layers(model):
     one, four = (model.resident(POOL, Replica.uniform(fsdp=n)) for n in (1, 4))
     assert one - four == pytest.approx(0.75 * WEIGHT_BYTES - 2 * BACKBONE.layer_bytes)
