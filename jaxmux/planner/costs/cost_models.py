@@ -13,7 +13,8 @@ from ..devices import Replica
 from . import h200
 from .device_profile import BackboneSize, LayerPoint, Profile, ProfileError, read_profile
 from .estimates import estimated_memory, estimated_times, with_estimated_collectives
-from .memory_model import MemoryModel, fit_memory_model
+from .memory_fit import fit_memory_model
+from .memory_model import MemoryModel
 from .time_fit import fit_time_model
 from .time_model import TimeModel
 

@@ -17,7 +17,8 @@ from jaxmux.planner.costs.device_profile import (
     ProfileError,
 )
 from jaxmux.planner.costs.layer_policies import split_stages
-from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, fit_memory_model
+from jaxmux.planner.costs.memory_fit import fit_memory_model
+from jaxmux.planner.costs.memory_model import USABLE, MemoryModel
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
