@@ -1,7 +1,8 @@
 """Training on several GPUs beside one GPU, and beside what the planner predicts.
 
   NCCL_NVLS_ENABLE=0 python scripts/benchmark_sharding.py --out benchmarks/sharding_h200.json \
-      --devices 4 --figures meshes turns overlap large replicas start --lengths lengths.json
+      --devices 4 --figures meshes turns overlap large_overlap large replicas start \
+      --rounds 3 --lengths lengths.json
 
 The records go into the file, in place of those with the same names, as soon as they are measured;
 so the figures can also be measured by several calls. All runs are processes of their own. The
@@ -16,8 +17,8 @@ figures are:
   processes, each with its part of the GPUs.
 - turns: the same pipeline with eight microbatches of every task, over one task after another with
   1F1B, whose pipeline is empty at every update.
-- overlap: the share of tensor parallelism's sums that runs beside products, for layers of 8B and
-  of 70B (sharding_overlap.py).
+- overlap, large_overlap: the share of tensor parallelism's sums that runs beside products, for
+  layers of 8B and of 70B (sharding_overlap.py).
 - large: a backbone of 70B in the layout that the planner chooses, beside the next best ones.
 - replicas: LobRA's mix of tasks on unlike replicas over like ones, with 40 GiB of each GPU;
   `--lengths` names a file of lengths as for benchmark_planner.py, which proves how much any
@@ -27,10 +28,10 @@ figures are:
 For a dry run on CPU:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/benchmark_sharding.py \
-      --out /tmp/dry.json --devices 4 --figures meshes turns overlap large replicas start \
-      --tokens 128 --chunk_len 64 --length 64 --layers 4 --hidden 256 --vocab 512 --rounds 2 \
-      --large_layers 4 --large_hidden 1024 --memory_gib 8 --context 128 --replica_gib 8 \
-      --lengths lengths.json --settings 0:0
+      --out /tmp/dry.json --devices 4 --figures meshes turns overlap large_overlap large replicas \
+      start --tokens 128 --chunk_len 64 --length 64 --layers 4 --hidden 512 --vocab 512 \
+      --rounds 1 --tasks 2 --microbatches 4 --large_layers 4 --large_hidden 1024 --memory_gib 8 \
+      --context 128 --replica_gib 8 --lengths lengths.json --settings 0:0 --overlap_layers 2
 """
 
 import argparse
@@ -157,16 +158,15 @@ def turn_records(args: argparse.Namespace) -> Iterator[Record]:
     )
 
 
-def hidden_records(args: argparse.Namespace) -> Iterator[Record]:
-    """The hidden share of the sums, for layers of both backbones."""
-    for name, config in (("8B", llama_config(args)), ("70B", large_config(args))):
-        few = dataclasses.replace(
-            config,
-            num_layers=args.overlap_layers,
-            vocab_size=min(SMALL_VOCABULARY, config.vocab_size),
-        )
-        work = Work.uniform(few, args, args.tasks, args.microbatches, args.rounds)
-        yield from overlap_records(args, name, work)
+def hidden_records(
+    name: str, config_of: Callable[[argparse.Namespace], BackboneConfig], args: argparse.Namespace
+) -> Iterator[Record]:
+    """The hidden share of the sums, for a few layers of a backbone."""
+    config = config_of(args)
+    vocabulary = min(SMALL_VOCABULARY, config.vocab_size)
+    few = dataclasses.replace(config, num_layers=args.overlap_layers, vocab_size=vocabulary)
+    given = args.tasks, args.microbatches, args.rounds * args.devices
+    yield from overlap_records(args, name, Work.uniform(few, args, *given))
 
 
 def large_config(args: argparse.Namespace) -> BackboneConfig:
@@ -192,7 +192,8 @@ def records_of_replicas(args: argparse.Namespace) -> Iterator[Record]:
 FIGURES: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "meshes": mesh_records,
     "turns": turn_records,
-    "overlap": hidden_records,
+    "overlap": partial(hidden_records, "8B", llama_config),
+    "large_overlap": partial(hidden_records, "70B", large_config),
     "large": records_of_large,
     "replicas": records_of_replicas,
     "start": records_of_start,

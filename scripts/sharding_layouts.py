@@ -61,13 +61,25 @@ def large_records(args: argparse.Namespace, work: Work) -> Iterator[Record]:
       work: the backbone and its tasks.
     """
     priced = in_own_process(partial(priced_meshes, args, work))
-    runs: dict[str, Measured] = {}
-    for deployment, _ in priced[: 1 + args.others]:
-        run = in_own_process(partial(measure, args, work, deployment))
-        runs[str(deployment)] = run
+    (chosen, _), *others = priced[: 1 + args.others]
+
+    def train(deployment: Deployment) -> Measured:
+        return in_own_process(partial(measure, args, work, deployment))
+
+    def errors(deployment: Deployment, run: Measured) -> Iterator[Record]:
         yield from prediction_errors(run, f"70B shape, {deployment}, {args.tasks} tasks")
-    chosen, run = next(iter(runs.items()))
-    speeds = {f"{name}, tokens/s": own.tokens_per_second for name, own in runs.items()}
+
+    run = train(chosen)
+    yield from errors(chosen, run)
+    speeds, failures = {f"{chosen}, tokens/s": run.tokens_per_second}, {}
+    for deployment, _ in others:
+        try:
+            other = train(deployment)
+        except (RuntimeError, PlanningError) as e:
+            failures[f"{deployment}, failed"] = str(e).partition("\n")[0]
+            continue
+        speeds[f"{deployment}, tokens/s"] = other.tokens_per_second
+        yield from errors(deployment, other)
     predicted = {f"{own}, predicted s a round": seconds for own, seconds in priced}
     name = f"70B shape, {chosen}, {args.tasks} tasks"
     yield figure_of(
@@ -86,7 +98,7 @@ def large_records(args: argparse.Namespace, work: Work) -> Iterator[Record]:
         LEAST_OF_BEST,
         "at least",
         "ratio of tokens per second",
-        speeds,
+        speeds | failures,
     )
 
 
