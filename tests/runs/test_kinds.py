@@ -479,6 +479,8 @@ def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
     [
         ("double_seq_bn[reduction_factor=4]", None),
         ("mam", "config='mam' is not supported; known names: seq_bn, "),
+        ("prefix_tuning", "prefix tuning is left out"),
+        ({"architecture": "lora", "r": 8}, "architecture='lora' is not supported; only b"),
         ({"reduction_factor": 8, "non_linearity": "relu", "ln_before": True}, "ln_before=True"),
         ({"reduction_factor": 8, "non_linearity": "elu"}, "non_linearity='elu'"),
         ({"reduction_factor": 8, "non_linearity": "relu", "scaling": "learned"}, "scaling="),
@@ -615,6 +617,10 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
         ({"kind": "lora", "trained_tokens": [3, 3]}, "a list of different ids"),
         ({"kind": "dora", "trained_tokens": [3]}, "of at most 0 entries"),
+        ({"kind": "dora", "target_modules": ["lm_head"]}, "DoRA trains linears only, found 'lm_"),
+        ({"kind": "prefix_tuning"}, 'found "prefix_tuning"; prefix tuning is left out: it'),
+        ({"kind": "lora", "initialisation": "corda"}, 'found "corda"; CorDA is left out: it'),
+        ({"kind": "lora", "modules_to_save": []}, "modules_to_save is left out: it would"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)
