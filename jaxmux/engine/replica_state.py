@@ -245,8 +245,8 @@ def _added(
     def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
         # The pieces have no axis of copies, which is the first one here.
         of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-        divided = {"layer", "first", "last"} & {*spec.axes}
-        piece = of_pieces.joined(own, jnp.concatenate) if divided else sum(own)
+        joined = spec.divides_layers
+        piece = of_pieces.joined(own, jnp.concatenate) if joined else sum(own)
         # The axis of copies is divided among devices. An indexed update of its first place would
         # move all copies to one device.
         is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0

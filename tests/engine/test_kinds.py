@@ -1,6 +1,7 @@
 """Tasks with different kinds of adapters train together, each as it does alone."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -9,6 +10,7 @@ import pytest
 
 from jaxmux.engine import Engine
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.train_state import pool_specs
 from jaxmux.optimizers import SGD
 from jaxmux.peft import (
     IA3,
@@ -283,3 +285,17 @@ def test_the_memory_of_a_pool_is_that_of_its_arrays(make_mixed, pool, backbone):
     arrays = jax.tree.leaves((state.adapters, state.accumulators, state.moments))
     size = size_of(backbone.config, backbone.compute_dtype)
     assert pool.state_bytes(size) == sum(array.nbytes for array in arrays)
+
+
+def test_the_memory_of_a_stage_is_that_of_its_arrays(pool, backbone):
+    """Projections lie on every stage, what is before or behind the layers on the first or last."""
+    size = size_of(backbone.config, backbone.compute_dtype)
+    state = pool_specs(backbone.config, pool.modules, *pool[:2], pool.optimizer, pool.others)
+    specs = jax.tree.leaves((state.adapters, state.accumulators, state.moments))
+    found = []
+    for first, to_end in ((0, False), (1, True)):
+        here = [own for own in specs if ("last" if first == 0 else "first") not in own.axes]
+        shapes = [own.of_layers(first, 1, to_end).shape for own in here]
+        found.append(4 * sum(map(math.prod, shapes)))
+    assert pool.stage_bytes(size, [1, 1]) == found
+    assert sum(found) > pool.state_bytes(size)

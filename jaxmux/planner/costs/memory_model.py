@@ -111,9 +111,10 @@ class MemoryModel:
         outside = (
             [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
         )
+        states = pool.stage_bytes(size, layers)
         of_stages = (
-            (own * layer + end) / replica.fsdp + own * pool.state_bytes(size) / size.layers
-            for own, end in zip(layers, outside, strict=True)
+            (own * layer + end) / replica.fsdp + state
+            for own, end, state in zip(layers, outside, states, strict=True)
         )
         return (max(of_stages) + gathered + size.decoded_bytes) / replica.tp
 
