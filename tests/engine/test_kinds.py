@@ -10,6 +10,7 @@ import pytest
 
 from jaxmux.engine import Engine
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.renewal import changed_by_updates
 from jaxmux.engine.train_state import pool_specs
 from jaxmux.optimizers import SGD
 from jaxmux.peft import (
@@ -176,6 +177,16 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
         np.testing.assert_allclose(own["norm"], imported[module]["norm"], rtol=2e-6)
         change = np.abs(own["norm"] - first[module]["norm"]).max()
         assert change > 1e-4
+
+
+def test_constants_do_not_change_by_updates(pool, config):
+    """They need not be sent to other replicas."""
+    state = pool_specs(config, pool.modules, *pool[:2], pool.optimizer, pool.others)
+    found = named_leaves(changed_by_updates(state.adapters, state.adapters))
+    constants = {path.split("/", 1)[0] for path in named_leaves(state.adapters).keys() - found}
+    assert {"vera/self_attn.q_proj/ld", "dora/self_attn.q_proj/norm"} <= found.keys()
+    assert "vera/self_attn.q_proj/a0" not in found and "dora" not in constants
+    assert {"vera", "sparse_diff", "bottleneck"} < constants
 
 
 @pytest.mark.parametrize("name", PAIR_SCALES)
