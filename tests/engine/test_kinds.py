@@ -291,6 +291,12 @@ def test_a_kind_without_room_is_refused(make_engine, tasks):
             engine.refuse_outgrowing(tasks[name])
 
 
+def test_a_pool_knows_the_rank_of_any_kind(tasks):
+    ranks = {"lora": 4, "ia3": 0, "ln": 0, "pfeiffer": 3, "columns": 5, "vera": 6, "prompt": 7}
+    ranks |= {"dora": 3, "entries": 3, "pattern": 5, "pissa": 6, "tables": 3, "lora-tokens": 3}
+    assert {name: tasks[name].pool.largest_rank for name in ranks} == ranks
+
+
 def test_the_memory_of_a_pool_is_that_of_its_arrays(make_mixed, pool, backbone):
     state = make_mixed().state
     arrays = jax.tree.leaves((state.adapters, state.accumulators, state.moments))

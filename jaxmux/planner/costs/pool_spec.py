@@ -136,6 +136,17 @@ class PoolSpec(NamedTuple):
     optimizer: str = "adamw"
     others: tuple[KindSize, ...] = ()
 
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that an adapter in the pool may have, of whatever kind; 0 if their sizes
+        do not depend on a rank."""
+        ranks = [
+            own.rank
+            for own in self.others
+            if any(p.trained_per_rank or p.frozen_per_rank for p in own.points)
+        ]
+        return max(ranks + [self.rank] * (self.modules != ()), default=0)
+
     def share(self, backbone: BackboneSize) -> float:
         """Returns the pool's adapter parameters as a fraction of those of a pool that adapts every
         linear.
