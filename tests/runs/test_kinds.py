@@ -323,7 +323,9 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("red")
 
 
-def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
+def test_merged_checkpoints_have_the_logits_of_the_adapter(
+    trained, model, base, tmp_path, logits, capsys
+):
     names = [f"--task={name}" for name in MERGED]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -335,9 +337,13 @@ def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base,
         np.testing.assert_allclose(found, wanted, atol=1e-4)
         load_tokenizer(tmp_path / name)
     assert run_command("export", arguments, prog="jaxmux export") == 2
-    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", "--task=houlsby"]
+    out = tmp_path / "others"
+    arguments = [f"--run_dir={trained}", f"--out={out}", "--merge", "--task=ia3", "--task=houlsby"]
     assert run_command("export", arguments, prog="jaxmux export") == 2
-    assert not (tmp_path / "houlsby").exists()
+    assert "'houlsby' (kind 'bottleneck'); export them without --merge, and the others with " in (
+        capsys.readouterr().err
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
