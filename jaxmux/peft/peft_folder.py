@@ -29,6 +29,8 @@ SETTINGS = "adapter_config.json"
 _BASE = "jaxmux.base_fingerprint"
 # The key there of the format in which the base model's linears were stored, if it was no dtype.
 _BASE_FORMAT = "jaxmux.base_format"
+# Files of PEFT and of AdapterHub that are not read.
+_PICKLES = ("adapter_model.bin", "pytorch_adapter.bin")
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
 
@@ -218,7 +220,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
     """The tensors, and the fingerprint of the base model; empty if there is none."""
     if not weights.is_file():
-        raise AdapterError(f"{weights}: not found")
+        pickles = [name for name in _PICKLES if (weights.parent / name).is_file()]
+        hint = f"; {pickles[0]} may run code when it is read, save safetensors" if pickles else ""
+        raise AdapterError(f"{weights}: not found{hint}")
     try:
         with safe_open(weights, framework="numpy") as file:
             base = (file.metadata() or {}).get(_BASE, "")

@@ -268,6 +268,12 @@ def test_a_missing_file_is_named(name, folder, config):
         import_adapter(folder, config)
 
 
+def test_a_pickle_is_not_read_and_named(folder, config):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"not found; adapter_model.bin may run code when it is"):
+        import_adapter(folder, config)
+
+
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
 def test_a_truncated_file_is_refused(name, folder, config):
     path = folder / name
