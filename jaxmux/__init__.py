@@ -75,7 +75,9 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        raise AttributeError(f"module 'jaxmux' has no attribute {name!r}")
+        reason = import_module(".left_out", __name__).why_left_out(name)
+        hint = reason and f"; {reason}"
+        raise AttributeError(f"module 'jaxmux' has no attribute {name!r}{hint}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
     globals()[name] = value
     return value

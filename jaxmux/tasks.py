@@ -8,6 +8,7 @@ from typing import Any
 from .data import Source
 from .errors import InputError
 from .field_checks import check_fields, flag, integer, number, text
+from .left_out import why_left_out
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
 
@@ -118,6 +119,10 @@ class Task:
         if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
             hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
+            cls = self.adapter if is_class else type(self.adapter)
+            name = self.adapter if isinstance(self.adapter, str) else cls.__name__
+            if reason := why_left_out(name):
+                hint = f"; {reason}"
             known = ", ".join(sorted(own.__name__ for own in SPECIFICATIONS.values()))
             raise self._error(
                 f"adapter should be a specification ({known}), found {self.adapter!r}{hint}"

@@ -64,7 +64,7 @@ def write(
     args: argparse.Namespace,
     name: str,
     value: float,
-    bound: float | None,
+    bound: float,
     baselines: dict[str, Any],
     device: str | None = None,
     versions: dict[str, str] | None = None,

@@ -14,7 +14,15 @@ from jaxmux.data import Rendering
 from jaxmux.engine import TaskProgress
 from jaxmux.engine.suspended_task import without_best
 from jaxmux.models import BackboneConfig, checkpoint_tensors
-from jaxmux.peft import KINDS, adapter_of, export_adapter, is_adapter_folder, write_merged
+from jaxmux.peft import (
+    KINDS,
+    AdapterError,
+    adapter_of,
+    export_adapter,
+    is_adapter_folder,
+    kind_of,
+    write_merged,
+)
 from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
@@ -32,10 +40,14 @@ def run(options: argparse.Namespace) -> int:
         raise RunDirectoryError(f"{run_dir}: no task {unknown[0]!r}; its tasks are {known}")
     _refuse_existing([out / name for name in names], options)
     config = BackboneConfig.from_folder(record["backbone"], record.get("backbone_format"))
+    specs = {}
     for name in names:
         fields = dict(record["tasks"][name]["adapter"])
         with _damage(run_dir, f"the adapter of task {name!r}"):
-            spec = KINDS[fields.pop("kind")].specification(**fields)
+            specs[name] = KINDS[fields.pop("kind")].specification(**fields)
+    if options.merge:
+        _refuse_unmergeable(specs)
+    for name, spec in specs.items():
         rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
         if progress.status != "succeeded":
             _warn(f"task {name}: warning: {_state(progress, _steps(run_dir, record, name))}")
@@ -101,6 +113,18 @@ def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> No
             raise RunDirectoryError(
                 f"{folder}: holds an adapter already; choose another --out, or give --overwrite"
             )
+
+
+def _refuse_unmergeable(specs: Mapping[str, Any]) -> None:
+    """AdapterError if an adapter of a task cannot be merged, before any of them is written."""
+    apart = {name: kind.name for name, spec in specs.items() if not (kind := kind_of(spec)).merged}
+    if apart:
+        which = ", ".join(f"{name!r} (kind {kind!r})" for name, kind in apart.items())
+        others = " ".join(f"--task={name}" for name in specs if name not in apart)
+        raise AdapterError(
+            f"adapters that do more than change weights of the backbone cannot be merged: {which}; "
+            "export them without --merge" + (others and f", and the others with {others}")
+        )
 
 
 def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:

@@ -19,6 +19,7 @@ from jaxmux.data import Source
 from jaxmux.distributions import DISTRIBUTIONS
 from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
+from jaxmux.left_out import why_left_out
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
@@ -272,12 +273,13 @@ def _without_postscript(error: Exception) -> str:
     if unknown := re.match(
         r"No configurable matching (?:reference )?'@?.*?(\w+)(?:\(\))?'", message
     ):
-        hint = did_you_mean(unknown[1], _CONFIGURABLE)
+        hint = why_left_out(unknown[1]) or did_you_mean(unknown[1], _CONFIGURABLE)
         hint = hint or f"there are {', '.join(_CONFIGURABLE)}."
         message = message.replace(".\n", f"; {hint}\n", 1)
     if unknown := re.match(r"Configurable '(\w+)' doesn't have a parameter named '(\w+)'", message):
         parameters = [field.name for field in dataclasses.fields(_CONFIGURABLE[unknown[1]])]
-        hint = did_you_mean(unknown[2], parameters) or f"it has {', '.join(parameters)}."
+        hint = why_left_out(unknown[2]) or did_you_mean(unknown[2], parameters)
+        hint = hint or f"it has {', '.join(parameters)}."
         message = message.replace(".\n", f"; {hint}\n", 1)
     if missing := re.match(r"(?:\w+\.)*?(\w+)\.__init__\(\) missing .*?: (.*)", message):
         message = "not set: " + ", ".join(re.findall(r"'(\w+)'", missing[2]))

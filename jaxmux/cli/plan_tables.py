@@ -123,8 +123,9 @@ def _tasks(plan: Plan) -> Table:
     table = number_table("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
     for task in plan.tasks:
         mean = f"{task.tokens / task.samples:.1f}"
-        counts = (task.rank, task.batch_size, task.steps, task.samples, task.tokens)
-        table.add_row(task.name, *(f"{n:,}" for n in counts), mean, f"{task.longest:,}")
+        counts = (task.batch_size, task.steps, task.samples, task.tokens)
+        rank, longest = str(task.rank or "-"), f"{task.longest:,}"
+        table.add_row(task.name, rank, *(f"{n:,}" for n in counts), mean, longest)
     return table
 
 

@@ -19,6 +19,7 @@ from jaxmux.models.adapter_ops import LOW_RANK_KIND, AdapterOp
 from jaxmux.models.weight_sharding import TP, UNDIVIDED, WeightSharding, layer_weights
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import KINDS, Layout
+from jaxmux.peft.leaves import trained
 from jaxmux.sharding import StageMesh
 
 from .train_state import TrainState
@@ -38,7 +39,7 @@ def slots_to_renew(layout: Layout, kinds: Mapping[int, str]) -> dict[str, Int[np
     (capacity,) = layout.tree.loss.shape
     found = {}
     for name in layout.tree.adapters:
-        if _renews(KINDS[name].op):
+        if _renews(name):
             own = [number for number, kind in kinds.items() if kind == name]
             found[name] = np.int32(own + [capacity] * (capacity - len(own)))
     return found
@@ -105,7 +106,21 @@ def compile_renewal(layout: Layout, layers: Weights, adapters: Any) -> None:
         _renew.lower(KINDS[name].op, *given).compile()
 
 
-def _renews(op: AdapterOp | None) -> bool:
+def changed_by_updates(specs: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
+    """Adapters with None in place of the arrays that updates leave as they are.
+
+    Args:
+      specs: by adapter kind, the description of its pool.
+      adapters: the pools, arrays or their descriptions.
+    """
+    return {
+        name: adapters[name] if _renews(name) else trained(own, adapters[name])
+        for name, own in specs.items()
+    }
+
+
+def _renews(kind: str) -> bool:
+    op = KINDS[kind].op
     return op is not None and type(op).after_update is not AdapterOp.after_update
 
 

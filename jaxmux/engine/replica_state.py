@@ -2,8 +2,8 @@
 
 The first replica has the train state: adapters, accumulators and optimizer states of all slots.
 Each other replica has a copy of the adapters, and accumulators of its own. Before an update, the
-gradients of the slots that are due move to the first replica; after it, the new adapters come back.
-So the copies always have the bits of the first replica's adapters.
+gradients of the slots that are due move to the first replica; after it, what the update has changed
+of the adapters comes back. So the copies always have the bits of the first replica's adapters.
 
 Replicas may divide the layers among other parts, and the arrays among other meshes. An array
 travels in pieces, one for each pair of parts that have layers in common. A piece has the same value
@@ -24,6 +24,7 @@ from jaxtyping import Array, Int
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.sharding import StageMesh
 
+from .renewal import changed_by_updates
 from .stored_state import StoredState
 from .train_state import TrainState
 
@@ -120,7 +121,7 @@ class ReplicaState:
             home.run(_emptied, home, layout, state, slots)
             for home, layout, state in zip(own.homes, own.layouts, own.states, strict=True)
         ]
-        self.receive_adapters(slots)
+        self._receive(slots, whole=True)
 
     def send_gradients(self, slots: Int[np.ndarray, " K"]) -> None:
         """Adds gradients and losses to those of the first replica, and empties their places here.
@@ -140,16 +141,22 @@ class ReplicaState:
             first.states[j] = home.run(_added, home, layout, first.states[j], arrived, slots)
 
     def receive_adapters(self, slots: Int[np.ndarray, " K"]) -> None:
-        """Replaces adapters by those of the first replica.
+        """Replaces what an update has changed of adapters by that of the first replica.
 
         Args:
           slots: numbers of the slots.
         """
+        self._receive(slots, whole=False)
+
+    def _receive(self, slots: Int[np.ndarray, " K"], whole: bool) -> None:
         own, first = self.own, self._first
+        specs = first.layout.tree.adapters
+        # Without constants both are one program.
+        whole |= changed_by_updates(specs, specs) == specs
         pieces: list[_Piece] = []
         for j, home in enumerate(first.homes):
             cuts = tuple(c for c in self._common if c.first_part == j)
-            arguments = home, first.layouts[j], cuts, first.states[j].adapters, slots
+            arguments = home, first.layouts[j], cuts, whole, first.states[j].adapters, slots
             found = home.run(_cut, *arguments)
             pieces += (_Piece(home, c.part, x) for c, x in zip(cuts, found, strict=True))
         for i, arrived in _arrived(pieces, own.homes).items():
@@ -245,8 +252,8 @@ def _added(
     def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
         # The pieces have no axis of copies, which is the first one here.
         of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
-        divided = {"layer", "first", "last"} & {*spec.axes}
-        piece = of_pieces.joined(own, jnp.concatenate) if divided else sum(own)
+        joined = spec.divides_layers
+        piece = of_pieces.joined(own, jnp.concatenate) if joined else sum(own)
         # The axis of copies is divided among devices. An indexed update of its first place would
         # move all copies to one device.
         is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
@@ -258,16 +265,19 @@ def _added(
     return _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2))
+@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _cut(
     home: StageMesh,
     layout: Layout,
     cuts: tuple[_Common, ...],
+    whole: bool,
     adapters: Any,
     slots: Int[Array, " K"],
 ) -> list[Any]:
-    """The adapters of the slots, in pieces."""
+    """The adapters of the slots, or what updates change of them, in pieces."""
     specs = layout.tree.adapters
+    if not whole:
+        specs, adapters = (changed_by_updates(specs, tree) for tree in (specs, adapters))
     own = jax.tree.map(lambda spec, x: _of_slots(spec, x, slots), specs, adapters)
     pieces = (_layers(specs, own, c.first_begin, c.layers, c.first_to_end) for c in cuts)
     return [_everywhere(home, piece) for piece in pieces]
@@ -281,9 +291,12 @@ def _joined(
     pieces: Sequence[Any],
     slots: Int[Array, " K"],
 ) -> TrainState:
-    """The state with the adapters of the slots from their pieces, in the order of the layers."""
+    """The state with the adapters of the slots from their pieces, in the order of the layers. What
+    the pieces lack stays."""
 
-    def join(spec: LeafSpec, old: Array, *own: Array) -> Array:
+    def join(spec: LeafSpec, old: Array, *own: Array | None) -> Array:
+        if own[0] is None:
+            return old
         new = spec.joined(own, jnp.concatenate)
         return old.at[_at(spec, slots)].set(new, mode="drop")
 

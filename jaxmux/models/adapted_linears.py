@@ -10,6 +10,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxmux.pallas_kernels.counter_dropout import Dropout
@@ -26,7 +27,7 @@ from .adapter_ops import LayerAdapters
 from .architectures import MODULES
 from .modules import Weights
 from .remat_policies import GATE, SCALED, UP, checkpoint_name
-from .weight_sharding import UNDIVIDED, WeightSharding, first_column, leave
+from .weight_sharding import TP, UNDIVIDED, WeightSharding, first_column, leave
 
 # The names of products that a layer may keep.
 _KEPT = {"mlp.gate_proj": GATE, "mlp.up_proj": UP}
@@ -82,7 +83,8 @@ def adapted_linears(
 
     Returns:
       The output of each module, in the dtype of `x`, and the accumulators. A row-parallel linear
-      gives this device's part of its output, without bias and residual, for `joined`.
+      gives this device's part of its output, without residual, for `joined`. It has the bias only
+      if adapters touch the linear.
     """
     if len(modules) > 1 and any(m in others.scales or others.change_input(m) for m in modules):
         # They do not read the same any more, or have scales of their own.
@@ -140,7 +142,12 @@ def adapted_linears(
         for m, y in outputs.items()
     }
     if divided:
-        _refuse_divided_bias(weights, others)
+        outputs = {
+            m: y + _bias_of_one(weights[m]["bias"][layer])
+            if "bias" in weights[m] and others.touch(m)
+            else y
+            for m, y in outputs.items()
+        }
     else:
         outputs = {
             m: outputs[m] + w["bias"][layer] if "bias" in w else outputs[m]
@@ -152,20 +159,16 @@ def adapted_linears(
     return (found if added is None else (added + found[0],)), accumulators
 
 
-def _refuse_divided_bias(weights: dict[str, Weights], others: LayerAdapters) -> None:
-    """A bias behind a sum over devices is added by `joined`, where adapters no longer reach it."""
-    for module, own in weights.items():
-        if "bias" in own and others.touch(module):
-            raise ValueError(
-                f"{module} has a bias, and an adapter that changes its output; tensor parallelism "
-                "does not support both together"
-            )
+def _bias_of_one(bias: Float[Array, " n"]) -> Float[Array, " n"]:
+    """The bias on one tensor-parallel device and 0 on the others, whose summands are added up
+    behind the adapters."""
+    return jnp.where(jax.lax.axis_index(TP) == 0, bias, 0)
 
 
 def joined(
     y: Float[Array, "N d"],
     residual: Float[Array, "N d"] | None,
-    linear: Weights,
+    bias: Float[Array, "L d"] | None,
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
@@ -178,14 +181,14 @@ def joined(
     Args:
       y: the output of `adapted_linears` or `adapted_mlp`.
       residual: the residual stream before, or None.
-      linear: weights of the last linear, of all layers.
+      bias: biases of the last linear, of all layers; None if it has none or `y` has it already.
       layer: index of the layer.
       sharding: how the weights are divided among devices.
     """
     if sharding.tp == 1:
         return y
     x = leave(y, sharding) if residual is None else residual + leave(y, sharding)
-    return x + linear["bias"][layer] if "bias" in linear else x
+    return x if bias is None else x + bias[layer]
 
 
 def adapted_mlp(

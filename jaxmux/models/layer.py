@@ -133,13 +133,14 @@ def decoder_layer(
 
     def join(turn: _Turn) -> None:
         block, linear = turn.module.split(".")
-        own, before, weight = others[turn.stream], xs[turn.stream], weights[block][linear]
+        own, before = others[turn.stream], xs[turn.stream]
+        bias = None if own.touch(turn.module) else weights[block][linear].get("bias")
         if own.touch(block):
-            h = joined(turn.output, None, weight, layer, sharding)
+            h = joined(turn.output, None, bias, layer, sharding)
             h = checkpoint_name(h, BLOCK_OUTPUT)
             x = before + own.apply("block_output", block, before, h)
         else:
-            x = joined(turn.output, before, weight, layer, sharding)
+            x = joined(turn.output, before, bias, layer, sharding)
         xs[turn.stream] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
 
     blocks = (

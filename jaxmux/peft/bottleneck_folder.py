@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig
 
 from .bottleneck import (
@@ -83,6 +84,9 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Bottl
     given = settings["config"]
     if isinstance(given, str):
         given = _expanded(given)
+    if architecture := given.get("architecture"):
+        reason = why_left_out(architecture) or "only bottlenecks are"
+        raise ValueError(f"architecture={architecture!r} is not supported; {reason}")
     for key, only in _FIXED.items():
         if given.get(key, only) != only:
             raise ValueError(f"{key}={given[key]!r} is not supported, only {only!r}")
@@ -111,8 +115,8 @@ def _expanded(text: str) -> dict[str, Any]:
     """The configuration that a text such as "double_seq_bn[reduction_factor=4]" stands for."""
     found = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text)
     if not found or found[1] not in _NAMED:
-        known = ", ".join(_NAMED)
-        raise ValueError(f"config={text!r} is not supported; known names: {known}")
+        reason = why_left_out(text) or f"known names: {', '.join(_NAMED)}"
+        raise ValueError(f"config={text!r} is not supported; {reason}")
     form, reduction = _NAMED[found[1]]
     config: dict[str, Any] = {
         **_CONFIGS[form],

@@ -29,7 +29,7 @@ from .lora import (
 from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
 from .remembered import remembered
-from .targets import LayerMask, full_name
+from .targets import LayerMask, full_name, tables_among
 
 _MAGNITUDE = "lora_magnitude_vector"
 
@@ -63,9 +63,13 @@ class DoRA(LoRA):
                 f"initialisation {self.initialisation!r} is not supported by DoRA, whose "
                 "magnitudes begin at the norms of the whole weight; use it with LoRA"
             )
-        super().__post_init__()
         if self.trained_tokens:
-            raise ValueError("trained_tokens: DoRA trains linears only")
+            raise ValueError("trained_tokens: DoRA trains linears only; use LoRA")
+        if tables := tables_among(self.target_modules):
+            raise ValueError(
+                f"target_modules: DoRA trains linears only, found {tables[0]!r}; use LoRA"
+            )
+        super().__post_init__()
 
 
 class _Magnitude(AdapterOp):

@@ -125,7 +125,7 @@ def _settings(spec: IA3, config: BackboneConfig, serving: bool) -> dict[str, Any
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> IA3:
-    for key in ("fan_in_fan_out", "exclude_modules", "modules_to_save"):
+    for key in ("fan_in_fan_out", "exclude_modules"):
         if settings.get(key):
             raise ValueError(f"{key}={settings[key]!r} is not supported")
 

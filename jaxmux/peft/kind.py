@@ -192,13 +192,19 @@ class AdapterKind(NamedTuple):
         Low-rank factors are not counted.
         """
 
-        def count(point: str, rank: int) -> tuple[int, int]:
+        def count(point: str, rank: int) -> tuple[int, int, int]:
             specs = jax.tree.leaves(self.leaves(config, [point], 1, rank))
-            trained, frozen = (
-                sum(int(np.prod(spec.shape)) for spec in specs if spec.trained is own)
-                for own in (True, False)
+            sizes = [(spec, int(np.prod(spec.shape))) for spec in specs]
+            return (
+                sum(size for spec, size in sizes if spec.trained),
+                sum(size for spec, size in sizes if not spec.trained),
+                sum(size for spec, size in sizes if not (spec.trained or spec.divides_layers)),
             )
-            return trained, frozen
+
+        def end(point: str) -> int | None:
+            specs = jax.tree.leaves(self.leaves(config, [point], 1, 1))
+            ends = {spec.place for spec in specs if {"first", "last"} & {*spec.axes}}
+            return min(ends, default=None)
 
         def work(point: str, rank: int) -> PointWork:
             if self.work:
@@ -207,7 +213,7 @@ class AdapterKind(NamedTuple):
             return PointWork(2 * count(point, rank)[0], 3 * stream)
 
         def size(point: str) -> PointSize:
-            (one, frozen), (two, more_frozen) = count(point, 1), count(point, 2)
+            (one, frozen, whole), (two, more_frozen, more) = count(point, 1), count(point, 2)
             per_rank = two - one, more_frozen - frozen
             (flops, moved, kept), (more_flops, _, more_kept) = work(point, 1), work(point, 2)
             return PointSize(
@@ -216,6 +222,7 @@ class AdapterKind(NamedTuple):
                 *(more_flops - flops, 2 * flops - more_flops, moved),
                 *(2 * kept - more_kept, more_kept - kept),
                 *(point in AT_HEAD, point == TIED),
+                *(more - whole, 2 * whole - more, end(point)),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

@@ -8,6 +8,7 @@ specification. A kind is one file, or two if it has much to say of its folders, 
 from collections.abc import Mapping
 from typing import Any
 
+from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import AdapterOps
 from jaxmux.planner.costs.pool_spec import KindSize
@@ -113,7 +114,10 @@ def kind_of(specification: Any) -> AdapterKind:
         if isinstance(specification, kind.specification) and kind.serves(specification):
             return kind
     known = ", ".join(cls.__name__ for cls in SPECIFICATIONS.values())
-    raise ValueError(f"adapter should be one of {known}, found {specification!r}")
+    reason = why_left_out(type(specification).__name__)
+    raise ValueError(
+        f"adapter should be one of {known}, found {specification!r}{reason and f'; {reason}'}"
+    )
 
 
 def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:

@@ -68,6 +68,12 @@ class LeafSpec:
         """Index of the layer with which an array without the axis "layer" counts."""
         return -1 if "last" in self.axes else 0
 
+    @property
+    def divides_layers(self) -> bool:
+        """Whether parts of the backbone have parts of this array: some layers of it, or all of it
+        or nothing. Other arrays lie whole with every part."""
+        return bool({"layer", "first", "last"} & {*self.axes})
+
     def of_layers(self, first: int, layers: int, to_end: bool) -> "LeafSpec":
         """Returns a new description: what some consecutive layers of the backbone have of this
         array. Layers that do not begin with the first one have a single 0 for each slot in place of

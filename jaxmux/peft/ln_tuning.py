@@ -106,9 +106,8 @@ def _settings(spec: LNTuning, config: BackboneConfig, serving: bool) -> dict[str
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LNTuning:
-    for key in ("exclude_modules", "modules_to_save"):
-        if settings.get(key):
-            raise ValueError(f"{key}={settings[key]!r} is not supported")
+    if excluded := settings.get("exclude_modules"):
+        raise ValueError(f"exclude_modules={excluded!r} is not supported")
     given = settings.get("target_modules") or ()
     return LNTuning(given if isinstance(given, str) else tuple(given))
 

@@ -21,6 +21,7 @@ from jaxmux.field_checks import (
     names,
     number,
 )
+from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -111,6 +112,8 @@ class LoRA:
     trained_tokens: tuple[int, ...] = integers((), least=0)
 
     def __post_init__(self):
+        if reason := why_left_out(self.initialisation):
+            raise ValueError(f"initialisation {self.initialisation!r} is not supported; {reason}")
         check_fields(self)
         if self.initialisation == "eva" and self.rank_pattern:
             raise ValueError(

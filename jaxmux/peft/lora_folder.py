@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes, changed_weights
@@ -30,7 +31,7 @@ _NOT_SUPPORTED = (
 
 
 # Initialisations with which PEFT changes the backbone too, so that the factors alone say nothing.
-_CHANGES_BACKBONE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga|loftq")
+_CHANGES_BACKBONE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 
 
 def is_low_rank(settings: Mapping[str, Any]) -> bool:
@@ -79,11 +80,9 @@ def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
     for key in _NOT_SUPPORTED:
         if settings.get(key):
             raise ValueError(f"{key}={settings[key]!r} is not supported")
-    if whole := settings.get("modules_to_save"):
-        raise ValueError(
-            f"modules_to_save={whole!r} is not supported: it would be a whole copy for each task"
-        )
     start = settings.get("init_lora_weights")
+    if start == "loftq":
+        raise ValueError(f"init_lora_weights={start!r}; {why_left_out(start)}")
     if isinstance(start, str) and _CHANGES_BACKBONE.fullmatch(start):
         raise ValueError(
             f"init_lora_weights={start!r}: PEFT trained this adapter on a changed backbone; let "

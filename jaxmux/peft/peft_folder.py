@@ -14,6 +14,7 @@ from safetensors.numpy import load_file, save_file
 from jaxmux.atomic_files import share_like_folder, write_atomically
 from jaxmux.data import Rendering
 from jaxmux.errors import InputError
+from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig
 
 from .chat_template_file import TRAINED_ON, write_chat_template
@@ -28,16 +29,10 @@ SETTINGS = "adapter_config.json"
 _BASE = "jaxmux.base_fingerprint"
 # The key there of the format in which the base model's linears were stored, if it was no dtype.
 _BASE_FORMAT = "jaxmux.base_format"
+# Files of PEFT and of AdapterHub that are not read.
+_PICKLES = ("adapter_model.bin", "pytorch_adapter.bin")
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
-
-
-# Kinds of Hugging Face PEFT that are left out, with the reason.
-_LEFT_OUT = {
-    "BOFT": "its butterfly factors would need an own product for every linear",
-    "OFT": "its rotations give linears that read the same input different inputs",
-    "PREFIX_TUNING": "it trains worse than prompts and low-rank adapters",
-}
 
 
 class AdapterError(InputError):
@@ -153,6 +148,8 @@ def import_adapter(
     folder = Path(folder)
     settings, where = _read_settings(folder), folder / SETTINGS
     kind = _recognised(settings, where)
+    if whole := settings.get("modules_to_save"):
+        raise AdapterError(f"{where}: modules_to_save={whole!r}; {why_left_out('modules_to_save')}")
     tensors, recorded = _read_tensors(folder / kind.weights_file)
     if recorded and base_fingerprint and recorded != base_fingerprint:
         raise AdapterError(
@@ -188,9 +185,8 @@ def _recognised(settings: dict[str, Any], where: Path) -> AdapterKind:
         if kind.recognise(settings):
             return kind
     name = settings.get("peft_type")
-    known = f"; known kinds: {', '.join(KINDS)}"
-    reason = f": {_LEFT_OUT[name]}" if isinstance(name, str) and name in _LEFT_OUT else known
-    raise AdapterError(f"{where}: peft_type={name!r} is not supported{reason}")
+    reason = why_left_out(name) or f"known kinds: {', '.join(KINDS)}"
+    raise AdapterError(f"{where}: peft_type={name!r} is not supported; {reason}")
 
 
 def _sort_metadata(path: Path) -> None:
@@ -224,7 +220,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
     """The tensors, and the fingerprint of the base model; empty if there is none."""
     if not weights.is_file():
-        raise AdapterError(f"{weights}: not found")
+        pickles = [name for name in _PICKLES if (weights.parent / name).is_file()]
+        hint = f"; {pickles[0]} may run code when it is read, save safetensors" if pickles else ""
+        raise AdapterError(f"{weights}: not found{hint}")
     try:
         with safe_open(weights, framework="numpy") as file:
             base = (file.metadata() or {}).get(_BASE, "")

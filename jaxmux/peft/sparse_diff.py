@@ -206,7 +206,7 @@ def _settings(spec: SparseDiff, config: BackboneConfig, serving: bool) -> dict[s
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> SparseDiff:
-    for key in ("fan_in_fan_out", "modules_to_save", "exclude_modules"):
+    for key in ("fan_in_fan_out", "exclude_modules"):
         if settings.get(key):
             raise ValueError(f"{key}={settings[key]!r} is not supported")
     targets = settings.get("target_modules") or ()

@@ -23,13 +23,7 @@ from .targets import LayerMask, resolve_targets, target_names
 
 # PEFT's names of the two projections, which are not those of a module.
 _A, _B = "base_model.vera_A", "base_model.vera_B"
-_NOT_SUPPORTED = (
-    "fan_in_fan_out",
-    "layers_to_transform",
-    "layers_pattern",
-    "exclude_modules",
-    "modules_to_save",
-)
+_NOT_SUPPORTED = ("fan_in_fan_out", "layers_to_transform", "layers_pattern", "exclude_modules")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmux.left_out import why_left_out
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.peft import kind_of
 from jaxmux.similar_names import did_you_mean
@@ -176,7 +177,8 @@ class _Reader:
         names = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in names:
-                hint = did_you_mean(key, names) or f"the keys are {', '.join(names)}"
+                hint = why_left_out(key) or did_you_mean(key, names)
+                hint = hint or f"the keys are {', '.join(names)}"
                 raise self._error(f"{shown(at + key)} is no key of a specification; {hint}")
         if missing := [name for name in required_fields(cls) if name not in fields]:
             raise self._error(f"{at}{missing[0]} is missing")
@@ -206,6 +208,7 @@ class _Reader:
         kind, fields = value.get(KIND), {k: v for k, v in value.items() if k != KIND}
         if problem := refusal(kind, {"enum": list(part.classes)}):
             hint = did_you_mean(kind, part.classes) if isinstance(kind, str) else ""
+            hint = why_left_out(kind) or hint
             raise self._error(f"{key}.{KIND} {problem}{hint and f'; {hint}'}")
         return self.specification(part.classes[kind], fields, f"{key}.")
 
@@ -216,6 +219,7 @@ class _Reader:
             reason = why_outside(value) if is_path else ""
             if isinstance(value, str) and "enum" in schema:
                 reason = did_you_mean(value, filter(None, schema["enum"]))
+            reason = (why_left_out(value) if name == "initialisation" else "") or reason
             raise self._error(f"{key} {problem}{reason and f'; {reason}'}")
         return value
 

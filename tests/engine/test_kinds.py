@@ -1,6 +1,7 @@
 """Tasks with different kinds of adapters train together, each as it does alone."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -9,6 +10,8 @@ import pytest
 
 from jaxmux.engine import Engine
 from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.renewal import changed_by_updates
+from jaxmux.engine.train_state import pool_specs
 from jaxmux.optimizers import SGD
 from jaxmux.peft import (
     IA3,
@@ -176,6 +179,16 @@ def test_norms_of_adapted_weights_follow_every_update(tasks, together, config, b
         assert change > 1e-4
 
 
+def test_constants_do_not_change_by_updates(pool, config):
+    """They need not be sent to other replicas."""
+    state = pool_specs(config, pool.modules, *pool[:2], pool.optimizer, pool.others)
+    found = named_leaves(changed_by_updates(state.adapters, state.adapters))
+    constants = {path.split("/", 1)[0] for path in named_leaves(state.adapters).keys() - found}
+    assert {"vera/self_attn.q_proj/ld", "dora/self_attn.q_proj/norm"} <= found.keys()
+    assert "vera/self_attn.q_proj/a0" not in found and "dora" not in constants
+    assert {"vera", "sparse_diff", "bottleneck"} < constants
+
+
 @pytest.mark.parametrize("name", PAIR_SCALES)
 def test_constants_of_pairs_stay_and_have_no_moments(name, tasks, together):
     _, arrays = together[name]
@@ -278,8 +291,28 @@ def test_a_kind_without_room_is_refused(make_engine, tasks):
             engine.refuse_outgrowing(tasks[name])
 
 
+def test_a_pool_knows_the_rank_of_any_kind(tasks):
+    ranks = {"lora": 4, "ia3": 0, "ln": 0, "pfeiffer": 3, "columns": 5, "vera": 6, "prompt": 7}
+    ranks |= {"dora": 3, "entries": 3, "pattern": 5, "pissa": 6, "tables": 3, "lora-tokens": 3}
+    assert {name: tasks[name].pool.largest_rank for name in ranks} == ranks
+
+
 def test_the_memory_of_a_pool_is_that_of_its_arrays(make_mixed, pool, backbone):
     state = make_mixed().state
     arrays = jax.tree.leaves((state.adapters, state.accumulators, state.moments))
     size = size_of(backbone.config, backbone.compute_dtype)
     assert pool.state_bytes(size) == sum(array.nbytes for array in arrays)
+
+
+def test_the_memory_of_a_stage_is_that_of_its_arrays(pool, backbone):
+    """Projections lie on every stage, what is before or behind the layers on the first or last."""
+    size = size_of(backbone.config, backbone.compute_dtype)
+    state = pool_specs(backbone.config, pool.modules, *pool[:2], pool.optimizer, pool.others)
+    specs = jax.tree.leaves((state.adapters, state.accumulators, state.moments))
+    found = []
+    for first, to_end in ((0, False), (1, True)):
+        here = [own for own in specs if ("last" if first == 0 else "first") not in own.axes]
+        shapes = [own.of_layers(first, 1, to_end).shape for own in here]
+        found.append(4 * sum(map(math.prod, shapes)))
+    assert pool.stage_bytes(size, [1, 1]) == found
+    assert sum(found) > pool.state_bytes(size)

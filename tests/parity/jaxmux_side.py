@@ -81,9 +81,13 @@ def forward(folder: Path, request: Request) -> None:
             save_backbone(backbone, where)
         else:
             backbone = load_backbone(where)
-        adapters = [import_adapter(folder / a, backbone.config) for a in case.get("adapters", [])]
+        base = checkpoint_tensors(where, np.dtype(np.float32))
+        adapters = [
+            import_adapter(folder / own, backbone.config, base=base)
+            for own in case.get("adapters", [])
+        ]
         for i, (spec, adapter) in enumerate(adapters):
-            if isinstance(spec, LoRA):
+            if type(spec) is LoRA:
                 tensors = hf_tensors(spec, adapter, backbone.config)
                 save_arrays(folder / "tensors" / f"{name}-{i}.npz", tensors)
         logits = packed_logits(backbone, adapters, case["prompts"])

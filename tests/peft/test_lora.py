@@ -34,9 +34,13 @@ def test_a_list_of_targets_becomes_a_tuple():
         ({"dropout": -0.1}, "dropout .* found -0.1"),
         ({"dropout": math.nan}, "dropout .* found nan"),
         (
-            {"initialisation": "loftq"},
+            {"initialisation": "zeros"},
             "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'eva', "
-            "'pissa', 'olora', 'pissa_niter_N' with N up to 99, found 'loftq'",
+            "'pissa', 'olora', 'pissa_niter_N' with N up to 99, found 'zeros'",
+        ),
+        *(
+            ({"initialisation": name}, f"'{name}' is not supported; {written} is left out: it")
+            for name, written in (("loftq", "LoftQ"), ("lora_ga", "LoRA-GA"), ("corda", "CorDA"))
         ),
         (
             {"initialisation": "orthogonal", "rank": 5},

@@ -40,7 +40,6 @@ def test_only_names_choose_tables():
     [
         (LoRA(9, target_modules="lm_head"), "the tables are no wider than 8"),
         (LoRA(2, target_modules=("lm_head", "proj")), "'proj' matches no linear"),
-        (DoRA(2, target_modules=("q_proj", "lm_head")), "'lm_head' matches no linear"),
         (LoRA(2, trained_tokens=(3, 20)), "trained_tokens: 20 is no token of the 20 tokens"),
     ],
     ids=str,
@@ -73,6 +72,13 @@ def test_what_is_refused(spec, problem):
 def test_fields_that_exclude_each_other_are_named(values, problem):
     with pytest.raises(ValueError, match=problem):
         LoRA(2, **values)
+
+
+def test_dora_trains_linears_only():
+    with pytest.raises(ValueError, match="target_modules: DoRA trains linears only, found 'lm_h"):
+        DoRA(2, target_modules=("q_proj", "lm_head"))
+    with pytest.raises(ValueError, match="trained_tokens: DoRA trains linears only"):
+        DoRA(2, trained_tokens=(1,))
 
 
 def test_trained_tokens_of_a_lora_differ():

@@ -194,7 +194,9 @@ def test_half_precision_tensors_are_read_as_float32(folder, config):
 @pytest.mark.parametrize(
     ("values", "problem"),
     [
-        ({"peft_type": "BOFT"}, "peft_type='BOFT' is not supported: its butterfly factors"),
+        ({"peft_type": "BOFT"}, "peft_type='BOFT' is not supported; BOFT is left out: its b"),
+        ({"peft_type": "OFT"}, "OFT is left out: its rotations"),
+        ({"peft_type": "PREFIX_TUNING"}, "prefix tuning is left out: it trains worse"),
         ({"peft_type": "LORAX"}, "peft_type='LORAX' is not supported; known kinds: lora, "),
         ({"bias": "all"}, "bias='all'"),
         ({"use_qalora": True}, "use_qalora=True"),
@@ -210,7 +212,8 @@ def test_half_precision_tensors_are_read_as_float32(folder, config):
             r"alpha_pattern: '\(q_proj' is no valid regular",
         ),
         ({"layers_to_transform": [0]}, "layers_to_transform"),
-        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save is left out: it would be a whole copy"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'; LoftQ is left out: it quant"),
         ({"use_rslora": "no"}, "rslora should be True or False, found 'no'"),
         ({"r": 0}, "rank should be an integer"),
         ({"target_modules": ["query"]}, "'query' matches no linear"),
@@ -262,6 +265,12 @@ def test_an_adapter_of_another_backbone_is_refused(folder, config):
 def test_a_missing_file_is_named(name, folder, config):
     (folder / name).unlink()
     with pytest.raises(AdapterError, match=name):
+        import_adapter(folder, config)
+
+
+def test_a_pickle_is_not_read_and_named(folder, config):
+    (folder / "adapter_model.safetensors").rename(folder / "adapter_model.bin")
+    with pytest.raises(AdapterError, match=r"not found; adapter_model.bin may run code when it is"):
         import_adapter(folder, config)
 
 

@@ -161,7 +161,7 @@ OTHER_SETTINGS = {
     "norm as target": (["tiny/LoRA.target_modules=['norm']"], "'norm' matches no linear"),
     "head as target of DoRA": (
         ["tiny/Task.adapter=@DoRA()", "DoRA.target_modules=['lm_head']"],
-        "'lm_head' matches no linear",
+        "DoRA trains linears only, found 'lm_head'",
     ),
     "tables and their tokens": (
         ["tiny/LoRA.target_modules=['lm_head']", "tiny/LoRA.trained_tokens=[3]"],
@@ -290,7 +290,7 @@ ADAPTERS = {
     "no rank": ({"r": None}, "rank should be an integer"),
     "rank as text": ({"r": "2"}, "rank should be an integer"),
     "alpha of another task": ({"lora_alpha": 1}, "alpha is 1, the task asks for 32.0"),
-    "another kind": ({"peft_type": "OFT"}, "peft_type='OFT' is not supported"),
+    "another kind": ({"peft_type": "OFT"}, "peft_type='OFT' is not supported; OFT is left out: "),
     "biases": ({"bias": "all"}, "bias='all' is not supported"),
     "DoRA without magnitudes": ({"use_dora": True}, "lora_magnitude_vector is missing"),
     "ranks of others": (
@@ -298,7 +298,7 @@ ADAPTERS = {
         "has shape [2, 32], rank and backbone imply [4",
     ),
     "some layers": ({"layers_to_transform": [0]}, "layers_to_transform=[0] is not supported"),
-    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    "saved modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save is left out: it would"),
     "rsLoRA as text": ({"use_rslora": "no"}, "rslora should be True or False"),
     "unknown modules": ({"target_modules": ["query"]}, "'query' matches no linear"),
     "no modules": ({"target_modules": None}, "target_modules is empty"),

@@ -323,7 +323,9 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[-1].startswith("red")
 
 
-def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base, tmp_path, logits):
+def test_merged_checkpoints_have_the_logits_of_the_adapter(
+    trained, model, base, tmp_path, logits, capsys
+):
     names = [f"--task={name}" for name in MERGED]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
@@ -335,9 +337,13 @@ def test_merged_checkpoints_have_the_logits_of_the_adapter(trained, model, base,
         np.testing.assert_allclose(found, wanted, atol=1e-4)
         load_tokenizer(tmp_path / name)
     assert run_command("export", arguments, prog="jaxmux export") == 2
-    arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", "--task=houlsby"]
+    out = tmp_path / "others"
+    arguments = [f"--run_dir={trained}", f"--out={out}", "--merge", "--task=ia3", "--task=houlsby"]
     assert run_command("export", arguments, prog="jaxmux export") == 2
-    assert not (tmp_path / "houlsby").exists()
+    assert "'houlsby' (kind 'bottleneck'); export them without --merge, and the others with " in (
+        capsys.readouterr().err
+    )
+    assert not out.exists()
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
@@ -479,6 +485,8 @@ def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
     [
         ("double_seq_bn[reduction_factor=4]", None),
         ("mam", "config='mam' is not supported; known names: seq_bn, "),
+        ("prefix_tuning", "prefix tuning is left out"),
+        ({"architecture": "lora", "r": 8}, "architecture='lora' is not supported; only b"),
         ({"reduction_factor": 8, "non_linearity": "relu", "ln_before": True}, "ln_before=True"),
         ({"reduction_factor": 8, "non_linearity": "elu"}, "non_linearity='elu'"),
         ({"reduction_factor": 8, "non_linearity": "relu", "scaling": "learned"}, "scaling="),
@@ -615,6 +623,10 @@ def test_tenants_may_ask_for_other_kinds(data, tmp_path):
         (eva | {"calibration_tokens": 10**6}, "calibration_tokens should be .* of at most 8192"),
         ({"kind": "lora", "trained_tokens": [3, 3]}, "a list of different ids"),
         ({"kind": "dora", "trained_tokens": [3]}, "of at most 0 entries"),
+        ({"kind": "dora", "target_modules": ["lm_head"]}, "DoRA trains linears only, found 'lm_"),
+        ({"kind": "prefix_tuning"}, 'found "prefix_tuning"; prefix tuning is left out: it'),
+        ({"kind": "lora", "initialisation": "corda"}, 'found "corda"; CorDA is left out: it'),
+        ({"kind": "lora", "modules_to_save": []}, "modules_to_save is left out: it would"),
     ):
         with pytest.raises(ValueError, match=problem):
             task(**adapter)

@@ -104,9 +104,10 @@ class MemoryModel:
         outside = (
             [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
         )
+        states = pool.stage_bytes(size, layers)
         of_stages = (
-            (own * layer + end) / replica.fsdp + own * pool.state_bytes(size) / size.layers
-            for own, end in zip(layers, outside, strict=True)
+            (own * layer + end) / replica.fsdp + state
+            for own, end, state in zip(layers, outside, states, strict=True)
         )
         return [(own + gathered + size.decoded_bytes) / replica.tp for own in of_stages]
 

@@ -45,6 +45,11 @@ class PointSize(NamedTuple):
       at_head: whether the adapters change logits. Every chunk of a microbatch then has a copy of
         its task's values and of their gradients, from its forward to its backward pass.
       at_both_ends: whether the adapters change both what enters the first layer and the logits.
+      whole_per_rank: number of values, among those that are not trained, that every stage of a
+        pipeline has, because they belong to no layer; for each rank.
+      whole: number of other such values.
+      end: 0 if the first stage of a pipeline has all values, -1 if the last one has; None if they
+        are divided like the layers.
     """
 
     point: str
@@ -59,6 +64,9 @@ class PointSize(NamedTuple):
     kept_per_rank: int = 0
     at_head: bool = False
     at_both_ends: bool = False
+    whole_per_rank: int = 0
+    whole: int = 0
+    end: int | None = None
 
 
 class KindSize(NamedTuple):
@@ -128,6 +136,17 @@ class PoolSpec(NamedTuple):
     optimizer: str = "adamw"
     others: tuple[KindSize, ...] = ()
 
+    @property
+    def largest_rank(self) -> int:
+        """The largest rank that an adapter in the pool may have, of whatever kind; 0 if their sizes
+        do not depend on a rank."""
+        ranks = [
+            own.rank
+            for own in self.others
+            if any(p.trained_per_rank or p.frozen_per_rank for p in own.points)
+        ]
+        return max(ranks + [self.rank] * (self.modules != ()), default=0)
+
     def share(self, backbone: BackboneSize) -> float:
         """Returns the pool's adapter parameters as a fraction of those of a pool that adapts every
         linear.
@@ -173,15 +192,44 @@ class PoolSpec(NamedTuple):
           backbone: sizes of the backbone.
 
         Raises:
+          PlanningError: as for `stage_bytes`.
+        """
+        (everything,) = self.stage_bytes(backbone, [backbone.layers])
+        return everything
+
+    def stage_bytes(self, backbone: BackboneSize, layers: Sequence[int]) -> list[int]:
+        """Returns the bytes of the train state of all slots on every stage of a pipeline.
+
+        Args:
+          backbone: sizes of the backbone.
+          layers: number of layers of each stage, in order.
+
+        Raises:
           PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a module
             path in `modules`.
         """
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
-        moments = OPTIMIZERS[self.optimizer].moments
-        frozen = self.slots * sum(own.frozen for own in self.others)
-        return _FLOAT32 * ((2 + moments) * self.parameters(backbone) + frozen)
+        copies = 2 + OPTIMIZERS[self.optimizer].moments
+        factors = self._replace(others=()).parameters(backbone)
+        of_layers, whole, of_ends = copies * factors, 0, {0: 0, len(layers) - 1: 0}
+        for own in self.others:
+            for point in own.points:
+                values = self.slots * (
+                    copies * (point.trained_per_rank * own.rank + point.trained)
+                    + (point.frozen_per_rank * own.rank + point.frozen)
+                )
+                everywhere = self.slots * (point.whole_per_rank * own.rank + point.whole)
+                whole += everywhere
+                if point.end is None:
+                    of_layers += values - everywhere
+                else:
+                    of_ends[range(len(layers))[point.end]] += values
+        return [
+            _FLOAT32 * (of_layers * own // backbone.layers + whole + of_ends.get(stage, 0))
+            for stage, own in enumerate(layers)
+        ]
 
 
 def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:

@@ -247,5 +247,5 @@ def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
 def _planned_task(task: TaskLoad) -> PlannedTask:
     count = len(task.lengths)
     # The last token of a sample takes no place.
-    rank, sizes = task.pool.rank, (count, sum(task.lengths) + count, task.longest + 1)
+    rank, sizes = task.pool.largest_rank, (count, sum(task.lengths) + count, task.longest + 1)
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)

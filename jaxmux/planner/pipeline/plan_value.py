@@ -48,7 +48,7 @@ class PlannedTask(NamedTuple):
 
     Attributes:
       name: name of the task.
-      rank: rank of its adapter.
+      rank: rank of its adapter, or what else its kind calls its size; 0 if it has none.
       batch_size: number of samples of one global batch.
       steps: number of steps (global batches) that the task trains for.
       samples: number of its training samples.

@@ -85,9 +85,16 @@ def test_kinds_train_on_a_mesh_as_on_one_device(mesh, make_engine, tasks, train,
 
 @pytest.fixture(scope="module")
 def tied(backbone):
-    """The backbone with its embedding as its head, whose tokens two devices can share."""
-    config = dataclasses.replace(backbone.config, tie_word_embeddings=True, vocab_size=104)
+    """The backbone with its embedding as its head, whose tokens two devices can share, and with a
+    bias behind attention."""
+    config = dataclasses.replace(
+        backbone.config, tie_word_embeddings=True, vocab_size=104, output_bias=True
+    )
     weights = {name: own for name, own in backbone.weights.items() if name != "lm_head"}
+    bias = np.random.default_rng(0).normal(size=(config.num_layers, config.hidden_size))
+    o_proj = weights["layers"]["self_attn"]["o_proj"] | {"bias": np.float32(bias)}
+    attention = weights["layers"]["self_attn"] | {"o_proj": o_proj}
+    weights["layers"] = weights["layers"] | {"self_attn": attention}
     table = np.pad(weights["embed_tokens"]["weight"], ((0, 3), (0, 0)))
     weights["embed_tokens"] = {"weight": jax.numpy.asarray(table)}
     return dataclasses.replace(backbone, config=config, weights=weights)
@@ -123,13 +130,15 @@ def tables_of_tied(tasks, tied):
 
 
 def test_a_head_that_is_the_embedding_trains_on_a_mesh(
-    make_engine, tied, task_of_tied, tables_of_tied, train
+    make_engine, tied, task_of_tied, tables_of_tied, train, tasks
 ):
-    both = task_of_tied, tables_of_tied
-    expected = make_engine(*both, model=tied)
+    """IA3 also multiplies the bias of a linear whose inputs are divided."""
+    (ia3,) = (own for own in tasks if own.task.name == "ia3")
+    every = task_of_tied, tables_of_tied, ia3
+    expected = make_engine(*every, model=tied)
     results = expected, train(expected)
-    engine = make_engine(*both, model=tied, layers=(4,), stage=Stage(dp=2, tp=2))
-    assert_same_training(both, engine, train(engine), *results)
+    engine = make_engine(*every, model=tied, layers=(4,), stage=Stage(dp=2, tp=2))
+    assert_same_training(every, engine, train(engine), *results)
 
 
 def test_a_pipeline_refuses_tokens_of_a_head_that_is_the_embedding(make_engine, tied, task_of_tied):

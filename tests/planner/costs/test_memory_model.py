@@ -308,6 +308,31 @@ def test_chunks_have_copies_of_what_changes_logits(model):
     assert room[1] <= room[0]
 
 
+def test_stages_hold_what_belongs_to_no_layer_whole(model):
+    values = 8 * 10**6
+    stages = Replica.uniform(pp=4)
+    layers = BACKBONE.stage_layers(stages)
+    before = POOL.stage_bytes(BACKBONE, layers)
+
+    def pool_with(**more):
+        point = PointSize("place", 0, 0, frozen_per_rank=values, **more)
+        return POOL._replace(others=(KindSize("kind", 3, (point,)),))
+
+    whole = 4 * POOL.slots * 3 * values
+    for more, expected in (
+        ({}, [whole * own // 8 for own in layers]),
+        ({"whole_per_rank": values}, [whole] * 4),
+        ({"end": 0}, [whole, 0, 0, 0]),
+        ({"end": -1}, [0, 0, 0, whole]),
+    ):
+        found = pool_with(**more).stage_bytes(BACKBONE, layers)
+        assert [now - then for now, then in zip(found, before, strict=True)] == expected
+    divided, everywhere = (
+        model.resident(pool_with(**more), stages) for more in ({}, {"whole_per_rank": values})
+    )
+    assert everywhere - divided == pytest.approx(whole * 5 / 8)
+
+
 @pytest.mark.parametrize(("backbone_format", "of_weight"), [("nf4", 2), ("int8", 2), ("float8", 1)])
 def test_formats_of_weights_need_room_for_two_decoded_linears(model, backbone_format, of_weight):
     backbone = dataclasses.replace(model.backbone, backbone_format=backbone_format)
