@@ -77,8 +77,9 @@ class MemoryModel:
         """Returns the bytes of weights and train state on one device of the stage that holds most.
 
         This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
-        tasks, divided over the S stages. Tensor parallelism divides it further, and fully sharded
-        data parallelism divides the weights. It needs room for what is gathered: two layers (the
+        tasks, divided over the S stages. Tensor parallelism divides it further, except what every
+        device has whole (see `PoolSpec.stage_bytes`), and fully sharded data parallelism divides
+        the weights. It needs room for what is gathered: two layers (the
         one that is computed and the next one), or the head. Weights in a format that is no dtype
         need room for those that are decoded.
 
@@ -104,12 +105,14 @@ class MemoryModel:
         outside = (
             [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
         )
-        states = pool.stage_bytes(size, layers)
-        of_stages = (
-            (own * layer + end) / replica.fsdp + state
-            for own, end, state in zip(layers, outside, states, strict=True)
+        states = pool.stage_bytes(size, layers, replica.tp)
+        weights = (
+            (own * layer + end) / replica.fsdp for own, end in zip(layers, outside, strict=True)
         )
-        return [(own + gathered + size.decoded_bytes) / replica.tp for own in of_stages]
+        return [
+            (own + gathered + size.decoded_bytes) / replica.tp + state
+            for own, state in zip(weights, states, strict=True)
+        ]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one

@@ -10,6 +10,9 @@ from ..numbers import numbered
 from .device_profile import BackboneSize
 
 _FLOAT32 = 4
+# Last components of the paths of the linears whose input tensor parallelism divides, as
+# `models.weight_sharding.ROW_PARALLEL`.
+_ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 class PointWork(NamedTuple):
@@ -197,12 +200,18 @@ class PoolSpec(NamedTuple):
         (everything,) = self.stage_bytes(backbone, [backbone.layers])
         return everything
 
-    def stage_bytes(self, backbone: BackboneSize, layers: Sequence[int]) -> list[int]:
-        """Returns the bytes of the train state of all slots on every stage of a pipeline.
+    def stage_bytes(self, backbone: BackboneSize, layers: Sequence[int], tp: int = 1) -> list[int]:
+        """Returns the bytes of the train state of all slots on one device of every stage of a
+        pipeline.
+
+        Tensor-parallel devices divide the output side of column-parallel linears and the input side
+        of row-parallel ones, and each has the other factor whole. The arrays of other adapter kinds
+        are counted whole.
 
         Args:
           backbone: sizes of the backbone.
           layers: number of layers of each stage, in order.
+          tp: number of tensor-parallel devices of a stage.
 
         Raises:
           PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a module
@@ -212,7 +221,7 @@ class PoolSpec(NamedTuple):
             known = ", ".join(OPTIMIZERS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
         copies = 2 + OPTIMIZERS[self.optimizer].moments
-        factors = self._replace(others=()).parameters(backbone)
+        factors = self._factors(backbone, tp)
         of_layers, whole, of_ends = copies * factors, 0, {0: 0, len(layers) - 1: 0}
         for own in self.others:
             for point in own.points:
@@ -230,6 +239,16 @@ class PoolSpec(NamedTuple):
             _FLOAT32 * (of_layers * own // backbone.layers + whole + of_ends.get(stage, 0))
             for stage, own in enumerate(layers)
         ]
+
+    def _factors(self, backbone: BackboneSize, tp: int) -> int:
+        """Returns the values of all LoRA factors on one of the tensor-parallel devices."""
+        everything = self._replace(others=()).parameters(backbone)
+        if tp == 1:
+            return everything
+        modules = backbone.linears if self.modules is None else self.modules
+        whole = sum(backbone.linears[module][module.endswith(_ROW_PARALLEL)] for module in modules)
+        whole *= self.slots * backbone.layers * self.rank
+        return whole + (everything - whole) // tp
 
 
 def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:

@@ -5,9 +5,11 @@ import dataclasses
 from functools import partial
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import Backbone
 from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import SGD, AdamW
@@ -375,3 +377,16 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
         assert len(kept) > 3
         # Vectors, such as the weights of the final norm, are small.
         assert not {s for s in kept & shapes if len(s) > 1 and 1 not in s[-2:]}
+
+
+def test_the_memory_of_a_state_is_that_of_its_arrays(make_engine, different_tasks):
+    engine = make_engine(*different_tasks, layers=(3, 1), stage=Stage(tp=2))
+    size = size_of(engine.backbone.config, jnp.float32)
+    found = [
+        sum(
+            leaf.addressable_shards[0].data.nbytes
+            for leaf in jax.tree.leaves((state.adapters, state.accumulators, state.moments))
+        )
+        for state in engine._slots.stored.states
+    ]
+    assert engine._slots.pool.stage_bytes(size, (3, 1), tp=2) == found
