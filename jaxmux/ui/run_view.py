@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from .line_file import Line
@@ -21,6 +22,7 @@ class TaskView:
       row: its entry in the list of tasks: name, state, reason, priority, step, steps, kind, rank,
         loss (of the last update), held_out (the last loss), best, tokens, skipped.
       loss: training loss by step.
+      trained: number of steps of which it has told.
       held_out: step, loss and whether it is the best one, of each measurement.
     """
 
@@ -47,6 +49,7 @@ class TaskView:
             "skipped": 0,
         } | fields
         self.loss = Series(1)
+        self.trained = 0
         self.held_out: list[list[Any]] = []
 
 
@@ -57,7 +60,7 @@ class RunView:
       tasks: by name.
       rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
         memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
-      details: by number of a round with details, offset and length of its line.
+      details: by number of a round with details, the file, offset and length of its line.
       events: the last events, those of one file after those of another.
       last: time of the newest line, in seconds since 1970; None before the first.
       begun: time of the oldest line.
@@ -71,7 +74,7 @@ class RunView:
         """
         self.tasks: dict[str, TaskView] = {}
         self.rounds = Series(9)
-        self.details: dict[int, tuple[int, int]] = {}
+        self.details: dict[int, tuple[Path, int, int]] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.last: float | None = None
         self.begun: float | None = None
@@ -103,8 +106,9 @@ class RunView:
         found = kinds.get(line.fields.get("kind"))
         return found is None or self._guarded(found, line.fields)
 
-    def add_round(self, line: Line) -> bool:
-        """Adds a line of rounds.jsonl; returns False if it is damaged."""
+    def add_round(self, path: Path, line: Line) -> bool:
+        """Adds a line of rounds.jsonl, or of a file that was set aside; returns False if it is
+        damaged."""
 
         def add(fields: dict[str, Any]) -> None:
             number = int(fields["round"])
@@ -116,7 +120,7 @@ class RunView:
                 self._has_rounds, self.rounds = True, Series(9)
             self._add_round(number, numbers)
             if "held" in fields:
-                self.details[number] = line.offset, line.length
+                self.details[number] = path, line.offset, line.length
                 self._new["details"].append(number)
                 if len(self.details) > _DETAILED:
                     del self.details[next(iter(self.details))]
@@ -128,10 +132,10 @@ class RunView:
         return sorted(self.events, key=lambda event: event["time"])[-_SHOWN:]
 
     def take_results(self, results: dict[str, Any]) -> None:
-        """Enters the results of a run that has ended, which count more than the last updates.
+        """Enters what has become of tasks, which counts more than the last updates.
 
         Args:
-          results: the entry "tasks" of summary.json.
+          results: the entry "tasks" of summary.json or tasks.json.
         """
         for name, result in results.items():
             if name in self.tasks and isinstance(result, dict):
@@ -165,15 +169,19 @@ class RunView:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
         row, skipped = task.row, bool(fields["skipped"])
+        # A server that was killed trains some steps again, and they give the same.
+        again, task.trained = step <= task.trained, max(step, task.trained)
         if loss is not None:
             loss = _finite(loss)
-            task.loss.add(step, [loss])
-            loss = short(loss)
-            self._new["loss"].setdefault(name, []).append([step, loss, loss, loss])
-            row["loss"] = loss
+            row["loss"] = short(loss)
+            if not again:
+                task.loss.add(step, [loss])
+                point = [step, row["loss"], row["loss"], row["loss"]]
+                self._new["loss"].setdefault(name, []).append(point)
         row["step"], row["state"] = step, "running" if row["state"] == "queued" else row["state"]
-        row["tokens"] += int(fields.get("tokens", 0))
-        row["skipped"] += skipped
+        if not again:
+            row["tokens"] += int(fields.get("tokens", 0))
+            row["skipped"] += skipped
         if not self.server and row["steps"] and step >= row["steps"]:
             row["state"] = "succeeded"
         if skipped:
@@ -184,7 +192,8 @@ class RunView:
     def _evaluation(self, fields: dict[str, Any]) -> None:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
-        if loss is not None:
+        measured = task.held_out[-1][0] if task.held_out else -1
+        if loss is not None and step > measured:
             loss, best = short(_finite(loss)), bool(fields.get("best"))
             point = [step, loss, best]
             task.held_out.append(point)

@@ -61,7 +61,8 @@ export class TaskList {
     swatch.style.background = swatch.style.borderColor = selected ? colour(index) : "";
     loss.textContent = number(row.loss);
     const kind = [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(" ");
-    sub.children[0].textContent = [row.state, kind].filter(Boolean).join(" · ");
+    const state = row.state === "succeeded" && row.reason ? "stopped early" : row.state;
+    sub.children[0].textContent = [state, kind].filter(Boolean).join(" · ");
     sub.children[0].className = row.state === "failed" ? "failed" : "";
     sub.children[0].title = row.reason ?? "";
     sub.children[1].textContent = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
