@@ -2,6 +2,9 @@
 
 import json
 import math
+import shutil
+import threading
+import time
 from collections import defaultdict
 
 import pytest
@@ -11,7 +14,20 @@ from jaxmux.engine import TaskUpdate
 from jaxmux.runs import checkpoints
 from jaxmux.runs.metrics import MetricsWriter
 from jaxmux.runs.run_checkpoint import RunPosition
-from jaxmux.runs.trackers import TRACKERS, RunTrackers, TrackedRun, TrackerKind, refuse_missing
+from jaxmux.runs.server import tuning_server
+from jaxmux.runs.trackers import (
+    TRACKERS,
+    RunTrackers,
+    TrackedRun,
+    TrackerKind,
+    refuse_missing,
+    run_trackers,
+)
+
+from .simulated_tasks import OPTIONS
+from .test_server_faults import finish, settle, step
+
+FIELDS = {name: name for name in ("loss", "lr", "grad_norm")}
 
 
 class Fake:
@@ -77,7 +93,7 @@ def interrupted(make_task, train, data, tmp_path, monkeypatch):
         train(tmp_path / "run", *tasks, **options)
         expected = defaultdict(list)
         for line in read_lines(tmp_path / "run" / "metrics.jsonl"):
-            for name in ("loss", "lr", "grad_norm"):
+            for name in FIELDS:
                 expected[f"{name}/{line['task']}"].append((line["step"], line[name]))
         for line in read_lines(tmp_path / "run" / "held_out.jsonl"):
             expected[f"held_out_loss/{line['task']}"].append((line["step"], line["loss"]))
@@ -160,8 +176,8 @@ def test_numbers_that_are_not_finite_are_not_tracked(fake, tmp_path):
 
     writer = MetricsWriter(Directory, RunPosition(), trackers, said.append)
     fields = {"target_tokens": 1, "tokens": 1, "computed_tokens": 1, "skipped": True}
-    for step, loss, norm in ((0, math.nan, 1.0), (1, math.inf, math.nan)):
-        update = TaskUpdate(step, "a", step + 1, loss=loss, lr=0.5, grad_norm=norm, **fields)
+    for i, loss, norm in ((0, math.nan, 1.0), (1, math.inf, math.nan)):
+        update = TaskUpdate(i, "a", i + 1, loss=loss, lr=0.5, grad_norm=norm, **fields)
         writer.write([update], [])
     writer.close()
     values = [dict(point.values) for point in fake.points]
@@ -187,3 +203,79 @@ def test_unknown_trackers_are_refused():
     assert ServerOptions().trackers == ()
     with pytest.raises(PlanningError, match="'wandv' is unknown; did you mean wandb"):
         ServerOptions(trackers="wandv")
+
+
+@pytest.fixture(scope="module")
+def serve(backbone):
+    """Opens a server on the tiny backbone."""
+
+    def open_server(folder, **options):
+        chosen = ServerOptions(**OPTIONS | {"trackers": "fake"} | options)
+        return tuning_server(backbone, folder, chosen, say=print)
+
+    return open_server
+
+
+def tracked(folder) -> dict[str, list[tuple[int, float]]]:
+    """By name, what a server's events say, those of a second task of a name apart."""
+    found, count = defaultdict(list), defaultdict(int)
+    for event in read_lines(folder / "events.jsonl"):
+        name = event["task"]
+        if event["kind"] == "state":
+            count[name] += (event["state"], event["reason"]) == ("preparing", None)
+            continue
+        fields = {"held_out_loss": "loss"} if event["kind"] == "evaluation" else FIELDS
+        series = f"_{count[name]}_{name}" if count[name] > 1 else name
+        for metric, field in fields.items():
+            found[f"{metric}/{series}"].append((event["step"], event[field]))
+    return found
+
+
+def test_a_server_tells_of_tasks_that_go_return_and_share_a_name(
+    fake, serve, make_task, data, tmp_path
+):
+    folder, crashed = tmp_path / "server", tmp_path / "crashed"
+    measured = {"eval_data": data["short.eval"], "eval_every": 2}
+    with serve(folder, checkpoint_every=3, most_ended=1) as server:
+        server.register(make_task("a", steps=3, **measured))
+        server.register(make_task("b", steps=20))
+        server.register(make_task("gone", steps=90))
+        step(server, 4)
+        server.cancel("gone")
+        while "a" in [status.name for status in server.statuses()]:
+            step(server, 1)
+        # Another task with the name of one that the server has forgotten.
+        server.register(make_task("a", steps=9, seed=4))
+        step(server, 4)
+        settle(server)
+        while not fake.points or fake.points[-1].step < server._engine.rounds - 2:
+            time.sleep(0.01)
+        shutil.copytree(folder, crashed)
+        before = len(fake.points)
+        known = {name: own for name, own in tracked(folder).items()}
+    assert series(fake.points[:before]).keys() == known.keys() >= {"loss/_2_a", "loss/gone"}
+    del fake.points[before:]
+    with serve(crashed, most_ended=1) as server:
+        while server.status("b").step < 18:
+            step(server, 1)
+    # The rounds since the checkpoint have numbers of their own, so no curve goes back.
+    found = series(fake.points)
+    assert found == tracked(crashed)
+    assert all([step for step, _ in own] == sorted({s for s, _ in own}) for own in found.values())
+    (run, first), (again, id) = fake.opened
+    assert (run.rounds, again.rounds, first, id) == (None, None, None, "the id")
+    assert not any(point.repeated for point in fake.points)
+
+
+def test_a_slow_tracker_holds_up_no_training_of_a_server(
+    fake, serve, make_task, tmp_path, monkeypatch, capsys
+):
+    going_on = threading.Event()
+    monkeypatch.setattr(fake, "log", lambda point: going_on.wait())
+    monkeypatch.setattr(run_trackers, "_MOST_BEHIND", 4)
+    with serve(tmp_path / "server") as server:
+        server.register(make_task("a", steps=12))
+        finish(server)
+        assert server.status("a").state == "succeeded"
+        going_on.set()
+    assert capsys.readouterr().out.count("Fake: is 4 rounds behind; training goes on") == 1

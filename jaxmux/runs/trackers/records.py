@@ -1,6 +1,7 @@
 """What is remembered of trackers from one call of a training run, or of a server, to the next."""
 
 import json
+import math
 import sys
 import threading
 import time
@@ -27,8 +28,10 @@ class Records:
         Args:
           folder: its folder.
         """
-        self._path, self._lock = folder / FILE, threading.Lock()
-        self._written = 0.0
+        self._path = folder / FILE
+        # Whoever follows training must not wait for the disk, so writing has a lock of its own.
+        self._lock, self._writing = threading.Lock(), threading.Lock()
+        self._written = -math.inf
         try:
             found = json.loads(self._path.read_text())
         except (OSError, ValueError):
@@ -56,7 +59,7 @@ class Records:
         """
         with self._lock:
             self._ids[tracker], self._delivered[tracker] = id, [-1, -1]
-            self._write()
+        self._write()
 
     def delivered(self, tracker: str) -> list[int]:
         """The last rounds of which a tracker has got updates, and held-out losses; -1 for none.
@@ -77,9 +80,10 @@ class Records:
           rounds: as from `delivered`.
           at_once: whether to write at once.
         """
-        with self._lock, suppress(OSError):
+        with self._lock:
             self._delivered[tracker] = list(rounds)
-            if at_once or time.monotonic() - self._written > _EVERY:
+        if at_once or time.monotonic() - self._written > _EVERY:
+            with suppress(OSError):
                 self._write()
 
     def register(self, task: str, time: float) -> None:
@@ -107,10 +111,12 @@ class Records:
         return f"_{count}_{task}" if count > 1 else task
 
     def _write(self) -> None:
-        parts = {"delivered": self._delivered, "names": self._names}
-        text = json.dumps(self._ids | {k: v for k, v in parts.items() if v}, indent=1)
-        write_atomically(self._path, text + "\n")
-        self._written = time.monotonic()
+        with self._writing:
+            self._written = time.monotonic()
+            with self._lock:
+                parts = {"delivered": self._delivered, "names": self._names}
+                text = json.dumps(self._ids | {key: own for key, own in parts.items() if own})
+            write_atomically(self._path, text + "\n")
 
 
 def _part(found: dict[str, Any], name: str) -> dict[str, Any]:
