@@ -45,6 +45,7 @@ def test_other_names_are_refused(name):
             r"should be a specification \(Bottleneck, .*\), found {'rank': 4}",
         ),
         ({"adapter": LoRA}, "adapter should be a specification .*with parentheses"),
+        ({"validation_seed": 1}, "validation_seed needs validation_fraction"),
         ({"optimizer": "adamw"}, "unknown optimizer 'adamw'; known: AdamW, SGD, Lion"),
         ({"optimizer": AdamW}, "unknown optimizer"),
         ({"steps": None}, "epochs=None, steps=None"),

@@ -52,7 +52,7 @@ def write_run(
             metrics.append(update(index, name, loss, time))
             if index % 50 == 49:
                 held_out.append(evaluation(index, name, loss * 1.1, time))
-        lines.append(_round(index, names, time, stages))
+        lines.append(round_line(index, names, time, stages))
     append(path / "metrics.jsonl", *metrics)
     append(path / "held_out.jsonl", *held_out)
     append(path / "rounds.jsonl", *lines)
@@ -83,7 +83,8 @@ def append(path: Path, *lines: Mapping[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def _round(index: int, names: list[str], time: float, stages: int) -> dict[str, Any]:
+def round_line(index: int, names: list[str], time: float, stages: int) -> dict[str, Any]:
+    """A line of rounds.jsonl, of a pipeline of so many stages; 0 for a single device."""
     numbers, capacity = random.Random(index), 8192
     microbatches: list[dict[str, tuple[int, int]]] = [{}]
     for name in names:
