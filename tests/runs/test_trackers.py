@@ -11,6 +11,7 @@ import pytest
 
 from jaxmux import PlanningError, RunOptions, ServerOptions
 from jaxmux.engine import TaskUpdate
+from jaxmux.live.states import ENDED
 from jaxmux.runs import checkpoints
 from jaxmux.runs.metrics import MetricsWriter
 from jaxmux.runs.run_checkpoint import RunPosition
@@ -218,14 +219,16 @@ def serve(backbone):
 
 def tracked(folder) -> dict[str, list[tuple[int, float]]]:
     """By name, what a server's events say, those of a second task of a name apart."""
-    found, count = defaultdict(list), defaultdict(int)
+    found, count, ended = defaultdict(list), defaultdict(int), defaultdict(bool)
     for event in read_lines(folder / "events.jsonl"):
         name = event["task"]
         if event["kind"] == "state":
-            count[name] += (event["state"], event["reason"]) == ("preparing", None)
+            # Another task has got the name.
+            count[name] += ended[name] and event["state"] not in ENDED
+            ended[name] = event["state"] in ENDED
             continue
         fields = {"held_out_loss": "loss"} if event["kind"] == "evaluation" else FIELDS
-        series = f"_{count[name]}_{name}" if count[name] > 1 else name
+        series = f"_{count[name] + 1}_{name}" if count[name] else name
         for metric, field in fields.items():
             found[f"{metric}/{series}"].append((event["step"], event[field]))
     return found

@@ -99,6 +99,22 @@ def test_64_tasks(tab, many):
     tab.screenshot(SHOTS / "many_narrow_dark.png")
 
 
+def test_server_of_64_tasks(tab, tmp_path):
+    path = synthetic.write_server(tmp_path / "server", 64, 400)
+    with served(path) as address:
+        tab.show(address)
+        states = "[...document.querySelectorAll('#tasks .sub span:first-child')].map((own) => own.textContent.split(' ')[0])"
+        found = tab.value(states)
+        assert [found.count(s) for s in ("queued", "running", "succeeded")] == [8, 48, 8]
+        assert "tokens computed" in tab.value("document.getElementById('held-note').textContent")
+        assert tab.value("document.querySelectorAll('#memory-chart canvas').length") == 1
+        tab.screenshot(SHOTS / "server.png")
+        tab.show(address, 360, 740)
+        assert no_sideways_scrolling(tab)
+        tab.screenshot(SHOTS / "server_narrow.png")
+        tab.call("Page.navigate", url="about:blank")
+
+
 def test_search_finds_tasks(tab, many):
     tab.show(many[0])
     tab.value("document.getElementById('search').focus()")
