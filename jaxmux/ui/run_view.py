@@ -11,6 +11,8 @@ from .series import Series, short
 _ENDED = {"succeeded", "failed", "cancelled"}
 # Most events that are kept, and that the page shows.
 _KEPT, _SHOWN = 3000, 300
+# A server's tasks that have ended are shown as long as they are among so many.
+_MOST_ENDED = 256
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
 
@@ -79,6 +81,8 @@ class RunView:
         self.last: float | None = None
         self.begun: float | None = None
         self.server = server
+        # The tasks of a server that have ended, in the order of their ends.
+        self._ended: deque[TaskView] = deque()
         # Whether rounds.jsonl tells of rounds; otherwise the updates do.
         self._has_rounds = False
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
@@ -145,9 +149,9 @@ class RunView:
 
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the
-        held-out loss by task, rounds, events and details."""
+        held-out loss by task, rounds, events and details; and the names of tasks that are gone."""
         new, self._new = self._new, _nothing_new()
-        return new | {"tasks": [self.tasks[name].row for name in new["tasks"]]}
+        return new | {"tasks": [self.tasks[n].row for n in new["tasks"] if n in self.tasks]}
 
     def _guarded(self, add: Any, fields: dict[str, Any]) -> bool:
         try:
@@ -220,6 +224,19 @@ class RunView:
         reason = f": {row['reason']}" if row["reason"] else ""
         self._tell(fields["time"], name, "state", f"{state}{reason}")
         self._new["tasks"][name] = None
+        if state in _ENDED:
+            self._ended.append(self.tasks[name])
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the tasks of a server that ended long ago."""
+        while len(self._ended) > _MOST_ENDED:
+            own = self._ended.popleft()
+            name = own.row["name"]
+            # Its name may have gone to another task, or it may have ended once more after a crash.
+            if self.tasks.get(name) is own and own not in self._ended:
+                del self.tasks[name]
+                self._new["gone"].append(name)
 
     def _tell(self, time: float, task: str, kind: str, text: str) -> None:
         event = {"time": time, "task": task, "kind": kind, "text": text}
@@ -263,5 +280,6 @@ def _nothing_new() -> dict[str, Any]:
         "rounds": [],
         "events": [],
         "details": [],
+        "gone": [],
         "again": False,
     }

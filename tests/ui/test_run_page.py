@@ -226,6 +226,26 @@ def test_steps_that_a_killed_server_trains_again_are_shown_once(tmp_path):
     assert (row["step"], row["tokens"]) == (9, 9 * 90)
 
 
+def test_tasks_of_a_server_that_ended_long_ago_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmux.ui.run_view._MOST_ENDED", 2)
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+
+    def append(*states):
+        fields = {"kind": "state", "time": 5.0, "reason": None}
+        lines = [{**fields, "task": task, "state": state} for task, state in states]
+        synthetic.append(tmp_path / "events.jsonl", *lines)
+
+    append(("a", "running"), ("b", "succeeded"), ("c", "failed"), ("c", "failed"))
+    reader = RunReader(tmp_path)
+    assert [row["name"] for row in read_all(reader)["tasks"]] == ["a", "c"]
+    # The name of a task that has ended goes to another one.
+    append(("c", "queued"), ("d", "cancelled"), ("e", "succeeded"))
+    assert reader.poll()["reload"]
+    append(("f", "succeeded"))
+    assert reader.poll()["gone"] == ["d"]
+    assert [row["name"] for row in reader.state()["tasks"]] == ["a", "c", "e", "f"]
+
+
 def test_task_that_stops_before_the_others_is_shown_at_once(run_dir):
     record = json.loads((run_dir / "run.json").read_text())
     for task in record["tasks"].values():

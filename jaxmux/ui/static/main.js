@@ -295,6 +295,13 @@ function add(change) {
   state.version = change.version;
   state.run = change.run;
   page.received = Date.now();
+  const gone = new Set(change.gone);
+  if (gone.size) state.tasks = state.tasks.filter((row) => !gone.has(row.name));
+  for (const name of gone) {
+    page.selected.delete(name);
+    delete state.loss[name];
+    delete state.held_out[name];
+  }
   for (const row of change.tasks) {
     const index = state.tasks.findIndex((own) => own.name === row.name);
     if (index < 0) state.tasks.push(row);
@@ -314,12 +321,15 @@ function add(change) {
   draw();
 }
 
-// At first the first tasks are coloured, so that the page begins with a picture.
+// At first some tasks are coloured, so that the page begins with a picture. Those of a server that
+// train come first.
 function choose() {
   if (page.chosen || !page.state.tasks.length) return;
   page.chosen = true;
+  if (page.state.run.kind === "server") list.sort.value = "state";
   const few = page.state.tasks.length <= MOST_COLOURS ? MOST_COLOURS : 5;
-  page.state.tasks.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
+  const first = [...page.state.tasks].sort((a, b) => (b.state === "running") - (a.state === "running"));
+  first.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
 }
 
 let loading = null;

@@ -1,6 +1,8 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
 import { colour, make, number } from "./format.js";
 
+const STATES = ["running", "preparing", "queued", "paused", "failed", "succeeded", "cancelled"];
+
 export class TaskList {
   constructor({ onSelect, onHover }) {
     this.list = document.getElementById("tasks");
@@ -78,7 +80,7 @@ export class TaskList {
       given: () => 0,
       name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
       loss: (a, b) => (b.loss ?? -Infinity) - (a.loss ?? -Infinity),
-      state: (a, b) => a.state.localeCompare(b.state),
+      state: (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state),
     };
     const rows = [...this.rows].sort(orders[this.sort.value]);
     const found = rows.filter((row) => `${row.name} ${row.state} ${row.kind ?? ""}`.toLowerCase().includes(wanted));

@@ -103,9 +103,11 @@ def test_server_of_64_tasks(tab, tmp_path):
     path = synthetic.write_server(tmp_path / "server", 64, 400)
     with served(path) as address:
         tab.show(address)
-        states = "[...document.querySelectorAll('#tasks .sub span:first-child')].map((own) => own.textContent.split(' ')[0])"
-        found = tab.value(states)
-        assert [found.count(s) for s in ("queued", "running", "succeeded")] == [8, 48, 8]
+        own = "[...document.querySelectorAll('#tasks .sub span:first-child')]"
+        found = tab.value(f"{own}.map((own) => own.textContent.split(' ')[0])")
+        assert found == ["running"] * 48 + ["queued"] * 8 + ["succeeded"] * 8
+        selected = "document.querySelectorAll('#tasks [aria-selected=true] .sub span:first-child')"
+        assert tab.value(f"[...{selected}].map((own) => own.textContent)") == ["running"] * 5
         assert "tokens computed" in tab.value("document.getElementById('held-note').textContent")
         assert tab.value("document.querySelectorAll('#memory-chart canvas').length") == 1
         tab.screenshot(SHOTS / "server.png")
