@@ -51,6 +51,9 @@ class Sweep:
     not finite, ranks last. One that has ended before the rung ranks by the loss with which it
     ended. Of equal losses, that of the earlier configuration is better.
 
+    Configurations with different seeds hold out the same records by `Task.validation_fraction`:
+    they get the seed of `task` as their `Task.validation_seed`.
+
     Attributes:
       task: the task with the values that are not swept. The names of configurations begin with its
         name.
@@ -177,6 +180,10 @@ class Sweep:
                 # The name of the configuration would say the same again.
                 message = str(e).removeprefix(f"task {name!r}: ")
                 raise self._error(f"space: {path!r} = {values[path]!r}: {message}") from None
+        splits = found.validation_fraction is not None and found.validation_seed is None
+        if splits and "seed" in values and "validation_seed" not in values:
+            # Losses can be compared only if they are those of the same records.
+            found = dataclasses.replace(found, validation_seed=self.task.seed)
         return found
 
     def _names(self, all_values: Sequence[Mapping[str, Any]]) -> list[str]:

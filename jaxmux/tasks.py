@@ -53,8 +53,8 @@ class Task:
         training. None stands for no held-out records, unless `validation_fraction` takes them from
         `data`.
       validation_fraction: fraction of the records of `data` that is held out and not trained on, if
-        there is no `eval_data`. Which ones depends on their numbers in the source and on `seed`
-        only. None holds out none.
+        there is no `eval_data`. Which ones depends on their numbers in the source and on
+        `validation_seed` only. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
       keep_best: True exports the adapter with the lowest held-out loss that was measured after a
@@ -63,6 +63,8 @@ class Task:
         another have found no lower held-out loss. It needs `eval_every`. None trains all steps.
       max_seconds: training ends, and the task has succeeded, with the step after which the task has
         trained for so many seconds, waiting not included. None trains all steps.
+      validation_seed: seed of the choice of these records. None takes `seed`; the configurations of
+        a `Sweep` over "seed" take that of its task.
       seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
       resume_from: folder of an adapter from which training starts, of Hugging Face PEFT, or of
         AdapterHub for a `Bottleneck`. What it computes (for LoRA rank, alpha, rsLoRA setting and
@@ -93,6 +95,7 @@ class Task:
     resume_from: str | None = text(None, optional=True)
     sample_prompt: str | None = text(None, optional=True)
     validation_fraction: float | None = number(None, above=0, below=1, optional=True)
+    validation_seed: int | None = integer(None, least=0, optional=True)
 
     def __post_init__(self):
         for field in ("data", "eval_data"):
@@ -147,6 +150,8 @@ class Task:
                 "give eval_data or validation_fraction, not both: each says which records are held "
                 "out"
             )
+        if self.validation_seed is not None and self.validation_fraction is None:
+            raise self._error("validation_seed needs validation_fraction")
 
     def _check_mixture(self) -> None:
         for field in ("repeat", "weight"):
@@ -166,6 +171,11 @@ class Task:
     def sources(self) -> tuple[Source, ...]:
         """The sources of the training records, one or more."""
         return self.data if isinstance(self.data, tuple) else (self.data,)
+
+    @property
+    def split_seed(self) -> int:
+        """Seed of the choice of the records that `validation_fraction` holds out."""
+        return self.seed if self.validation_seed is None else self.validation_seed
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")

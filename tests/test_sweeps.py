@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from jaxmux.sweeps import expanded, sweeps_of
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME
 
 TASK = Task("base", "a.jsonl", steps=10, eval_data="b.jsonl")
+TASK_WITHOUT_HELD_OUT = replace(TASK, eval_data=None)
 
 
 def test_a_grid_has_all_combinations_and_changes_nothing_else():
@@ -36,6 +38,20 @@ def test_a_grid_has_all_combinations_and_changes_nothing_else():
     ]
     assert [own.task for own in found] == expected
     assert [tuple(own.values.values()) for own in found] == list(itertools.product(*space.values()))
+
+
+def test_configurations_of_all_seeds_hold_out_the_same_records():
+    task = Task("base", "a.jsonl", steps=10, validation_fraction=0.2, seed=5)
+    found = Sweep(task, {"seed": [5, 6, 7]}).tasks()
+    assert [(own.seed, own.split_seed) for own in found] == [(5, 5), (6, 5), (7, 5)]
+    # Each of them trains alone as it trains in the sweep.
+    alone = Task(found[1].name, "a.jsonl", steps=10, validation_fraction=0.2, seed=6)
+    assert alone.split_seed == 6 and found[1] == replace(alone, validation_seed=5)
+    own = Sweep(replace(task, validation_seed=3), {"seed": [6]}).tasks()
+    both = Sweep(task, {"seed": [6], "validation_seed": [8, None]}).tasks()
+    fractions = Sweep(TASK_WITHOUT_HELD_OUT, {"seed": [6], "validation_fraction": [None, 0.5]})
+    assert [task.split_seed for task in (*own, *both)] == [3, 8, 6]
+    assert [task.validation_seed for task in fractions.tasks()] == [None, 0]
 
 
 def test_a_part_is_set_before_its_fields():

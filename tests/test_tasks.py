@@ -46,6 +46,7 @@ def test_other_names_are_refused(name):
         ),
         ({"adapter": LoRA}, "adapter should be a specification .*with parentheses"),
         ({"adapter": "oft"}, "found 'oft'; OFT is left out: its rotations give"),
+        ({"validation_seed": 1}, "validation_seed needs validation_fraction"),
         ({"optimizer": "adamw"}, "unknown optimizer 'adamw'; known: AdamW, SGD, Lion"),
         ({"optimizer": AdamW}, "unknown optimizer"),
         ({"steps": None}, "epochs=None, steps=None"),

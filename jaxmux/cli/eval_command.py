@@ -139,7 +139,7 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
 # How often training has samples of its own data.
 _WHOLE_FILE = {"split": "train", "max_samples": None, "repeat": None, "weight": None}
 # They need `eval_every`.
-_UNSET = {"keep_best": False, "patience": None}
+_UNSET = {"keep_best": False, "patience": None, "validation_seed": None}
 
 
 def _name_of_data(task: Task) -> str:

@@ -120,7 +120,7 @@ def _of_sources(
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
-            part = Part(fraction, task.seed, held_out, number)
+            part = Part(fraction, task.split_seed, held_out, number)
         found.append(_load(source, task, config, tokenizer, part, loaded))
     samples = [own.samples for own in found]
     if not held_out:

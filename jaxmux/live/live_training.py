@@ -61,6 +61,7 @@ class LiveTraining:
         commands: Sequence[Command] = (),
         totals: Meter | None = None,
         reached: Mapping[str, int] = MappingProxyType({}),
+        rounds: int = 0,
         save_every: int = 50,
         prepared_at_once: int = 2,
         slow_preparation_seconds: float = 30.0,
@@ -82,6 +83,7 @@ class LiveTraining:
           commands: what its store has recorded since then; they are carried out again.
           totals: what all of its tasks had used when these were saved; None for their sum.
           reached: by name, the number of steps that tasks are known to have trained there.
+          rounds: number of rounds that were trained there, from which rounds are counted on.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time, and of initial
             adapters that are computed at the same time if they take long.
@@ -100,6 +102,7 @@ class LiveTraining:
         self._engine, self._clock = engine, clock
         self._store, self._save_every = store or MemoryStore(), save_every
         engine.warm_up()
+        engine.rounds = rounds
         self._size = ElasticSize(engine, most, quiet_rounds) if most else None
         # Number of tokens of the last round, with padding.
         self._round_tokens = 0
@@ -151,8 +154,10 @@ class LiveTraining:
         # The thread that owns the engine, and the exception that has ended `run`.
         self._owner: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # Until when the devices' time has been divided among tasks; None while they are idle.
+        # Until when the devices' time has been divided among tasks, and when the last round was
+        # dispatched; None while they are idle.
         self._metered_until: float | None = None
+        self._dispatched_at: float | None = None
         self._closed = False
         # Held while `run` runs.
         self._running = threading.Lock()
@@ -350,18 +355,26 @@ class LiveTraining:
             self._tasks.choose()
         trains = not self._engine.finished
         if trains and self._metered_until is None:
-            self._metered_until = time.monotonic()
+            self._metered_until = self._dispatched_at = time.monotonic()
         snapshots = self._begin_saving()
         try:
             updates = self._engine.train_round()
         except OutOfDeviceMemory as e:
             self._leave_slots(e)
             return True
+        self._tell_round()
         self._take_results(updates)
         self._go_on_saving(snapshots)
         if not trains:
             self._metered_until = None
         return trains or bool(updates) or self._tasks.changed
+
+    def _tell_round(self) -> None:
+        """Writes down what the round held that was dispatched last, unless that has been done."""
+        record, now = self._engine.take_round(), time.monotonic()
+        if record is not None:
+            self._store.tell_round(record, now - self._dispatched_at)
+            self._dispatched_at = now
 
     def _leave_slots(self, error: OutOfDeviceMemory) -> None:
         """Goes on with half of the slots, or fewer, because the device has too little memory."""
@@ -424,8 +437,8 @@ class LiveTraining:
         totals = self._tasks.totals.copy()
         for own, saved in zip(self._tasks, tasks, strict=True):
             totals.replace(own.meter, saved.meter)
-        self._unsaved = not self._store.save(tasks, totals, wait)
         self._saving, self._saved_at = None, self._engine.rounds
+        self._unsaved = not self._store.save(tasks, totals, self._saved_at, wait)
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         return self._commands.put(Command(kind, name, value, self._clock()))
@@ -481,12 +494,14 @@ class LiveTraining:
             self._unsaved = True
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
+        evaluations = self._engine.take_evaluations()
         told = [("update", update) for update in updates]
-        told += [("evaluation", done) for done in self._engine.take_evaluations()]
+        told += [("evaluation", done) for done in evaluations]
         for kind, done in told:
             fields = done._asdict()
             del fields["task"]
             self._tell(done.task, kind, fields)
+        self._store.track(updates, evaluations, self._clock())
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
         self._keep_used()

@@ -3,7 +3,8 @@
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from jaxmux.engine import TrainedTask
+from jaxmux.engine import TaskEvaluation, TaskUpdate, TrainedTask
+from jaxmux.engine.round_record import RoundRecord
 from jaxmux.peft import Adapter
 from jaxmux.tasks import Task
 
@@ -50,12 +51,15 @@ class Store(Protocol):
         """
         ...
 
-    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
+    def save(
+        self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
+    ) -> bool:
         """Keeps all tasks as they are after the commands that have been recorded so far.
 
         Args:
           tasks: the tasks.
           totals: what they have used together, with those that are not known any more.
+          rounds: number of rounds that have been trained.
           wait: whether to wait until the tasks of an earlier call have been kept.
 
         Returns:
@@ -69,6 +73,27 @@ class Store(Protocol):
 
         Args:
           event: the event.
+        """
+        ...
+
+    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+        """Writes down what a round held. It raises no error.
+
+        Args:
+          record: what it held.
+          seconds: seconds since the round before, or since there was something to train again.
+        """
+        ...
+
+    def track(
+        self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
+    ) -> None:
+        """Shows results to whoever follows the training. It neither waits nor raises an error.
+
+        Args:
+          updates: the updates of a round, which are also told as events.
+          evaluations: the held-out losses that have arrived with them.
+          time: time of day in seconds since 1970.
         """
         ...
 
@@ -91,8 +116,18 @@ class MemoryStore:
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()
 
-    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
+    def save(
+        self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
+    ) -> bool:
         return True
 
     def tell(self, event: Event) -> None:
+        pass
+
+    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+        pass
+
+    def track(
+        self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
+    ) -> None:
         pass

@@ -236,13 +236,14 @@ class RunConsole:
             parts = [f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f}"]
             parts.append(f"lr {update.lr:.2e}")
             if rate := self._rate(update.task):
-                parts.append(f"{rate} tokens/s")
+                parts.append(f"{rate} tokens/s without padding")
             if eta := self._eta(engine, update.task):
                 parts.append(f"ETA {eta}")
             self.say(" ".join(parts))
 
     def _table(self, engine: Engine) -> Table:
-        table = Table(box=box.SIMPLE_HEAD)
+        caption = "tokens/s: of a task's samples, without padding, since the start"
+        table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
         for column in ("task", "step", "loss", "lr", "tokens/s", "ETA"):
             table.add_column(column, justify="left" if column == "task" else "right")
         for name, update in self._latest.items():

@@ -2,7 +2,8 @@
 
 import json
 import math
-from collections.abc import Mapping
+import mmap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 
@@ -23,3 +24,31 @@ def finite_or_none(value: Any) -> Any:
       value: any value.
     """
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def objects(content: bytes) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON. Damaged lines are left out.
+
+    Args:
+      content: the lines.
+    """
+    for line in content.splitlines():
+        try:
+            found = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(found, dict):
+            yield found
+
+
+def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
+    """The objects in lines of JSON, from the last one on. Damaged lines are left out.
+
+    Args:
+      content: the lines.
+    """
+    end = len(content)
+    while end:
+        begin = content.rfind(b"\n", 0, end - 1) + 1
+        yield from objects(content[begin:end])
+        end = begin

@@ -1,20 +1,19 @@
 """Metrics of a training run, written to metrics.jsonl and handed to the trackers."""
 
-import json
-import math
+import mmap
 import os
+import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxmux.engine import TaskEvaluation, TaskUpdate
 
-from .json_lines import json_line
+from .json_lines import json_line, objects, objects_backwards
 from .run_checkpoint import RunPosition
 from .run_directory import RunDirectory
-from .trackers import Point, RunTrackers
+from .trackers import RunTrackers
 
 # The fields without which a line of metrics.jsonl counts as damaged.
 _NEEDED = {"task", "task_step", "loss", "skipped"}
@@ -43,6 +42,9 @@ class MetricsWriter:
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
         self._rounds = _Lines(directory.rounds, position.rounds_bytes, say)
         self._trackers, self._finished = trackers, False
+        for own in (self._metrics, self._held_out):
+            lines = own.since(trackers.lacking)
+            trackers.log(lines, own is self._held_out, repeated_to=sys.maxsize)
 
     def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
         """Appends one line for each update and for each held-out loss, with the time of day in
@@ -52,27 +54,11 @@ class MetricsWriter:
           updates: the updates.
           evaluations: the held-out losses.
         """
-        updates, evaluations = list(updates), list(evaluations)
         now = _now()
-        self._metrics.append([update._asdict() for update in updates], now)
-        self._held_out.append([done._asdict() for done in evaluations], now)
-        self._track(
-            self._metrics, updates, {name: name for name in ("loss", "lr", "grad_norm")}, now
-        )
-        self._track(self._held_out, evaluations, {"held_out_loss": "loss"}, now)
-
-    def _track(
-        self, lines: "_Lines", results: Sequence[Any], fields: Mapping[str, str], now: float
-    ) -> None:
-        """Hands finite numbers to the trackers, together those of one round."""
-        for step, own in groupby(results, lambda result: result.step):
-            values = {
-                f"{name}/{result.task}": value
-                for result in own
-                for name, field in fields.items()
-                if math.isfinite(value := getattr(result, field))
-            }
-            self._trackers.log(Point(step, values, now, repeated=step <= lines.last_removed))
+        for own, results in ((self._metrics, updates), (self._held_out, evaluations)):
+            lines = [{**result._asdict(), "time": now} for result in results]
+            own.append(lines)
+            self._trackers.log(lines, own is self._held_out, own.last_removed)
 
     def write_round(self, line: Mapping[str, Any]) -> None:
         """Appends the line of a round, with the time of day.
@@ -80,7 +66,7 @@ class MetricsWriter:
         Args:
           line: the result of `round_line`.
         """
-        self._rounds.append([line], _now())
+        self._rounds.append([{**line, "time": _now()}])
 
     def tell(self, position: RunPosition) -> None:
         """Waits until the lines are on disk, and enters the lengths of the files.
@@ -132,15 +118,29 @@ class _Lines:
             )
             length = _end_of_line(self._file, size)
         self._file.seek(length)
-        removed = [line.get("step") for line in _objects(self._file.read())]
+        removed = [line.get("step") for line in objects(self._file.read())]
         self.last_removed = max((s for s in removed if isinstance(s, int)), default=-1)
         self._file.truncate(length)
 
-    def append(self, lines: Iterable[Mapping[str, Any]], seconds: float) -> None:
-        """Appends lines, with the time of day."""
+    def since(self, step: int) -> list[dict[str, Any]]:
+        """The last lines, from the first one of a round on."""
+        if not (end := self._file.seek(0, os.SEEK_END)):
+            return []
+        found: list[dict[str, Any]] = []
+        with mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_READ) as content:
+            for own in objects_backwards(content):
+                if not own.keys() >= {"step", "task", "time"}:
+                    continue  # a line of an early version
+                if own["step"] < step:
+                    break
+                found.append(own)
+        return found[::-1]
+
+    def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        """Appends lines."""
         try:
             for fields in lines:
-                self._file.write(json_line({**fields, "time": seconds}))
+                self._file.write(json_line(fields))
             self._file.flush()
         except OSError as e:
             raise OSError(e.errno, e.strerror, self._file.name) from None
@@ -175,18 +175,7 @@ def read_held_out_losses(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
-    return [found for found in _objects(path.read_bytes()) if needed <= found.keys()]
-
-
-def _objects(content: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in lines of JSON. Damaged lines are left out."""
-    for line in content.splitlines():
-        try:
-            found = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(found, dict):
-            yield found
+    return [found for found in objects(path.read_bytes()) if needed <= found.keys()]
 
 
 def _end_of_line(file: BinaryIO, size: int) -> int:

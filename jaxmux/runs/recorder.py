@@ -1,8 +1,9 @@
 """Writes what a training run produces: metrics, checkpoints, adapters and the summary."""
 
+import json
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate, TrainedTask
@@ -15,7 +16,7 @@ from .console import RunConsole
 from .loss_plot import plot_losses
 from .metrics import MetricsWriter
 from .processes import Processes
-from .round_lines import host_bytes, round_line
+from .round_lines import has_details, host_bytes, round_line
 from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
 from .summary import Summary
@@ -65,6 +66,8 @@ class Recorder:
         self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
         self._started = self._recorded = time.monotonic()
+        # The content of tasks.json.
+        self._ended: Mapping[str, Any] | None = None
 
     def record(self, updates: Sequence[TaskUpdate]) -> None:
         """Writes and shows updates, and exports the adapters of the tasks that succeeded with them.
@@ -76,6 +79,7 @@ class Recorder:
         if self._files:
             self._files.metrics.write(updates, evaluations)
             self._record_round(self._files.metrics)
+            self._record_ends(self._files.directory)
         self._console.show(self._engine, updates, evaluations)
         for update in updates:
             if self._engine.progress(update.task).status == "succeeded":
@@ -86,7 +90,20 @@ class Recorder:
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
             seconds, self._recorded = now - self._recorded, now
-            metrics.write_round(round_line(record, seconds, devices_bytes(), host_bytes()))
+            memory, is_detailed = devices_bytes(), has_details(record.index)
+            metrics.write_round(round_line(record, seconds, memory, host_bytes(), is_detailed))
+
+    def _record_ends(self, directory: RunDirectory) -> None:
+        """Writes which tasks have ended before the others, if there are new ones."""
+        progress = {name: self._engine.progress(name) for name in self._engine.names}
+        ended = {
+            name: {"status": own.status, "error": own.error, "stopped_early": own.stopped_early}
+            for name, own in progress.items()
+            if own.status != "running"
+        }
+        if ended != self._ended:
+            self._ended = ended
+            write_atomically(directory.ended, json.dumps({"tasks": ended}, indent=2) + "\n")
 
     def save(self) -> None:
         """Fetches all results, records them, and starts to save a checkpoint, unless there is one
@@ -156,5 +173,6 @@ class Recorder:
             if sweeps:
                 write_results(sweeps, summary, files.directory)
             write_atomically(files.directory.summary, summary.to_json())
+            files.directory.ended.unlink(missing_ok=True)
             files.metrics.finish()
         return summary

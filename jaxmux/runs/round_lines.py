@@ -29,6 +29,7 @@ def round_line(
     seconds: float,
     memory: Sequence[DeviceBytes],
     host_bytes: int | None,
+    detailed: bool,
 ) -> Mapping[str, Any]:
     """The entries of a line of rounds.jsonl.
 
@@ -38,11 +39,12 @@ def round_line(
         devices are one round behind.
       memory: memory of the local devices; empty if they do not report it.
       host_bytes: bytes of the host's memory that this process uses; None if that is not known.
+      detailed: whether the line tells what each microbatch held, as `has_details` advises.
 
     Returns:
       A dict with round, seconds, microbatches (their number), tokens (with padding), chunk_tokens
       (of the chunks that hold samples), read_tokens (without padding), memory_in_use and
-      memory_peak (bytes by device), host_bytes; and for rounds with details, held and passes.
+      memory_peak (bytes by device), host_bytes; and with details, held and passes.
       "held" has for each of the first 256 microbatches its replica, its tokens with padding, and
       by task the tokens of its chunks and those that the model reads. "passes" has for each of the
       first 4096 passes the milliseconds since the first one, replica, stage, part, round,
@@ -60,7 +62,7 @@ def round_line(
         "memory_peak": [own.peak for own in memory],
         "host_bytes": host_bytes,
     }
-    if has_details(record.index):
+    if detailed:
         line["held"] = [
             [own.replica, own.capacity, own.tasks]
             for own in record.microbatches[:MOST_MICROBATCHES]

@@ -28,6 +28,7 @@ _OWN = {
     "metrics.jsonl": False,
     "held_out.jsonl": False,
     "rounds.jsonl": False,
+    "tasks.json": False,
     "loss.png": False,
     "sweep.json": False,
     "sweep.png": False,
@@ -95,6 +96,7 @@ class RunDirectory:
         task).
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       rounds: path of rounds.jsonl, one line for each round.
+      ended: path of tasks.json, the tasks that have ended while others still train.
       summary: path of summary.json.
       loss_plot: path of loss.png.
       sweep_results: path of sweep.json, the results of sweeps.
@@ -125,6 +127,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.held_out = self.path / "held_out.jsonl"
         self.rounds = self.path / "rounds.jsonl"
+        self.ended = self.path / "tasks.json"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
         self.sweep_results = self.path / "sweep.json"

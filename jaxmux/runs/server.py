@@ -24,12 +24,14 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN
 
 from .open_files import permit_open_files
+from .run_inputs import configuration_of
 from .run_layout import engine_options, load_on, refuse_mesh
 from .server_directory import ServerDirectory
 from .server_memory import server_admissions
 from .server_options import ServerOptions
 from .server_store import ServerStore
 from .task_fields import part_to_json
+from .trackers import RunTrackers, TrackedRun, refuse_missing
 
 DEFAULTS = ServerOptions()
 # Tokens of the shortest chunk that the kernels for Hopper GPUs support.
@@ -60,8 +62,9 @@ def tuning_server(
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
         may begin with "jaxmux:" for a folder that ships with jaxmux.
       folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
-        that have succeeded), events.jsonl and the events.<n>.jsonl before it, checkpoints, journal
-        (the commands since then) and server.json (the record of what is served).
+        that have succeeded), events.jsonl, rounds.jsonl and the events.<n>.jsonl and
+        rounds.<n>.jsonl before them, checkpoints, journal (the commands since then), server.json
+        (the record of what is served) and the files of trackers.
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
       say: function that prints one line; it is told of damaged checkpoints, of what cannot be
         written, and of sizes other than those of the earlier server.
@@ -77,6 +80,7 @@ def tuning_server(
     config = BackboneConfig.from_folder(path, options.backbone_format)
     tokenizer = load_tokenizer(path)
     check_backbone(path)
+    refuse_missing(options.trackers)
     if jax.process_count() > 1:
         raise PlanningError("a server trains in one process; start it in one")
     refuse_mesh(options.deployment, config)
@@ -102,17 +106,18 @@ def tuning_server(
         engine = stack.enter_context(
             closing(Engine(model, own_options, first, more_admissions=others))
         )
-        store = stack.enter_context(
-            closing(
-                ServerStore(
-                    directory,
-                    engine.backbone,
-                    options.keep_checkpoints,
-                    say,
-                    options.events_bytes,
-                )
-            )
+        run = TrackedRun(
+            directory.path.name, directory.path, None, configuration_of(path, [], options)
         )
+        store = ServerStore(
+            directory,
+            engine.backbone,
+            options.keep_checkpoints,
+            RunTrackers(options.trackers, run, say),
+            say,
+            options.events_bytes,
+        )
+        stack.enter_context(closing(store))
         kept = store.read()
         live = LiveTraining(
             engine,
@@ -128,6 +133,7 @@ def tuning_server(
             commands=kept.commands,
             totals=kept.totals,
             reached=kept.reached,
+            rounds=kept.rounds,
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
             slow_preparation_seconds=options.slow_preparation_seconds,

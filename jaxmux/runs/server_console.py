@@ -35,7 +35,7 @@ _LONGEST_REASON = 500
 # Seconds between two lines about all tasks, where there is no terminal.
 _SECONDS_A_LINE = 60.0
 # Lines of the terminal that the table leaves free, and lines of the table without tasks.
-_OTHER_LINES = 7
+_OTHER_LINES = 8
 
 
 class ServerConsole:
@@ -139,7 +139,7 @@ class ServerConsole:
 
     def _totals(self, statuses: Sequence[TaskStatus], now: float) -> str:
         rate = sum(self._rate(name, now) for name in self._tokens)
-        return _counted(statuses) + (f"; {rate:,.0f} tokens/s" if rate else "")
+        return _counted(statuses) + (f"; {rate:,.0f} tokens/s without padding" if rate else "")
 
     def _table(self, statuses: Sequence[TaskStatus], now: float) -> Table:
         places = places_in_queue(statuses)
@@ -147,6 +147,8 @@ class ServerConsole:
         shown.sort(key=lambda s: (_STATES.index(s.state), places.get(s.name, 0)))
         room = max(1, self._console.height - _OTHER_LINES)
         caption = self._totals(statuses, now) if statuses else "no tasks yet"
+        if self._tokens:
+            caption += f"\ntokens/s: without padding, over the last {_WINDOW:.0f} s"
         table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
         for column in ("task", "state", "step", "loss", "tokens/s", "place"):
             is_text = column in ("task", "state")

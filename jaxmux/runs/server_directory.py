@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxmux.atomic_files import write_atomically
 
-from .event_log import EVENTS_SET_ASIDE
 from .folder_lock import FolderLock, FolderLockError
+from .line_log import SET_ASIDE
 from .run_directory import RunDirectoryError
 
 # The format of server.json.
@@ -22,6 +22,7 @@ _NEWER = {"backbone_format": None}
 _OWN = {
     "server.json": False,
     "events.jsonl": False,
+    "rounds.jsonl": False,
     "journal": True,
     "checkpoints": True,
     "adapters": True,
@@ -29,6 +30,9 @@ _OWN = {
     "inputs": True,
     "watched.json": False,
     "config.gin": False,
+    "tensorboard": True,
+    "wandb": True,
+    "trackers.json": False,
 }
 
 
@@ -42,6 +46,7 @@ class ServerDirectory:
       checkpoints: path of the folder of the checkpoints.
       journal: path of the folder of the commands since then.
       events: path of events.jsonl.
+      rounds: path of rounds.jsonl.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any]):
@@ -60,6 +65,7 @@ class ServerDirectory:
         self.checkpoints = self.path / "checkpoints"
         self.journal = self.path / "journal"
         self.events = self.path / "events.jsonl"
+        self.rounds = self.path / "rounds.jsonl"
         try:
             self._lock = FolderLock(self.path)
         except FolderLockError as e:
@@ -117,7 +123,7 @@ class ServerDirectory:
 
     def _open(self, identity: dict[str, Any]) -> None:
         present = os.listdir(self.path)
-        found = [name for name in present if name in _OWN or EVENTS_SET_ASIDE.fullmatch(name)]
+        found = [name for name in present if name in _OWN or SET_ASIDE.fullmatch(name)]
         for name in found:
             path, is_folder = self.path / name, _OWN.get(name, False)
             if path.is_symlink() or path.is_dir() != is_folder:

@@ -4,10 +4,9 @@ import dataclasses
 from functools import partial
 
 from jaxmux.field_checks import flag, integer, names, number
-from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
-from .event_log import EVENTS_BYTES
+from .line_log import LOG_BYTES
 from .run_options import RunOptions
 
 _count = partial(integer, least=1)
@@ -43,9 +42,9 @@ class ServerOptions(RunOptions):
       most_ended: number of tasks whose status is known after their end.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds, or
         computing its initial adapter.
-      trackers: always empty; a server tells its metrics in events.jsonl.
-      events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl. The last
-        three of these files are kept.
+      trackers: programs that show the metrics, as for `RunOptions`. A server is one run there.
+      events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl, and
+        rounds.jsonl as rounds.<n>.jsonl. The last three of these files are kept.
     """
 
     row_len: int | None = _count(1024)
@@ -59,16 +58,8 @@ class ServerOptions(RunOptions):
     slow_preparation_seconds: float = number(30.0, above=0)
     most_ended: int = _count(10_000)
     most_preparation_seconds: float = number(600.0, above=0)
-    events_bytes: int = _count(EVENTS_BYTES)
-    trackers: tuple[str, ...] = names(())
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.trackers:
-            raise PlanningError(
-                "trackers: they are for training runs; a server writes events.jsonl, and a status "
-                "file for each task of a watched directory"
-            )
+    events_bytes: int = _count(LOG_BYTES)
+    trackers: str | tuple[str, ...] = names(())
 
     def most_tokens(self, shape: ShapeClass) -> int:
         """Most tokens of one task that a round trains.

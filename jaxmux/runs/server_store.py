@@ -1,25 +1,34 @@
 """What a tuning server keeps in its folder: commands, tasks, adapters and events."""
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import sync
-from jaxmux.engine import TaskProgress, TrainedTask
+from jaxmux.engine import TaskEvaluation, TaskProgress, TaskUpdate, TrainedTask
+from jaxmux.engine.round_record import RoundRecord
 from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
 from jaxmux.live.states import ENDED
-from jaxmux.models import Backbone, checkpoint_tensors
+from jaxmux.models import Backbone, checkpoint_tensors, devices_bytes
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task
 
 from .checkpoints import Checkpoints
-from .event_log import EVENTS_BYTES, EventLog
+from .event_log import EventLog
 from .journal import Journal
+from .line_log import LOG_BYTES, LineLog
+from .round_lines import has_details, host_bytes, round_line
 from .server_directory import ServerDirectory
 from .task_fields import from_json, to_json
+from .trackers import RunTrackers
 from .training_notes import notes_of_task
+
+# A line of rounds.jsonl has details at least so often, in seconds.
+_DETAILS_EVERY = 60.0
 
 
 class Kept(NamedTuple):
@@ -31,12 +40,14 @@ class Kept(NamedTuple):
       totals: what all tasks together had used at the checkpoint; None if it does not tell.
       reached: by name, the number of steps of tasks that have been written down as events, some of
         them perhaps after the checkpoint.
+      rounds: number of rounds that have been trained, those after the checkpoint included.
     """
 
     saved: list[SavedTask]
     commands: list[Command]
     totals: Meter | None
     reached: dict[str, int]
+    rounds: int
 
 
 class ServerStore:
@@ -53,8 +64,9 @@ class ServerStore:
         directory: ServerDirectory,
         backbone: Backbone | PlacedBackbone,
         keep: int,
+        trackers: RunTrackers,
         say: Callable[[str], None],
-        events_bytes: int = EVENTS_BYTES,
+        events_bytes: int = LOG_BYTES,
     ):
         """Opens the files.
 
@@ -62,8 +74,9 @@ class ServerStore:
           directory: the folder of the server.
           backbone: the backbone, whose name and fingerprint adapters record.
           keep: number of checkpoints to keep.
+          trackers: the trackers, which `close` closes.
           say: function that prints one line; it is told what cannot be written or read.
-          events_bytes: size in bytes at which events.jsonl is set aside.
+          events_bytes: size in bytes at which events.jsonl and rounds.jsonl are set aside.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
         self._base = checkpoint_tensors(
@@ -73,6 +86,10 @@ class ServerStore:
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._journal = Journal(directory.journal)
         self._events = EventLog(directory.events, say, events_bytes)
+        self._rounds = LineLog(directory.rounds, say, events_bytes)
+        # When the last line of rounds.jsonl with details was written, by `time.monotonic`.
+        self._detailed_at = -math.inf
+        self._trackers = trackers
         self._writer = ThreadPoolExecutor(1)
         # The adapters that have not been written.
         self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
@@ -105,7 +122,12 @@ class ServerStore:
         goes_on = (own for own in saved if own.history[-1].state not in ENDED)
         registered = {own.task.name: own.history[0].time for own in goes_on}
         registered |= {own.task: own.time for own in commands if own.kind == "register"}
-        return Kept(saved, commands, totals, self._events.reached(registered))
+        for name, registered_at in registered.items():
+            self._trackers.register(name, registered_at)
+        # Every round is counted once. After a crash, those since the checkpoint were trained too.
+        last = self._rounds.last()
+        rounds = max(found.record.get("rounds", 0) if found else 0, _after(last))
+        return Kept(saved, commands, totals, self._events.reached(registered), rounds)
 
     @property
     def behind(self) -> bool:
@@ -113,6 +135,9 @@ class ServerStore:
 
     def record(self, commands: Sequence[Command]) -> None:
         self._journal.append(commands)
+        for own in commands:
+            if own.kind == "register":
+                self._trackers.register(own.task, own.time)
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
         self._adapters[trained.task.name] = trained, adapter
@@ -124,7 +149,9 @@ class ServerStore:
         folder = self._directory.adapter(task.name)
         return import_adapter(folder, self._backbone.config, base=self._base)[1]
 
-    def save(self, tasks: Sequence[SavedTask], totals: Meter, wait: bool = False) -> bool:
+    def save(
+        self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
+    ) -> bool:
         if self._last and not (wait or self._last.done()):
             # The disk is slower than training: the next call saves more.
             return False
@@ -135,11 +162,27 @@ class ServerStore:
             self._say(f"checkpoint {number}: cannot be begun ({e.strerror}); training goes on")
             return False
         self._number = number
-        self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals)
+        self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals, rounds)
         return True
 
     def tell(self, event: Event) -> None:
         self._events.write(event)
+
+    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+        # Tasks come and go, so what microbatches hold is told now and then in any case.
+        now = time.monotonic()
+        is_detailed = has_details(record.index) or now - self._detailed_at > _DETAILS_EVERY
+        if is_detailed:
+            self._detailed_at = now
+        line = round_line(record, seconds, devices_bytes(), host_bytes(), is_detailed)
+        self._rounds.append({**line, "time": round(time.time(), 3)})
+
+    def track(
+        self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
+    ) -> None:
+        for results in (updates, evaluations):
+            lines = [{**result._asdict(), "time": time} for result in results]
+            self._trackers.log(lines, held_out=results is evaluations)
 
     def close(self) -> None:
         """Waits until everything is on disk, and closes the files."""
@@ -147,6 +190,8 @@ class ServerStore:
         self._checkpoints.close()
         self._journal.close()
         self._events.close()
+        self._rounds.close()
+        self._trackers.close(finished=False)
 
     def _write_adapters(self) -> bool:
         """Writes the adapters that have not been written; returns whether that succeeded."""
@@ -173,13 +218,16 @@ class ServerStore:
             del self._adapters[task.name]
         return True
 
-    def _write_checkpoint(self, number: int, tasks: Sequence[SavedTask], totals: Meter) -> None:
+    def _write_checkpoint(
+        self, number: int, tasks: Sequence[SavedTask], totals: Meter, rounds: int
+    ) -> None:
         self._behind = True
         if not self._write_adapters():
             return
         try:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
-            record = {"tasks": {own.task.name: _fields(own) for own in tasks}} | _totals(totals)
+            record = {"tasks": {own.task.name: _fields(own) for own in tasks}, "rounds": rounds}
+            record |= _totals(totals)
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
@@ -189,6 +237,12 @@ class ServerStore:
                 self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
             self._say(f"checkpoint {number}: cannot be written ({e}); training goes on")
+
+
+def _after(line: dict[str, Any] | None) -> int:
+    """Number of rounds up to that of a line of rounds.jsonl."""
+    number = line.get("round") if line else None
+    return number + 1 if isinstance(number, int) else 0
 
 
 def _begun(record: dict[str, Any]) -> dict[str, None]:

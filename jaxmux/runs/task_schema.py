@@ -44,6 +44,7 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
             _needs({"eval_every": {"type": "integer"}}, "eval_data", "validation_fraction"),
             _needs({"patience": {"type": "integer"}}, "eval_every"),
             _needs({"keep_best": {"const": True}}, "eval_every"),
+            _needs({"validation_seed": {"type": "integer"}}, "validation_fraction"),
             {"not": {"allOf": [_has_value("eval_data"), _has_value("validation_fraction")]}},
         ],
         "$defs": {name: _object(cls, kind, limits) for name, (kind, cls) in sorted(parts.items())},

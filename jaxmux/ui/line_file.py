@@ -56,7 +56,7 @@ class LineFile:
         training run continued from a checkpoint, or another file has taken its place."""
         if self._identity is None:
             return False
-        with self._open() as file:
+        with _open(self.path) as file:
             if file is None:
                 return True
             found = os.fstat(file.fileno())
@@ -66,7 +66,7 @@ class LineFile:
 
     def read(self) -> Iterator[Line]:
         """The complete lines of the next piece of the file."""
-        with self._open() as file:
+        with _open(self.path) as file:
             if file is None:
                 return
             found = os.fstat(file.fileno())
@@ -91,33 +91,36 @@ class LineFile:
                 yield Line(fields, begin, len(text))
             begin += len(text)
 
-    def line_at(self, offset: int, length: int) -> dict[str, Any]:
-        """A line that has been read before.
-
-        Args:
-          offset, length: as in `Line`.
-
-        Raises:
-          ValueError: the file has changed.
-        """
-        with self._open() as file:
-            if file is None:
-                raise ValueError(f"{self.path} is gone")
-            file.seek(offset)
-            return _DECODER.decode(file.read(length).decode())
-
     def _before(self, file: Any) -> bytes:
         begin = max(0, self._position - _PROOF)
         file.seek(begin)
         return file.read(self._position - begin)
 
-    def _open(self) -> Any:
-        """The open file, or a context manager that gives None. Links are not followed, so that
-        nothing outside the run directory is read."""
-        try:
-            return os.fdopen(os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
-        except OSError:
-            return _Nothing()
+
+def line_at(path: Path, offset: int, length: int) -> dict[str, Any]:
+    """A line of a file that has been read before.
+
+    Args:
+      path: the file.
+      offset, length: as in `Line`.
+
+    Raises:
+      ValueError: the file has changed.
+    """
+    with _open(path) as file:
+        if file is None:
+            raise ValueError(f"{path} is gone")
+        file.seek(offset)
+        return _DECODER.decode(file.read(length).decode())
+
+
+def _open(path: Path) -> Any:
+    """The open file, or a context manager that gives None. Links are not followed, so that nothing
+    outside the run directory is read."""
+    try:
+        return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
+    except OSError:
+        return _Nothing()
 
 
 class _Nothing:

@@ -5,18 +5,18 @@ import os
 import re
 import threading
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from jaxmux.errors import InputError
 
-from .line_file import LineFile
+from .line_file import LineFile, line_at
 from .run_view import RunView, TaskView
 
 # More new lines than this are not sent one by one: the page asks for everything anew.
 _MOST_SENT = 2000
-_SET_ASIDE = re.compile(r"events\.(\d+)\.jsonl")
-# Largest run.json, server.json or summary.json that is read, in bytes.
+# Largest run.json, server.json, tasks.json or summary.json that is read, in bytes.
 _MOST_RECORD = 64 * 2**20
 
 
@@ -47,6 +47,8 @@ class RunReader:
         self._lock = threading.Lock()
         self._record: dict[str, Any] = {}
         self._summary: dict[str, Any] | None = None
+        # The content of tasks.json, which tells of tasks that have ended before the others.
+        self._statuses: dict[str, Any] | None = None
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._begin()
         if not wait:
@@ -78,9 +80,9 @@ class RunReader:
             again = any(file.replaced() for file in self._files) or self._read_record()
             if again:
                 self._begin()
-            changed = self._read_summary() or again
-            lines = sum(self._read_lines(file) for file in self._files)
-            self._view.take_results((self._summary or {}).get("tasks", {}))
+            changed = any([self._read_summary(), self._read_statuses(), again])
+            lines = sum(map(self._read_log, self._logs))
+            self._view.take_results((self._summary or self._statuses or {}).get("tasks", {}))
             new = self._view.take_new()
             if not (lines or changed):
                 return None
@@ -120,7 +122,7 @@ class RunReader:
             if place is None:
                 return None
             try:
-                found = self._rounds.line_at(*place)
+                found = line_at(*place)
             except (ValueError, OSError):
                 return None
             return found if isinstance(found, dict) and found.get("round") == number else None
@@ -128,33 +130,44 @@ class RunReader:
     def _begin(self) -> None:
         """Forgets everything, and starts before the first line of every file."""
         self._seen.clear()
-        self._summary = None
+        self._summary = self._statuses = None
         self._read_record()
         self._view = RunView("server" in self._record)
         for name, task in self._record.get("tasks", {}).items():
             adapter = task.get("adapter", {})
             fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
             self._view.tasks[name] = TaskView(name, rank=adapter.get("rank"), **fields)
-        self._rounds = LineFile(self.path / "rounds.jsonl")
         # Rounds come first: without them, the updates tell of rounds.
-        self._files = [self._rounds]
-        if self._view.server:
-            self._files += [LineFile(path) for path in (*self._older(), self.path / "events.jsonl")]
-        else:
-            self._files += [LineFile(self.path / n) for n in ("metrics.jsonl", "held_out.jsonl")]
+        names = ("rounds", "events") if self._view.server else ("rounds", "metrics", "held_out")
+        self._logs = [[LineFile(path) for path in self._parts(name)] for name in names]
 
-    def _older(self) -> list[Path]:
-        """The files of events that were set aside, oldest first."""
+    @property
+    def _files(self) -> list[LineFile]:
+        return [file for log in self._logs for file in log]
+
+    def _parts(self, name: str) -> list[Path]:
+        """The files of a log: those that a server has set aside, oldest first, and the newest."""
         try:
-            found = [m for m in map(_SET_ASIDE.fullmatch, os.listdir(self.path)) if m]
+            found = re.findall(rf"^{name}\.(\d+)\.jsonl$", "\n".join(os.listdir(self.path)), re.M)
         except OSError:
-            return []
-        return [self.path / m[0] for m in sorted(found, key=lambda m: int(m[1]))]
+            found = []
+        numbers = sorted(map(int, found)) if self._view.server else []
+        return [self.path / f"{name}{part}.jsonl" for part in (*(f".{n}" for n in numbers), "")]
+
+    def _read_log(self, log: list[LineFile]) -> int:
+        """Reads a piece of the first file of a log that has more; returns the number of lines."""
+        lines = 0
+        for file in log:
+            lines += self._read_lines(file)
+            if file.left:
+                break
+        return lines
 
     def _read_lines(self, file: LineFile) -> int:
         """Reads a piece of a file; returns the number of lines."""
-        add = {"rounds": self._view.add_round, "metrics": self._view.add_metric}
-        add |= {"held_out": self._view.add_held_out, "events": self._view.add_event}
+        add = {"rounds": partial(self._view.add_round, file.path)}
+        add |= {"metrics": self._view.add_metric, "held_out": self._view.add_held_out}
+        add |= {"events": self._view.add_event}
         before, lines = file.damaged, 0
         for line in file.read():
             lines += 1
@@ -182,6 +195,13 @@ class RunReader:
             self._summary = None
             return True
         return self._summary != before
+
+    def _read_statuses(self) -> bool:
+        content = self._changed("tasks.json")
+        if isinstance(content, dict) and isinstance(content.get("tasks"), dict):
+            before, self._statuses = self._statuses, content
+            return before != content
+        return False
 
     def _changed(self, name: str) -> Any:
         """The content of a JSON file if it has changed since the last call; None otherwise, or if

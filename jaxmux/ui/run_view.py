@@ -2,6 +2,7 @@
 
 import math
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 from .line_file import Line
@@ -10,6 +11,8 @@ from .series import Series, short
 _ENDED = {"succeeded", "failed", "cancelled"}
 # Most events that are kept, and that the page shows.
 _KEPT, _SHOWN = 3000, 300
+# A server's tasks that have ended are shown as long as they are among so many.
+_MOST_ENDED = 256
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
 
@@ -21,6 +24,7 @@ class TaskView:
       row: its entry in the list of tasks: name, state, reason, priority, step, steps, kind, rank,
         loss (of the last update), held_out (the last loss), best, tokens, skipped.
       loss: training loss by step.
+      trained: number of steps of which it has told.
       held_out: step, loss and whether it is the best one, of each measurement.
     """
 
@@ -47,6 +51,7 @@ class TaskView:
             "skipped": 0,
         } | fields
         self.loss = Series(1)
+        self.trained = 0
         self.held_out: list[list[Any]] = []
 
 
@@ -57,7 +62,7 @@ class RunView:
       tasks: by name.
       rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
         memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
-      details: by number of a round with details, offset and length of its line.
+      details: by number of a round with details, the file, offset and length of its line.
       events: the last events, those of one file after those of another.
       last: time of the newest line, in seconds since 1970; None before the first.
       begun: time of the oldest line.
@@ -71,11 +76,13 @@ class RunView:
         """
         self.tasks: dict[str, TaskView] = {}
         self.rounds = Series(9)
-        self.details: dict[int, tuple[int, int]] = {}
+        self.details: dict[int, tuple[Path, int, int]] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.last: float | None = None
         self.begun: float | None = None
         self.server = server
+        # The tasks of a server that have ended, in the order of their ends.
+        self._ended: deque[TaskView] = deque()
         # Whether rounds.jsonl tells of rounds; otherwise the updates do.
         self._has_rounds = False
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
@@ -103,8 +110,9 @@ class RunView:
         found = kinds.get(line.fields.get("kind"))
         return found is None or self._guarded(found, line.fields)
 
-    def add_round(self, line: Line) -> bool:
-        """Adds a line of rounds.jsonl; returns False if it is damaged."""
+    def add_round(self, path: Path, line: Line) -> bool:
+        """Adds a line of rounds.jsonl, or of a file that was set aside; returns False if it is
+        damaged."""
 
         def add(fields: dict[str, Any]) -> None:
             number = int(fields["round"])
@@ -116,7 +124,7 @@ class RunView:
                 self._has_rounds, self.rounds = True, Series(9)
             self._add_round(number, numbers)
             if "held" in fields:
-                self.details[number] = line.offset, line.length
+                self.details[number] = path, line.offset, line.length
                 self._new["details"].append(number)
                 if len(self.details) > _DETAILED:
                     del self.details[next(iter(self.details))]
@@ -128,10 +136,10 @@ class RunView:
         return sorted(self.events, key=lambda event: event["time"])[-_SHOWN:]
 
     def take_results(self, results: dict[str, Any]) -> None:
-        """Enters the results of a run that has ended, which count more than the last updates.
+        """Enters what has become of tasks, which counts more than the last updates.
 
         Args:
-          results: the entry "tasks" of summary.json.
+          results: the entry "tasks" of summary.json or tasks.json.
         """
         for name, result in results.items():
             if name in self.tasks and isinstance(result, dict):
@@ -141,9 +149,9 @@ class RunView:
 
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the
-        held-out loss by task, rounds, events and details."""
+        held-out loss by task, rounds, events and details; and the names of tasks that are gone."""
         new, self._new = self._new, _nothing_new()
-        return new | {"tasks": [self.tasks[name].row for name in new["tasks"]]}
+        return new | {"tasks": [self.tasks[n].row for n in new["tasks"] if n in self.tasks]}
 
     def _guarded(self, add: Any, fields: dict[str, Any]) -> bool:
         try:
@@ -165,15 +173,19 @@ class RunView:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
         row, skipped = task.row, bool(fields["skipped"])
+        # A server that was killed trains some steps again, and they give the same.
+        again, task.trained = step <= task.trained, max(step, task.trained)
         if loss is not None:
             loss = _finite(loss)
-            task.loss.add(step, [loss])
-            loss = short(loss)
-            self._new["loss"].setdefault(name, []).append([step, loss, loss, loss])
-            row["loss"] = loss
+            row["loss"] = short(loss)
+            if not again:
+                task.loss.add(step, [loss])
+                point = [step, row["loss"], row["loss"], row["loss"]]
+                self._new["loss"].setdefault(name, []).append(point)
         row["step"], row["state"] = step, "running" if row["state"] == "queued" else row["state"]
-        row["tokens"] += int(fields.get("tokens", 0))
-        row["skipped"] += skipped
+        if not again:
+            row["tokens"] += int(fields.get("tokens", 0))
+            row["skipped"] += skipped
         if not self.server and row["steps"] and step >= row["steps"]:
             row["state"] = "succeeded"
         if skipped:
@@ -184,7 +196,8 @@ class RunView:
     def _evaluation(self, fields: dict[str, Any]) -> None:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
-        if loss is not None:
+        measured = task.held_out[-1][0] if task.held_out else -1
+        if loss is not None and step > measured:
             loss, best = short(_finite(loss)), bool(fields.get("best"))
             point = [step, loss, best]
             task.held_out.append(point)
@@ -211,6 +224,19 @@ class RunView:
         reason = f": {row['reason']}" if row["reason"] else ""
         self._tell(fields["time"], name, "state", f"{state}{reason}")
         self._new["tasks"][name] = None
+        if state in _ENDED:
+            self._ended.append(self.tasks[name])
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forgets the tasks of a server that ended long ago."""
+        while len(self._ended) > _MOST_ENDED:
+            own = self._ended.popleft()
+            name = own.row["name"]
+            # Its name may have gone to another task, or it may have ended once more after a crash.
+            if self.tasks.get(name) is own and own not in self._ended:
+                del self.tasks[name]
+                self._new["gone"].append(name)
 
     def _tell(self, time: float, task: str, kind: str, text: str) -> None:
         event = {"time": time, "task": task, "kind": kind, "text": text}
@@ -254,5 +280,6 @@ def _nothing_new() -> dict[str, Any]:
         "rounds": [],
         "events": [],
         "details": [],
+        "gone": [],
         "again": False,
     }

@@ -157,10 +157,10 @@ class SimulatedDisk:
         self._fast.wait()
         return real(store)
 
-    def _write_checkpoint(self, real, store, number, tasks, totals):
+    def _write_checkpoint(self, real, store, number, tasks, *others):
         steps = {own.task.name: own.progress.step if own.progress else 0 for own in tasks}
         self.steps[number] = steps
-        return real(store, number, tasks, totals)
+        return real(store, number, tasks, *others)
 
     def _tell(self, real, store, event):
         if self.full:

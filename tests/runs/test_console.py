@@ -26,7 +26,7 @@ def test_a_line_leaves_out_the_rate_as_long_as_it_is_unknown(train, make_task, t
     train(tmp_path, make_task(), console=RunConsole(Console(file=printed, width=80)))
     first, second, _ = (line for line in lines_of(printed) if line.startswith("tiny step "))
     assert re.fullmatch(r"tiny step 1/3 loss \d\.\d{4} lr \d\.\d\de[+-]\d\d", first)
-    assert re.search(r" [\d,]+ tokens/s ETA 0:\d\d:\d\d$", second)
+    assert re.search(r" [\d,]+ tokens/s without padding ETA 0:\d\d:\d\d$", second)
 
 
 def test_counts_of_one_are_singular(train, make_task, tmp_path, printed):

@@ -18,6 +18,7 @@ from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_directory import ServerDirectory
 from jaxmux.runs.server_options import ServerOptions
 from jaxmux.runs.server_store import ServerStore
+from jaxmux.runs.trackers import RunTrackers, TrackedRun
 
 from . import crash_images
 from .recorded_server import TASKS
@@ -109,7 +110,8 @@ def kept(backbone):
             if key != "format"
         }
         with closing(ServerDirectory(folder, identity)) as directory:
-            with closing(ServerStore(directory, loaded, 2, said.append)) as store:
+            none = RunTrackers((), TrackedRun("server", folder, None, {}), print)
+            with closing(ServerStore(directory, loaded, 2, none, said.append)) as store:
                 found = store.read()
         steps = {own.task.name: own.progress.step if own.progress else 0 for own in found.saved}
         paused = {own.task.name for own in found.saved if own.history[-1].state == "paused"}

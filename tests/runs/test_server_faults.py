@@ -239,8 +239,9 @@ def test_a_full_disk_stops_neither_training_nor_the_next_checkpoint(
         before = server.status("b")
     assert any("adapter a: cannot be written" in line for line in said)
     assert any("cannot be begun (No space left on device)" in line for line in said)
-    # The event that the full disk cut off spoils no other.
-    lines = (folder / "events.jsonl").read_text().splitlines()
+    # The line that the full disk cut off spoils no other.
+    logs = [(folder / name).read_text() for name in ("events.jsonl", "rounds.jsonl")]
+    lines = [line for log in logs for line in log.splitlines()]
     spoiled = [line for line in lines if not line.endswith("}")]
     assert len(spoiled) == 1
     with serve(folder) as server:
@@ -314,7 +315,7 @@ def test_a_final_save_waits_for_the_one_before(serve, task, tmp_path, monkeypatc
 
 
 def test_a_loss_of_power_spares_names_and_adapters(serve, task, tmp_path, monkeypatch):
-    """Only checkpoints, which have checksums, and events.jsonl may lose what was written last."""
+    """Only checkpoints, which have checksums, and the logs may lose what was written last."""
     disk, folder = SimulatedDisk(monkeypatch, tmp_path), tmp_path / "server"
     with serve(folder) as server:
         server.register(task("a", steps=2))
@@ -323,7 +324,7 @@ def test_a_loss_of_power_spares_names_and_adapters(serve, task, tmp_path, monkey
         settle(server)
         contents, entries = disk.unsynced(folder)
     lost = {path.relative_to(folder).parts[0] for path in (*contents, *entries)}
-    assert lost <= {".lock", "checkpoints", "events.jsonl"}
+    assert lost <= {".lock", "checkpoints", "events.jsonl", "rounds.jsonl"}
 
 
 def test_a_folder_whose_record_was_half_written_is_used(serve, task, tmp_path):

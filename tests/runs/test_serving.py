@@ -356,7 +356,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     assert "FAILED t.b: why\\x1b[2Jyyy" in text and "y" * 600 not in text
     assert re.search(r"t\.x+… +running +6/9 +1\.0000 +\d+", text)
     assert re.search(r"t\.0 +queued +0/9 +1", text)
-    assert "18 more" in text and "1 running, 30 queued, 1 failed; " in text
+    assert "19 more" in text and "1 running, 30 queued, 1 failed; " in text
 
 
 def test_a_command_line_that_makes_no_sense_is_refused(capsys):

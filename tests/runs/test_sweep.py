@@ -113,12 +113,15 @@ def test_a_run_that_is_killed_again_and_again_gets_the_same_bits(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
-    kills, found = 0, None
+    kills, found, ended = 0, None, {}
     while found is None:
         try:
             _, found = sweep_run.anew(2, tmp_path / "killed", checkpoint_every=1)
         except KeyboardInterrupt:
             kills += 1
+            # Also of what was done after the checkpoint, which is done again.
+            text = (tmp_path / "killed" / "tasks.json").read_text()
+            ended |= json.loads(text)["tasks"]
         if kills == 1 and found is None:
             _, progress, _ = read_task(tmp_path / "killed" / "checkpoints", "other")
             assert progress.step == 3
@@ -126,6 +129,10 @@ def test_a_run_that_is_killed_again_and_again_gets_the_same_bits(
                 read_task(tmp_path / "killed" / "checkpoints", "base-learning_rate_1e30")
     assert kills > 2
     assert found.tasks == expected.tasks
+    assert any("at rung 1" in (task["stopped_early"] or "") for task in ended.values())
+    for name, task in ended.items():
+        assert task == {field: expected.tasks[name][field] for field in task}
+    assert not (tmp_path / "killed" / "tasks.json").exists()
     assert held_out(tmp_path / "killed") == held_out(whole)
     expected = adapter_bytes(whole / "adapters")
     assert adapter_bytes(tmp_path / "killed" / "adapters") == expected

@@ -52,7 +52,7 @@ def write_run(
             metrics.append(update(index, name, loss, time))
             if index % 50 == 49:
                 held_out.append(evaluation(index, name, loss * 1.1, time))
-        lines.append(_round(index, names, time, stages))
+        lines.append(round_line(index, names, time, stages))
     append(path / "metrics.jsonl", *metrics)
     append(path / "held_out.jsonl", *held_out)
     append(path / "rounds.jsonl", *lines)
@@ -62,6 +62,57 @@ def write_run(
         summary = {"tasks": results, "wall_seconds": 2.5 * rounds, "peak_memory_bytes": 61 * 2**30}
         (path / "summary.json").write_text(json.dumps(summary))
     return path
+
+
+def write_server(path: Path, tasks: int = 3, rounds: int = 20) -> Path:
+    """Writes the files of a server that was killed and started again; returns its folder.
+
+    Args:
+      path: the folder, which is created.
+      tasks: number of tasks; some wait, have ended, or come later.
+      rounds: number of rounds.
+    """
+    run = write_run(path, tasks, rounds)
+    lines = [
+        json.loads(line) for n in ("metrics", "held_out") for line in (path / f"{n}.jsonl").open()
+    ]
+    names = list(dict.fromkeys(line["task"] for line in lines))
+    # The last eighth waits for a place, and the first one has ended.
+    waiting, ended = set(names[-(tasks // 8) :]), set(names[: tasks // 8])
+
+    def state(name: str, time: float, state: str, reason: str | None = None) -> dict[str, Any]:
+        fields = {"state": state, "reason": reason, "priority": 0}
+        return {"time": time, "task": name, "kind": "state"} | fields
+
+    events = [state(name, BEGUN, "preparing") for name in names]
+    places = "all places are taken"
+    events += [
+        state(n, BEGUN + 1, "queued", places) if n in waiting else state(n, BEGUN + 1, "running")
+        for n in names
+    ]
+    events += [
+        line | {"kind": "update" if "lr" in line else "evaluation"}
+        for line in lines
+        if line["task"] not in waiting
+    ]
+    end = BEGUN + 2.5 * rounds
+    events += [state(name, end, "succeeded") for name in ended]
+    (path / "server.json").write_text(
+        json.dumps(
+            {
+                "backbone": "/models/Llama-3.1-8B",
+                "backbone_format": None,
+                "sizes": {"rows": 4, "row_len": 2048, "chunk_len": 128},
+            }
+        )
+    )
+    events.sort(key=lambda event: event["time"])
+    half = len(events) // 2
+    append(path / "events.1.jsonl", *events[:half])
+    append(path / "events.jsonl", *events[half:])
+    for name in ("run.json", "metrics.jsonl", "held_out.jsonl"):
+        (path / name).unlink()
+    return run
 
 
 def update(index: int, task: str, loss: float | None, time: float) -> dict[str, Any]:
@@ -83,7 +134,8 @@ def append(path: Path, *lines: Mapping[str, Any]) -> None:
         file.writelines(json.dumps(line) + "\n" for line in lines)
 
 
-def _round(index: int, names: list[str], time: float, stages: int) -> dict[str, Any]:
+def round_line(index: int, names: list[str], time: float, stages: int) -> dict[str, Any]:
+    """A line of rounds.jsonl, of a pipeline of so many stages; 0 for a single device."""
     numbers, capacity = random.Random(index), 8192
     microbatches: list[dict[str, tuple[int, int]]] = [{}]
     for name in names:

@@ -193,6 +193,74 @@ def test_server_shows_states_of_events_also_of_files_set_aside(tmp_path):
     assert reader.state()["loss"]["a"] == []
 
 
+def test_files_of_a_server_are_read_one_after_another(tmp_path, monkeypatch):
+    """Also where they are longer than the pieces in which they are read."""
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+    for number, name in enumerate(("events.2", "events.10", "events")):
+        steps = range(10 * number, 10 * number + 10)
+        lines = [synthetic.update(i, "a", 1.0 + i, 5.0) | {"kind": "update"} for i in steps]
+        synthetic.append(tmp_path / f"{name}.jsonl", *lines[: 10 if number < 2 else 2])
+        rounds = [synthetic.round_line(i, ["a"], 5.0, 0) for i in steps]
+        synthetic.append(tmp_path / f"{name.replace('events', 'rounds')}.jsonl", *rounds)
+    monkeypatch.setattr("jaxmux.ui.line_file._PIECE", 700)
+    reader = RunReader(tmp_path)
+    state = read_all(reader)
+    assert [point[0] for point in state["loss"]["a"]] == list(range(1, 23))
+    assert state["tasks"][0]["step"] == 22
+    assert [row[0] for row in state["rounds"]] == state["details"] == list(range(30))
+    assert [reader.details(n)["round"] for n in (0, 15, 29)] == [0, 15, 29]
+    assert state["run"]["damaged"] == {}
+
+
+def test_steps_that_a_killed_server_trains_again_are_shown_once(tmp_path):
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+    fields = {"kind": "update", "time": 5.0}
+    steps = [*range(6), *range(3, 9)]
+    lines = [synthetic.update(i, "a", 1.0 + i, 5.0) | fields for i in steps]
+    held_out = synthetic.evaluation(4, "a", 2.0, 5.0) | {"kind": "evaluation"}
+    synthetic.append(tmp_path / "events.jsonl", *lines, held_out, held_out)
+    state = read_all(RunReader(tmp_path))
+    assert [point[0] for point in state["loss"]["a"]] == list(range(1, 10))
+    assert len(state["held_out"]["a"]) == 1
+    (row,) = state["tasks"]
+    assert (row["step"], row["tokens"]) == (9, 9 * 90)
+
+
+def test_tasks_of_a_server_that_ended_long_ago_are_forgotten(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxmux.ui.run_view._MOST_ENDED", 2)
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+
+    def append(*states):
+        fields = {"kind": "state", "time": 5.0, "reason": None}
+        lines = [{**fields, "task": task, "state": state} for task, state in states]
+        synthetic.append(tmp_path / "events.jsonl", *lines)
+
+    append(("a", "running"), ("b", "succeeded"), ("c", "failed"), ("c", "failed"))
+    reader = RunReader(tmp_path)
+    assert [row["name"] for row in read_all(reader)["tasks"]] == ["a", "c"]
+    # The name of a task that has ended goes to another one.
+    append(("c", "queued"), ("d", "cancelled"), ("e", "succeeded"))
+    assert reader.poll()["reload"]
+    append(("f", "succeeded"))
+    assert reader.poll()["gone"] == ["d"]
+    assert [row["name"] for row in reader.state()["tasks"]] == ["a", "c", "e", "f"]
+
+
+def test_task_that_stops_before_the_others_is_shown_at_once(run_dir):
+    record = json.loads((run_dir / "run.json").read_text())
+    for task in record["tasks"].values():
+        task["steps"] = 90
+    (run_dir / "run.json").write_text(json.dumps(record))
+    reader = RunReader(run_dir)
+    assert {row["state"] for row in read_all(reader)["tasks"]} == {"running"}
+    reason = "at rung 1 (step 60), 3rd of 3 by held-out loss"
+    ended = {"status": "succeeded", "error": None, "stopped_early": reason}
+    (run_dir / "tasks.json").write_text(json.dumps({"tasks": {"support_0": ended}}))
+    assert reader.poll()["reload"]
+    found = [(row["state"], row["reason"]) for row in reader.state()["tasks"]]
+    assert found == [("running", None), ("succeeded", reason), ("running", None)]
+
+
 def test_long_series_keeps_its_mean_and_extremes():
     series, count = Series(2, most=64), 100_000
     for i in range(count):

@@ -28,7 +28,7 @@ class MLflow:
           id: the id of the run in MLflow; None for a new one.
           keep: function that keeps the id.
         """
-        self._client, self._skips = MlflowClient(), id is not None
+        self._client = MlflowClient()
         if id is not None:
             self._client.update_run(id, status="RUNNING")
             self._id = id
@@ -43,8 +43,6 @@ class MLflow:
             self._client.log_batch(self._id, params=some)
 
     def log(self, point: Point) -> None:
-        if point.repeated and self._skips:
-            return
         time = int(1000 * point.seconds)
         metrics = [Metric(name, value, time, point.step) for name, value in point.values.items()]
         for some in batched(metrics, _METRICS):

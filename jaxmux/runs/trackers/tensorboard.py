@@ -8,7 +8,8 @@ from .tracker import Point, TrackedRun
 
 
 class TensorBoard:
-    """The `Tracker` of TensorBoard. TensorBoard itself forgets rounds that are repeated."""
+    """The `Tracker` of TensorBoard. TensorBoard itself forgets the rounds from `TrackedRun.rounds`
+    on, with the held-out losses that were measured after exactly so many rounds."""
 
     def __init__(self, run: TrackedRun):
         """Opens a file of events.

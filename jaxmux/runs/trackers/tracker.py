@@ -16,13 +16,15 @@ class Point(NamedTuple):
       step: number of the round.
       values: finite numbers by name, such as "loss/billing".
       seconds: time of day in seconds since 1970.
-      repeated: whether an earlier call of the same training run has measured this round already,
-        after the checkpoint from which this one goes on.
+      held_out: whether they are held-out losses.
+      repeated: whether an earlier call of the same training run has measured this round already, so
+        that the tracker may know it.
     """
 
     step: int
     values: Mapping[str, float]
     seconds: float
+    held_out: bool = False
     repeated: bool = False
 
 
@@ -32,13 +34,14 @@ class TrackedRun(NamedTuple):
     Attributes:
       name: name of the run directory.
       folder: the run directory.
-      rounds: number of rounds after which the training run goes on; 0 at its beginning.
-      config: the backbone, the options and the tasks, as a JSON object.
+      rounds: number of rounds after which the training run goes on; 0 at its beginning. None for a
+        server, which counts on and trains no round of a number again.
+      config: the backbone, the options and the tasks of a training run, as a JSON object.
     """
 
     name: str
     folder: Path
-    rounds: int
+    rounds: int | None
     config: Mapping[str, Any]
 
 
@@ -75,12 +78,15 @@ class TrackerKind(NamedTuple):
       module: name of the module of this package that has its `open_tracker`.
       package: the package that it needs.
       extra: the extra of jaxmux that installs the package; empty if it is always installed.
+      forgets: whether it forgets by itself what it knows of rounds from `TrackedRun.rounds` on, so
+        that it has to be told of them again.
     """
 
     title: str
     module: str
     package: str
     extra: str = ""
+    forgets: bool = False
 
     @property
     def open(self) -> OpenTracker:
@@ -89,7 +95,7 @@ class TrackerKind(NamedTuple):
 
 # By the name that `RunOptions.trackers` uses.
 TRACKERS: dict[str, TrackerKind] = {
-    "tensorboard": TrackerKind("TensorBoard", ".tensorboard", "tensorboardX"),
+    "tensorboard": TrackerKind("TensorBoard", ".tensorboard", "tensorboardX", forgets=True),
     "wandb": TrackerKind("Weights & Biases", ".wandb", "wandb", "wandb"),
     "mlflow": TrackerKind("MLflow", ".mlflow", "mlflow", "mlflow"),
 }

@@ -17,15 +17,13 @@ _ROUND = "round"
 class WeightsAndBiases:
     """The `Tracker` of Weights & Biases."""
 
-    def __init__(self, run: TrackedRun, id: str, continued: bool):
+    def __init__(self, run: TrackedRun, id: str):
         """Opens a run.
 
         Args:
           run: the training run.
           id: the id of the run in Weights & Biases.
-          continued: whether the run exists already.
         """
-        self._skips = continued
         is_offline = wandb.setup().settings.mode not in ("online", "shared")
         # `wandb.init` would ask for the key in the terminal, in the midst of training.
         if not (is_offline or wandb.login(prompt=False)):
@@ -45,8 +43,7 @@ class WeightsAndBiases:
         self._run.define_metric("*", step_metric=_ROUND)
 
     def log(self, point: Point) -> None:
-        if not (point.repeated and self._skips):
-            self._run.log({_ROUND: point.step, **point.values})
+        self._run.log({_ROUND: point.step, **point.values})
 
     def close(self, finished: bool) -> None:
         self._run.finish(exit_code=0 if finished else 1)
@@ -54,7 +51,6 @@ class WeightsAndBiases:
 
 def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -> WeightsAndBiases:
     """As `OpenTracker`."""
-    if id is not None:
-        return WeightsAndBiases(run, id, continued=True)
-    keep(own := uuid.uuid4().hex[:8])
-    return WeightsAndBiases(run, own, continued=False)
+    if id is None:
+        keep(id := uuid.uuid4().hex[:8])
+    return WeightsAndBiases(run, id)

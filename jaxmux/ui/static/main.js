@@ -187,7 +187,7 @@ function drawRounds() {
     });
   speed.show([
     { name: "with padding", xs, ys: rate(3), colour: colour(5), width: 1.4 },
-    { name: "without", xs, ys: rate(5), colour: colour(0), width: 1.8 },
+    { name: "without padding", xs, ys: rate(5), colour: colour(0), width: 1.8 },
   ]);
   const kinds = [["device, peak", 7, 1, [5, 3]], ["device, in use", 6, 0], ["host process", 8, 4]];
   memory.show(kinds.filter(([, column]) => rounds.some((row) => row[column] > 0)).map(([name, column, index, dash]) => ({ name, xs: rounds.map((row) => row[0]), ys: rounds.map((row) => row[column] / GIB), colour: colour(index), dash })));
@@ -255,7 +255,7 @@ function header() {
   const figures = [
     ["Tasks succeeded", `${ended}`, `of ${tasks.length}${failed ? `, ${failed} failed` : ""}`],
     ["Rounds", rounds.length ? count(rounds.at(-1)[0] + 1) : "–"],
-    ["Tokens per second", sum(2) ? number(sum(5) / sum(2), 3) : "–", "read"],
+    ["Tokens per second", sum(2) ? number(sum(5) / sum(2), 3) : "–", "without padding"],
     ["Padding", sum(3) ? ((1 - sum(5) / sum(3)) * 100).toFixed(1) : "–", "%"],
     ["Seconds per round", sum(2) ? number(sum(2) / late.length, 3) : "–", "s"],
     ["Device memory, peak", peak ? number(peak / GIB, 3) : "–", peak ? "GiB" : "not reported"],
@@ -295,6 +295,13 @@ function add(change) {
   state.version = change.version;
   state.run = change.run;
   page.received = Date.now();
+  const gone = new Set(change.gone);
+  if (gone.size) state.tasks = state.tasks.filter((row) => !gone.has(row.name));
+  for (const name of gone) {
+    page.selected.delete(name);
+    delete state.loss[name];
+    delete state.held_out[name];
+  }
   for (const row of change.tasks) {
     const index = state.tasks.findIndex((own) => own.name === row.name);
     if (index < 0) state.tasks.push(row);
@@ -314,12 +321,15 @@ function add(change) {
   draw();
 }
 
-// At first the first tasks are coloured, so that the page begins with a picture.
+// At first some tasks are coloured, so that the page begins with a picture. Those of a server that
+// train come first.
 function choose() {
   if (page.chosen || !page.state.tasks.length) return;
   page.chosen = true;
+  if (page.state.run.kind === "server") list.sort.value = "state";
   const few = page.state.tasks.length <= MOST_COLOURS ? MOST_COLOURS : 5;
-  page.state.tasks.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
+  const first = [...page.state.tasks].sort((a, b) => (b.state === "running") - (a.state === "running"));
+  first.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
 }
 
 let loading = null;

@@ -28,7 +28,7 @@ export class Microbatches {
     Object.assign(this, { held, colours, hot });
     this.order = new Map(order.map((name, i) => [name, i]));
     if (!held?.length) {
-      this.element.replaceChildren(make("p", { className: "empty" }, held ? "This round trained no microbatch in this process." : "No round has been recorded. Runs of earlier versions, and servers, do not record rounds."));
+      this.element.replaceChildren(make("p", { className: "empty" }, held ? "This round trained no microbatch in this process." : "No round has been recorded. Earlier versions did not record rounds."));
       return;
     }
     if (this.canvas.parentNode !== this.element) this.element.replaceChildren(this.canvas);

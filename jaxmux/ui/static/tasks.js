@@ -1,6 +1,8 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
 import { colour, make, number } from "./format.js";
 
+const STATES = ["running", "preparing", "queued", "paused", "failed", "succeeded", "cancelled"];
+
 export class TaskList {
   constructor({ onSelect, onHover }) {
     this.list = document.getElementById("tasks");
@@ -61,7 +63,8 @@ export class TaskList {
     swatch.style.background = swatch.style.borderColor = selected ? colour(index) : "";
     loss.textContent = number(row.loss);
     const kind = [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(" ");
-    sub.children[0].textContent = [row.state, kind].filter(Boolean).join(" · ");
+    const state = row.state === "succeeded" && row.reason ? "stopped early" : row.state;
+    sub.children[0].textContent = [state, kind].filter(Boolean).join(" · ");
     sub.children[0].className = row.state === "failed" ? "failed" : "";
     sub.children[0].title = row.reason ?? "";
     sub.children[1].textContent = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
@@ -77,7 +80,7 @@ export class TaskList {
       given: () => 0,
       name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
       loss: (a, b) => (b.loss ?? -Infinity) - (a.loss ?? -Infinity),
-      state: (a, b) => a.state.localeCompare(b.state),
+      state: (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state),
     };
     const rows = [...this.rows].sort(orders[this.sort.value]);
     const found = rows.filter((row) => `${row.name} ${row.state} ${row.kind ?? ""}`.toLowerCase().includes(wanted));

@@ -99,6 +99,24 @@ def test_64_tasks(tab, many):
     tab.screenshot(SHOTS / "many_narrow_dark.png")
 
 
+def test_server_of_64_tasks(tab, tmp_path):
+    path = synthetic.write_server(tmp_path / "server", 64, 400)
+    with served(path) as address:
+        tab.show(address)
+        own = "[...document.querySelectorAll('#tasks .sub span:first-child')]"
+        found = tab.value(f"{own}.map((own) => own.textContent.split(' ')[0])")
+        assert found == ["running"] * 48 + ["queued"] * 8 + ["succeeded"] * 8
+        selected = "document.querySelectorAll('#tasks [aria-selected=true] .sub span:first-child')"
+        assert tab.value(f"[...{selected}].map((own) => own.textContent)") == ["running"] * 5
+        assert "tokens computed" in tab.value("document.getElementById('held-note').textContent")
+        assert tab.value("document.querySelectorAll('#memory-chart canvas').length") == 1
+        tab.screenshot(SHOTS / "server.png")
+        tab.show(address, 360, 740)
+        assert no_sideways_scrolling(tab)
+        tab.screenshot(SHOTS / "server_narrow.png")
+        tab.call("Page.navigate", url="about:blank")
+
+
 def test_search_finds_tasks(tab, many):
     tab.show(many[0])
     tab.value("document.getElementById('search').focus()")
