@@ -121,7 +121,7 @@ class Task:
         self._check_mixture()
         if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
-            hint = "; in a config, write @NAME/LoRA() with parentheses" if is_class else ""
+            hint = "; write it with parentheses" if is_class else ""
             cls = self.adapter if is_class else type(self.adapter)
             name = self.adapter if isinstance(self.adapter, str) else cls.__name__
             if reason := why_left_out(name):

@@ -5,8 +5,6 @@ imports a module is refused: importing runs whatever the module holds.
 """
 
 import dataclasses
-import re
-import shlex
 import tokenize
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,9 +15,7 @@ from gin import config_parser
 
 from jaxmux.data import Source
 from jaxmux.distributions import DISTRIBUTIONS
-from jaxmux.errors import InputError
 from jaxmux.learning_rates import Schedule
-from jaxmux.left_out import why_left_out
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
@@ -28,6 +24,8 @@ from jaxmux.runs.tenant_limits import TenantLimits
 from jaxmux.similar_names import did_you_mean
 from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task
+
+from .gin_messages import ConfigError, config_error, parameter_like, syntax_message, with_quotes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -74,10 +72,9 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
 # bindings have referred that later ones replaced. Like gin's own state, both are global.
 _REFERENCES: dict[tuple[str, str, str], set[str]] = {}
 _REPLACED: set[str] = set()
-
-
-class ConfigError(InputError):
-    """A gin config cannot be used; the message names the file, the line or the parameter."""
+_FIELDS = {
+    name: [field.name for field in dataclasses.fields(part)] for name, part in _CONFIGURABLE.items()
+}
 
 
 def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
@@ -92,14 +89,22 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
     for name, configurable in _CONFIGURABLE.items():
         if f"jaxmux.{name}" not in gin.config._REGISTRY:
             gin.external_configurable(configurable, name=name, module="jaxmux")
+    noted = _Noted()
     for file in files:
-        _refuse_imports_of_file(Path(file), within=())
+        _look_through_file(Path(file), noted, within=())
     for binding in bindings:
-        _refuse_imports(binding, f"--gin.{binding}", within=())
+        _look_through(binding, f"--gin.{binding}", noted, within=())
+    for binding in bindings:
+        name, is_set, value = binding.partition("=")
+        if is_set and "." not in name and name.strip() not in noted.macros:
+            raise ConfigError(
+                f"--gin.{binding}: {name.strip()!r} is no parameter; the name of one says whose it "
+                f"is, such as {parameter_like(name.strip(), value, _FIELDS)}"
+            )
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
     except (OSError, SyntaxError, TypeError, ValueError) as e:
-        raise ConfigError(_without_postscript(e)) from None
+        raise config_error(e, _FIELDS) from None
 
 
 def run_config(backbone: str | None = None, tasks: Sequence[Task | Sweep] = ()) -> RunConfig:
@@ -181,7 +186,7 @@ def _bindings(name: str) -> dict[str, Any]:
     except RecursionError:
         raise ConfigError(f"the config refers to itself, for example by @{name}()") from None
     except (RuntimeError, TypeError, ValueError) as e:
-        raise ConfigError(_without_postscript(e)) from None
+        raise config_error(e, _FIELDS) from None
 
 
 def _resolved(name: str, fields: Sequence[dataclasses.Field]) -> list[str]:
@@ -201,14 +206,16 @@ def _refuse_unknown_scopes() -> None:
         if selector == "gin.macro":  # A macro's name stands where others have a scope.
             continue
         if scope and not any(f"/{scope}/" in f"/{own}/" for own in built | replaced):
-            name = f"{scope}/{selector.split('.')[-1]}"
+            name = selector.split(".")[-1]
+            known = sorted(filter(None, built))
+            hint = did_you_mean(scope, known) or f"the names are {', '.join(known)}"
             raise ConfigError(
-                f"{name} ({', '.join(parameters)}): nothing in the config uses the scope "
-                f"{scope!r}; it uses {', '.join(sorted(filter(None, built)))}"
+                f"{scope}/{name}.{min(parameters)}: nothing in the config has the name {scope!r}, "
+                f"as in @{scope}/{name}(); {hint}"
             )
 
 
-def _refuse_imports_of_file(file: Path, within: tuple[Path, ...]) -> None:
+def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) -> None:
     """Looks through a file, and all it includes, before gin acts on any of it."""
     if file in within:
         raise ConfigError(f"{file}: includes itself")
@@ -218,17 +225,21 @@ def _refuse_imports_of_file(file: Path, within: tuple[Path, ...]) -> None:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{file}: is no text ({e})") from None
-    _refuse_imports(text, str(file), (*within, file))
+    _look_through(text, str(file), noted, (*within, file))
 
 
-def _refuse_imports(text: str, where: str, within: tuple[Path, ...]) -> None:
-    noted = _Noted()
+def _look_through(text: str, where: str, noted: "_Noted", within: tuple[Path, ...]) -> None:
+    """Notes what a text refers to, and refuses what gin should not act on."""
     try:
         for statement in config_parser.ConfigParser(text, noted):
             if isinstance(statement, config_parser.BindingStatement):
                 binding = statement.scope, statement.selector, statement.arg_name
                 _REPLACED.update(_REFERENCES.get(binding, ()))
                 _REFERENCES[binding] = noted.take()
+                if noted.classes:
+                    name = noted.classes.pop()
+                    place = f"{where}:{statement.location.line_num}" if within else where
+                    raise ConfigError(f"{place}: @{name} needs parentheses: @{name}()")
             if isinstance(statement, config_parser.ImportStatement):
                 line = statement.location.line_num
                 raise ConfigError(
@@ -236,66 +247,29 @@ def _refuse_imports(text: str, where: str, within: tuple[Path, ...]) -> None:
                     "all of jaxmux's names are known without"
                 )
             if isinstance(statement, config_parser.IncludeStatement):
-                _refuse_imports_of_file(Path(statement.filename), within)
+                _look_through_file(Path(statement.filename), noted, within)
     except SyntaxError as e:
         place = f"{where}:{e.lineno}" if within else where
-        hint = _with_quotes(e, argument=not within)
-        message = f"a string needs quotes: {hint}" if hint else e.msg
+        hint = with_quotes(e, argument=not within)
+        message = f"a string needs quotes: {hint}" if hint else syntax_message(e.msg)
         raise ConfigError(f"{place}: {message}") from None
     except tokenize.TokenError as e:
         message, (line, _) = e.args
         raise ConfigError(f"{where}:{line}: {message}") from None
 
 
-def _with_quotes(error: SyntaxError, argument: bool) -> str:
-    """The line at which gin found a syntax error, with the quotes that its value lacks. Empty if
-    the value does not look like a string without quotes.
-
-    Args:
-      error: gin's error.
-      argument: True for a binding, which is returned as an argument in a shell.
-    """
-    word = re.search(r"Failed to parse token '(\w+)'", error.msg)
-    name, _, value = (error.text or "").partition(" #")[0].partition("=")
-    value = value.strip()
-    if value.capitalize() in ("True", "False", "None"):
-        return ""
-    if not re.match(r"[A-Za-z_/.~]", value):
-        return repr(word[1]) if word else ""
-    if argument:
-        return shlex.quote(f'--gin.{name}="{value}"')
-    return f'{name.strip()} = "{value}"'
-
-
-def _without_postscript(error: Exception) -> str:
-    """gin's message, with the scope instead of the call that it adds to errors of what it calls."""
-    message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
-    if unknown := re.match(
-        r"No configurable matching (?:reference )?'@?.*?(\w+)(?:\(\))?'", message
-    ):
-        hint = why_left_out(unknown[1]) or did_you_mean(unknown[1], _CONFIGURABLE)
-        hint = hint or f"there are {', '.join(_CONFIGURABLE)}."
-        message = message.replace(".\n", f"; {hint}\n", 1)
-    if unknown := re.match(r"Configurable '(\w+)' doesn't have a parameter named '(\w+)'", message):
-        parameters = [field.name for field in dataclasses.fields(_CONFIGURABLE[unknown[1]])]
-        hint = why_left_out(unknown[2]) or did_you_mean(unknown[2], parameters)
-        hint = hint or f"it has {', '.join(parameters)}."
-        message = message.replace(".\n", f"; {hint}\n", 1)
-    if missing := re.match(r"(?:\w+\.)*?(\w+)\.__init__\(\) missing .*?: (.*)", message):
-        message = "not set: " + ", ".join(re.findall(r"'(\w+)'", missing[2]))
-    if call and (found := re.match(r" '(\w+)' .*? in scope '([^']*)'", call[0])):
-        return f"{found[2]}/{found[1]}: {message.strip()}"
-    if missing:
-        return f"{missing[1]}: {message}"
-    return message.strip()
-
-
 class _Noted(config_parser.ParserDelegate):
-    """Takes references and macros for what they are: nothing is looked up yet. The scopes of
-    references are noted."""
+    """Takes references and macros for what they are: nothing is looked up yet.
+
+    Attributes:
+      macros: names of the macros that are used.
+      classes: references without parentheses, which stand for a class and not for an object.
+    """
 
     def __init__(self) -> None:
         self._scopes: set[str] = set()
+        self.macros: set[str] = set()
+        self.classes: list[str] = []
 
     def take(self) -> set[str]:
         """The scopes since the last call."""
@@ -304,6 +278,8 @@ class _Noted(config_parser.ParserDelegate):
 
     def configurable_reference(self, scoped_configurable_name: str, evaluate: bool) -> None:
         self._scopes.add(scoped_configurable_name.rpartition("/")[0])
+        if not evaluate:
+            self.classes.append(scoped_configurable_name)
 
     def macro(self, macro_name: str) -> None:
-        return None
+        self.macros.add(macro_name)

@@ -242,7 +242,7 @@ def base_values(
       ValueError: the backbone is not at hand.
     """
     if base is None:
-        raise ValueError("the weights of the backbone are needed, which are not at hand (`base`)")
+        raise ValueError("the backbone's weights are needed; give base, from checkpoint_tensors")
     tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
     return np.asarray(tensor, np.float32)
 
@@ -268,8 +268,8 @@ def calibrated(
     """
     if samples is None:
         raise ValueError(
-            "the initial values depend on the task's training data, which are not at hand "
-            "(`samples`)"
+            "the initial values depend on the task's training data; give samples, its tokenized "
+            "training samples"
         )
     return calibration_of(config, partial(base_values, base), samples, tokens)
 

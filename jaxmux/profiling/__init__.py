@@ -5,7 +5,7 @@ predictions.
 `jaxmux.planner.costs.device_profile`). The models of `jaxmux.planner.costs` are fitted to the
 profile. `compare` trains rounds (`Case`) that the profile does not hold, and compares their time
 and memory with the predictions. `random_task` makes tasks on random tokens for such measurements.
-The command `python -m jaxmux.profile` does all of this.
+The command `jaxmux profile` does all of this.
 """
 
 from .grid import CPU_GRID, Grid

@@ -173,7 +173,9 @@ def test_scope_that_nothing_uses_is_a_typo(write_config, tmp_path, capsys):
     config = write_config()
     arguments = [f"--gin_file={config}", f"--run_dir={tmp_path / 'run'}"]
     assert main([*arguments, "--gin.tinny/LoRA.rank=3"]) == 2
-    assert "tinny/LoRA (rank): nothing in the config uses the scope" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "tinny/LoRA.rank: nothing in the config has the name 'tinny'" in error
+    assert "did you mean tiny?" in error
 
 
 def test_a_binding_may_replace_a_reference_whose_scope_then_stays_unused(write_config):
@@ -188,7 +190,7 @@ def test_a_binding_may_replace_a_reference_whose_scope_then_stays_unused(write_c
 def test_a_task_that_no_list_names_is_refused_though_it_refers_to_itself(write_config):
     config = write_config("other/Task.adapter = @other/LoRA()", "other/LoRA.rank = 4")
     gin_bindings.parse([config], [])
-    with pytest.raises(gin_bindings.ConfigError, match="uses the scope 'other'"):
+    with pytest.raises(gin_bindings.ConfigError, match="has the name 'other'"):
         gin_bindings.run_config()
 
 
@@ -332,7 +334,7 @@ def test_both_forms_of_a_binding_mean_the_same(write_config, tmp_path):
 
 MISTAKES = {
     "unknown parameter": ("tiny/LoRA.rnak = 8", "'rnak'; did you mean rank?"),
-    "parameter like no other": ("tiny/LoRA.xyz = 8", "'xyz'; it has rank, "),
+    "parameter like no other": ("tiny/LoRA.xyz = 8", "'xyz'; its fields are rank, "),
     "string without quotes": (
         "tiny/Task.eval_data = bad.jsonl",
         '{config}:{line}: a string needs quotes: tiny/Task.eval_data = "bad.jsonl"',

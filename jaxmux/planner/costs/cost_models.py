@@ -138,7 +138,7 @@ def measured_models(
     for H200s, and a note in `source.notes` of the result says so.
 
     Args:
-      path: the profile's file, written by `python -m jaxmux.profile`.
+      path: the profile's file, written by `jaxmux profile`.
       size: sizes of the backbone. The number of layers may differ from the profiled backbone's;
         width, vocabulary, linears and attention heads may not, nor the format of the linears if the
         profile was measured with one.
@@ -156,7 +156,7 @@ def measured_models(
         name, measured, wanted = difference
         raise ProfileError(
             f"{path}: measured for another backbone, {name}={measured}, the config's has "
-            f"{wanted}; measure it with python -m jaxmux.profile"
+            f"{wanted}; measure it with `jaxmux profile`"
         )
     backbone = dataclasses.replace(
         profile.backbone,

@@ -1,6 +1,6 @@
 """Measured times and peaks of a device: the data to which the cost models are fitted.
 
-A profile is a JSON file with one measurement in each line. `python -m jaxmux.profile` writes it:
+A profile is a JSON file with one measurement in each line. `jaxmux profile` writes it:
 
   {"version": 1,
    "device": "NVIDIA H200",       kind of the device, as JAX names it
@@ -344,8 +344,7 @@ def read_profile(path: Path) -> Profile:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise ProfileError(
-            f"{path}: not found; `python -m jaxmux.profile --backbone=FOLDER "
-            f"--out={path}` makes one"
+            f"{path}: not found; `jaxmux profile --backbone=FOLDER --out={path}` makes one"
         ) from None
     except json.JSONDecodeError as e:
         raise ProfileError(f"{path}: not valid JSON: {e}") from None

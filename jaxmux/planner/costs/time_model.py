@@ -237,7 +237,7 @@ class TimeModel:
             known = ", ".join(self.recompute)
             raise ProfileError(
                 f"the profile measures no remat policy {remat!r}; known: {known}; "
-                "python -m jaxmux.profile completes it"
+                "`jaxmux profile` completes it"
             )
         owned = sum(tokens)
         total = owned if total is None else total
