@@ -242,7 +242,9 @@ def base_values(
       ValueError: the backbone is not at hand.
     """
     if base is None:
-        raise ValueError("the backbone's weights are needed; give base, from checkpoint_tensors")
+        raise ValueError(
+            "the weights of the backbone are needed; give base, from checkpoint_tensors"
+        )
     tensor = base(name) if rows is None else base(name)[np.asarray(rows)]
     return np.asarray(tensor, np.float32)
 

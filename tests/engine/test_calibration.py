@@ -169,7 +169,7 @@ def test_too_little_data_is_an_error_that_names_the_task(initial, config, base_t
         with pytest.raises(TaskError, match=f"task 'calibrated': .*{problem}"):
             initial(spec)
     for spec in (EVA, GRADIENT):
-        with pytest.raises(TaskError, match="task 'calibrated': the backbone's weights"):
+        with pytest.raises(TaskError, match="task 'calibrated': the weights of the backbone"):
             initial(spec, base=None)
         with pytest.raises(ValueError, match="training data; give samples"):
             kind_of(spec).initial(spec, targets_of(spec, config), config, 0, base_tensor)
