@@ -11,9 +11,10 @@ first new token of every sequence. A figure is the median of several runs behind
 The floor of a step is the time to read all weights and factors once, at the bandwidth with which
 this device copies an array.
 
-With --hf, a process of its own (scripts/benchmark_generate_hf.py) measures `generate` of Hugging
-Face transformers with PEFT and a static cache: the adapters one after the other, each with its own
-sequences at once. For a dry run on CPU:
+With --hf, processes of their own (scripts/benchmark_generate_hf.py) measure `generate` of Hugging
+Face transformers with PEFT before: eager and then compiled, with the adapters in turns and mixed in
+one batch. Each has --hf_seconds of time, and is stopped then; what it has measured until then
+counts. Every figure is written as soon as it is known. For a dry run on CPU:
 
   python scripts/benchmark_generate.py --out /tmp/dry.json --cases 1x1 4x2 --layers 1 --hidden 256 \
       --vocab 512 --prompt_len 8 --new_tokens 20 --runs 2
@@ -21,10 +22,13 @@ sequences at once. For a dry run on CPU:
 
 import argparse
 import json
+import os
 import shlex
+import signal
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -72,6 +76,16 @@ class Times(NamedTuple):
 def main() -> None:
     args = parse_arguments()
     baselines = hugging_face(args) if args.hf else {}
+    measure_jaxmux(args, baselines)
+
+
+def measure_jaxmux(args: argparse.Namespace, baselines: dict[str, dict[str, Any]]) -> None:
+    """Measures and writes the figures of all cases.
+
+    Args:
+      args: the options.
+      baselines: by case, what `hugging_face` returns.
+    """
     config = llama_config(args)
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(backbone.weights))
@@ -79,13 +93,16 @@ def main() -> None:
     weights -= backbone.weights["embed_tokens"]["weight"].nbytes
     bandwidth = copy_bandwidth(min(_COPIED, weights))
     generator = Generator(backbone, NumberTokenizer(), keep_backbone=False)
-    records: list[Record] = []
     for case in args.cases:
         own = figures(args, config, generator, case, weights, bandwidth, baselines.get(case, {}))
         for record in own:
-            records.append(record)
-            print(f"{record['name']}: {record['value']:,.1f} {record['unit']}", flush=True)
-    replace_records(args.out, "", records)
+            keep(args, record)
+
+
+def keep(args: argparse.Namespace, record: Record) -> None:
+    """Writes a record into the file, and shows it."""
+    replace_records(args.out, record["name"], [record])
+    print(f"{record['name']}: {record['value']:,.1f} {record['unit']}", flush=True)
 
 
 def figures(
@@ -106,7 +123,7 @@ def figures(
       case: SEQUENCESxADAPTERS.
       weights: bytes of the weights that a step reads.
       bandwidth: bytes per second.
-      baseline: what scripts/benchmark_generate_hf.py has measured, or nothing.
+      baseline: by name of a mode of Hugging Face, its tokens per second, or why there are none.
     """
     sequences, adapters = map(int, case.split("x"))
     requests, factors = make_requests(args, config, sequences, adapters)
@@ -121,16 +138,14 @@ def figures(
         "fastest": sequences * steps / min(each.writing for each in times),
         "slowest": sequences * steps / max(each.writing for each in times),
     }
-    of_hf = {f"{HF}, {name}": value for name, value in baseline.items() if name != "versions"}
     is_8b = (args.layers, args.hidden) == (32, 4096)
     bound = LEAST_SPEED.get(case) if is_8b else None
-    versions = installed_versions("jax", "jaxlib") | baseline.get("versions", {})
-    shape = f"{case}, prompts of {args.prompt_len}, {args.new_tokens} new, {args.layers} layers"
+    versions, shape = installed_versions("jax", "jaxlib"), shape_of(args, case)
     given = {"device": jax.devices()[0].device_kind, "versions": versions}
     speed = sequences * steps / writing
     unit, at_least = "tokens/s", "at least"
     yield make_figure(
-        f"writing, {shape}", speed, bound, unit, facts | of_hf, sense=at_least, **given
+        f"writing, {shape}", speed, bound, unit, facts | baseline, sense=at_least, **given
     )
     read = sequences * args.prompt_len / reading
     facts = {"ms": 1e3 * reading}
@@ -186,22 +201,70 @@ def copy_bandwidth(size: int) -> float:
     return 2 * array.nbytes / statistics.median(seconds[1:])
 
 
+def shape_of(args: argparse.Namespace, case: str) -> str:
+    """The end of the names of a case's figures."""
+    return f"{case}, prompts of {args.prompt_len}, {args.new_tokens} new, {args.layers} layers"
+
+
 def hugging_face(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """By case, what Hugging Face does."""
+    """Measures and writes what Hugging Face does; by case and name of the mode, the tokens per
+    second, or a text that says why there are none."""
+    found: dict[str, dict[str, Any]] = {case: {} for case in args.cases}
+    for way in ("eager", "compiled"):
+        for case in args.cases:
+            several = case.partition("x")[2] != "1"
+            for mode in (f"{way}-turns", f"{way}-mixed") if several else (way,):
+                name = f"{HF} ({mode.replace('-', ', ')})"
+                result, problem = in_process(args, case, mode)
+                found[case][name] = result["tokens/s"] if result else problem
+                if problem:
+                    print(f"{name}, {case}: {problem}", flush=True)
+                if result:
+                    keep(args, hf_figure(args, case, mode, result))
+    return found
+
+
+def hf_figure(args: argparse.Namespace, case: str, mode: str, result: dict[str, Any]) -> Record:
+    """The record of what scripts/benchmark_generate_hf.py has printed."""
+    speed, device, versions = (result.pop(key) for key in ("tokens/s", "device", "versions"))
+    name = f"writing by {HF} ({mode.replace('-', ' and ')}), {shape_of(args, case)}"
+    given = {"device": device, "versions": installed_versions("jax", "jaxlib") | versions}
+    return make_figure(name, speed, None, "tokens/s", result, sense="at least", **given)
+
+
+def in_process(
+    args: argparse.Namespace, case: str, mode: str
+) -> tuple[dict[str, Any] | None, str | None]:
+    """Runs scripts/benchmark_generate_hf.py; returns its last result, None without any, and what
+    went wrong, None if nothing did."""
     script = Path(__file__).with_name("benchmark_generate_hf.py")
-    command = [args.hf_python, str(script), "--cases", *args.cases, "--device", args.hf_device]
-    command += ["--runs", str(args.hf_runs)]
+    command = [args.hf_python, str(script), "--case", case, "--mode", mode]
+    command += ["--device", args.hf_device, "--runs", str(args.hf_runs)]
     for size in ("rank", "layers", "hidden", "vocab", "prompt_len", "new_tokens"):
         command += [f"--{size}", str(getattr(args, size))]
-    found = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    result = None
+    # The session has the processes that compile, too, which would keep the pipe open.
+    given = {"stdout": subprocess.PIPE, "text": True, "start_new_session": True}
+    with subprocess.Popen(command, **given) as process:
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        timer = threading.Timer(args.hf_seconds, stop)
+        timer.start()
         for line in process.stdout:
+            print(f"{HF}, {case}, {mode}: {line.strip()}", flush=True)
             result = json.loads(line)
-            print(f"{HF}, {line.strip()}", flush=True)
-            found[result.pop("case")] = result
+        process.wait()
+        timer.cancel()
+    if late.is_set():
+        return result, f"stopped after {args.hf_seconds:g} s"
     if process.returncode:
-        raise SystemExit(f"{shlex.join(command)}: exit status {process.returncode}")
-    return found
+        print(shlex.join(command), flush=True)
+        return result, f"failed with exit status {process.returncode}"
+    return result, None
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -221,6 +284,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     )
     parser.add_argument("--hf_device", default="cuda")
     parser.add_argument("--hf_runs", type=int, default=3)
+    parser.add_argument(
+        "--hf_seconds", type=float, default=300, help="time of each case and mode, with compilation"
+    )
     return parser.parse_args(arguments)
 
 

@@ -1,32 +1,43 @@
 """The baseline of benchmark_generate.py: `generate` of Hugging Face transformers with PEFT.
 
 The backbone has the shape of Llama-3.1-8B and random bf16 weights, the adapters are LoRA in bf16 on
-all linears. The cache is static, for which transformers compiles the decoding step on a GPU. The
-adapters of a case complete their sequences one adapter after the other. The script prints a JSON
-object for each case. It needs torch, transformers and peft. For a dry run on CPU:
+all linears. A mode is
 
-  python scripts/benchmark_generate_hf.py --cases 1x1 4x2 --device cpu --layers 1 --hidden 256 \
-      --vocab 512 --prompt_len 8 --new_tokens 6 --runs 1
+- "eager" with the cache that grows, or "compiled" with a static cache, for which transformers
+  compiles the step that writes a token;
+- and, for several adapters, "turns" or "mixed". In turns, each adapter completes its own sequences
+  at once, one adapter after the other. Their factors are copied into the place of one adapter, as
+  PEFT's `hotswap_adapter` does, so that nothing is compiled again. Mixed, one batch has the
+  sequences of all adapters (PEFT's `adapter_names`).
+
+The script measures one case in one mode, and prints a JSON object after each run: the medians so
+far. It needs torch, transformers and peft. For a dry run on CPU:
+
+  python scripts/benchmark_generate_hf.py --case 4x2 --mode eager-mixed --device cpu --layers 1 \
+      --hidden 256 --vocab 512 --prompt_len 8 --new_tokens 6 --runs 1
 """
 
 import argparse
 import json
 import statistics
 import time
+from collections.abc import Iterator
 
 import peft
 import torch
 import transformers
 from benchmark_peft import make_backbone
 
+MODES = ("eager", "eager-turns", "eager-mixed", "compiled", "compiled-turns", "compiled-mixed")
+
 
 def main() -> None:
     args = parse_arguments()
-    for case in args.cases:
-        sequences, adapters = map(int, case.split("x"))
-        model = make_model(args, adapters)
-        print(json.dumps({"case": case} | measure(args, model, sequences, adapters)), flush=True)
-        del model
+    sequences, adapters = map(int, args.case.split("x"))
+    mixed = args.mode.endswith("mixed")
+    model = make_model(args, adapters if mixed else 1)
+    for result in measure(args, model, sequences, adapters):
+        print(json.dumps(result), flush=True)
 
 
 def make_model(args, adapters: int) -> peft.PeftModel:
@@ -46,37 +57,59 @@ def make_model(args, adapters: int) -> peft.PeftModel:
     return model.to(torch.bfloat16).eval()
 
 
-def measure(args, model: peft.PeftModel, sequences: int, adapters: int) -> dict:
-    ids = torch.randint(args.vocab, (adapters, sequences // adapters, args.prompt_len))
-    ids = ids.to(model.device)
+def measure(args, model: peft.PeftModel, sequences: int, adapters: int) -> Iterator[dict]:
+    """Yields the result after each run. The first run, which compiles, does not count."""
+    ids = torch.randint(args.vocab, (sequences, args.prompt_len)).to(model.device)
+    names = [f"adapter{i * adapters // sequences}" for i in range(sequences)]
+    compiled = args.mode.startswith("compiled")
+    given = {"do_sample": False, "cache_implementation": "static" if compiled else "dynamic"}
+    if compiled:
+        # Otherwise transformers compiles on a GPU only.
+        given["compile_config"] = transformers.CompileConfig()
+        given["compile_config"]._compile_all_devices = True
+    else:
+        given["disable_compile"] = True
+    turns = 1 if args.mode.endswith("mixed") else adapters
+    factors = [p for name, p in model.named_parameters() if "lora_" in name]
+    swapped = range(turns) if turns > 1 else ()
+    others = [[torch.randn_like(p) / 100 for p in factors] for _ in swapped]
 
+    @torch.no_grad()
     def seconds(new_tokens: int) -> float:
         synchronise(model)
         start = time.perf_counter()
-        for i in range(adapters):
-            model.set_adapter(f"adapter{i}")
-            model.generate(
-                input_ids=ids[i],
-                attention_mask=torch.ones_like(ids[i]),
+        for turn, own in enumerate(ids.chunk(turns)):
+            if others:
+                torch._foreach_copy_(factors, others[turn])
+            more = {"adapter_names": names} if adapters > 1 and turns == 1 else {}
+            found = model.generate(
+                input_ids=own,
+                attention_mask=torch.ones_like(own),
                 max_new_tokens=new_tokens,
                 min_new_tokens=new_tokens,
-                do_sample=False,
-                cache_implementation="static",
+                **given,
+                **more,
             )
+            assert found.shape == (len(own), args.prompt_len + new_tokens)
         synchronise(model)
         return time.perf_counter() - start
 
-    whole, reading = (
-        statistics.median([seconds(n) for _ in range(args.runs + 1)][1:])
-        for n in (args.new_tokens, 1)
-    )
-    written = sequences * (args.new_tokens - 1)
-    return {
-        "tokens/s": written / (whole - reading),
-        "tokens/s with reading": sequences * args.new_tokens / whole,
-        "ms of reading": 1e3 * reading,
-        "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
-    }
+    first = seconds(args.new_tokens)
+    seconds(1)
+    times: list[tuple[float, float]] = []
+    for _ in range(args.runs):
+        times.append((seconds(args.new_tokens), seconds(1)))
+        whole, reading = (statistics.median(own) for own in zip(*times, strict=True))
+        written = sequences * (args.new_tokens - 1)
+        yield {
+            "tokens/s": written / (whole - reading),
+            "tokens/s with reading": sequences * args.new_tokens / whole,
+            "ms of reading": 1e3 * reading,
+            "seconds of the first run": first,
+            "runs": len(times),
+            "device": device_name(model),
+            "versions": {m.__name__: m.__version__ for m in (torch, transformers, peft)},
+        }
 
 
 def synchronise(model: peft.PeftModel) -> None:
@@ -84,9 +117,14 @@ def synchronise(model: peft.PeftModel) -> None:
         torch.cuda.synchronize()
 
 
+def device_name(model: peft.PeftModel) -> str:
+    return torch.cuda.get_device_name() if model.device.type == "cuda" else "cpu"
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="+", default=["1x1", "64x8"])
+    parser.add_argument("--case", default="1x1", help="sequences x adapters")
+    parser.add_argument("--mode", default="eager", choices=MODES)
     parser.add_argument("--prompt_len", type=int, default=128)
     parser.add_argument("--new_tokens", type=int, default=256)
     parser.add_argument("--runs", type=int, default=3)
