@@ -11,7 +11,6 @@ from pathlib import Path
 import jax.numpy as jnp
 import pytest
 
-from jaxmux.cli import profile_command
 from jaxmux.cli.arguments import profile_options
 from jaxmux.cli.main import run_command
 from jaxmux.models import BACKBONE_FORMATS, Backbone
@@ -69,7 +68,6 @@ def test_profile_is_complete(profile_path):
 def test_command_says_that_it_compiles_and_shows_every_number_on_80_columns(
     profile_path, config, tmp_path, monkeypatch, capsys
 ):
-    monkeypatch.setattr(profile_command, "_PLAIN_WIDTH", 80)
     new = tmp_path / "profile.json"
     known = read_profile(profile_path)
     monkeypatch.setattr(profiler, "_measure", lambda *arguments: iter(known.measurements))
