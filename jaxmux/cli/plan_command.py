@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from rich.text import Text
+
 from jaxmux.atomic_files import require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
@@ -82,7 +84,7 @@ def run(options: argparse.Namespace) -> int:
         parts = plan_tables(plan, smaller, inputs.dropped)
         write = partial(write_plan, plan)
     for part in parts:
-        console.print(part)
+        console.print(part, soft_wrap=isinstance(part, Text))
     if options.out:
         for path in write(options.out):
             console.print(str(path), soft_wrap=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from rich import box
 from rich.table import Table
+from rich.text import Text
 
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.numbers import numbered, size_text
@@ -26,8 +27,9 @@ _NAMES = 8
 
 def plan_tables(
     plan: Plan, smaller: SmallerMicrobatches | None, dropped: Mapping[str, int]
-) -> Iterator[Table | str]:
-    """The tables and lines that describe a plan, in the order in which to show them.
+) -> Iterator[Table | Text | str]:
+    """The tables and lines that describe a plan, in the order in which to show them. A `Text` is a
+    line that should not be broken, because it has a path.
 
     Args:
       plan: the plan.
@@ -57,7 +59,7 @@ def plan_tables(
 
 def deployment_tables(
     several: "DeployedPlans", dropped: Mapping[str, int]
-) -> Iterator[Table | str]:
+) -> Iterator[Table | Text | str]:
     """The tables and lines that describe the plans of several replicas.
 
     Args:
@@ -110,13 +112,13 @@ def _replicas(several: "DeployedPlans") -> Table:
     return table
 
 
-def _heading(plan: Plan, mesh: Replica | Deployment) -> Iterator[str]:
+def _heading(plan: Plan, mesh: Replica | Deployment) -> Iterator[str | Text]:
     """The backbone, the devices, and where the costs come from."""
-    yield (
-        f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {mesh.devices} × "
-        f"{plan.costs.device}\ncosts are {plan.costs.kind}: {plan.costs.text}"
-    )
-    yield from plan.costs.notes
+    costs = plan.costs
+    yield f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {mesh.devices} × {costs.device}"
+    origin = f"costs are {costs.kind}: {costs.text}"
+    yield Text(origin) if costs.kind == "measured" else origin
+    yield from costs.notes
 
 
 def _tasks(plan: Plan) -> Table:
