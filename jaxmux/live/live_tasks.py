@@ -101,7 +101,8 @@ class LiveTasks:
         """
         name, own = command.task, self._tasks.get(command.task)
         if command.kind == "register":
-            if own:
+            # A task of this name that has ended was forgotten then, and is forgotten again.
+            if own and not (again and own.ended):
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             return
         if own is None:
@@ -148,6 +149,8 @@ class LiveTasks:
         """
         if command.kind == "register":
             task, priority, files = command.value
+            if task.name in self._tasks:
+                self._drop(task.name)
             first = StateChange(PREPARING, None, command.time)
             own = LiveTask(task, priority, arrival, [first], steps=task.steps, files=files)
             self._tasks[task.name] = own
@@ -318,10 +321,14 @@ class LiveTasks:
                 self._end(self[name], progress)
         # A name may be used again when no result of its task is still on its way.
         while len(self._ended) > self._most_ended and self._ended[0] not in self._engine.awaited:
-            name = self._ended.popleft()
-            del self._tasks[name]
-            self.used_since.discard(name)
-            self._forget(name)
+            self._drop(self._ended[0])
+
+    def _drop(self, name: str) -> None:
+        """Forgets a task that has ended."""
+        self._ended.remove(name)
+        del self._tasks[name]
+        self.used_since.discard(name)
+        self._forget(name)
 
     @property
     def candidates(self) -> list[LiveTask]:

@@ -137,9 +137,11 @@ class LiveTraining:
             self._tasks.totals = totals.copy()
         self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
         for command in commands:
-            with suppress(TaskError):
+            try:
                 self._tasks.check(command, again=True)
                 self._tasks.carry_out(command, self._arrivals)
+            except TaskError as e:
+                _log.warning("%s: not carried out again: %s", command.kind, e)
             self._arrivals += 1
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))

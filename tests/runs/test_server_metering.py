@@ -146,6 +146,26 @@ def test_the_totals_survive_forgotten_tasks(serve, data, tmp_path):
         assert getattr(totals, field) == sum(getattr(meter, field) for meter in used.values())
 
 
+def test_a_name_that_was_used_again_since_the_checkpoint_is_that_of_the_new_task(
+    serve, data, tmp_path
+):
+    folder = tmp_path / "server"
+    with serve(folder, most_ended=1, checkpoint_every=1000) as server:
+        server.register(make_kind("adamw", "a", 2, data))
+        finish(server)
+        server.save()
+        for name, steps in (("b", 1), ("a", 5)):
+            server.register(make_kind("adamw", name, steps, data))
+            finish(server)
+        expected = server.totals().effective_tokens
+        copy = crashed(folder, tmp_path)
+    with serve(copy, most_ended=1) as server:
+        assert server.status("a").state != "succeeded"
+        finish(server)
+        assert server.status("a").step == 5
+        assert server.totals().effective_tokens == expected
+
+
 def test_the_steps_of_a_forgotten_task_of_the_same_name_are_not_those_of_a_new_one(
     serve, data, tmp_path
 ):
