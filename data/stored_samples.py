@@ -165,6 +165,11 @@ class StoredSamples(Sequence[Sample]):
         return self._lengths - 1 + self._virtual_tokens
 
     @property
+    def token_counts(self) -> Int[np.ndarray, " samples"]:
+        """Numbers of tokens of the samples, without virtual ones."""
+        return self._lengths
+
+    @property
     def tokens_key(self) -> tuple[int, bytes, bytes]:
         """Equal for samples that are the same tokens of the same file, as long as it is open."""
         return id(self._tokens), self._begins.tobytes(), self._lengths.tobytes()
@@ -270,6 +275,17 @@ def stream_lengths(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
     if isinstance(samples, StoredSamples):
         return samples.stream_lengths
     return np.array([sample.stream_length for sample in samples], np.int32)
+
+
+def token_counts(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
+    """Numbers of tokens of samples, without virtual ones and without reading them from a file.
+
+    Args:
+      samples: the samples.
+    """
+    if isinstance(samples, StoredSamples):
+        return samples.token_counts
+    return np.array([len(sample.input_ids) for sample in samples], np.int32)
 
 
 def target_tokens(samples: Sequence[Sample]) -> int:

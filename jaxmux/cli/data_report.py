@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxmux.data import Sample
-from jaxmux.data.stored_samples import stream_lengths, target_tokens
+from jaxmux.data.stored_samples import stream_lengths, target_tokens, token_counts
 from jaxmux.engine.task_data import TaskData
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
@@ -134,8 +134,8 @@ def report_task(
       count: number of samples to show of each source.
     """
     samples = data.samples.samples
-    lengths = stream_lengths(samples) + 1
-    held_out = stream_lengths(data.eval_samples) + 1
+    lengths = token_counts(samples)
+    held_out = token_counts(data.eval_samples)
     shown = [
         _shown(own.samples[n], source.path, n, tokenizer, task.max_length)
         for source, own in zip(task.sources, data.sources, strict=True)
@@ -233,7 +233,7 @@ def _rows(
 
 def _report_source(path: str, own: Any, of_all: int) -> SourceReport:
     samples = own.samples
-    tokens = int((samples.stream_lengths + 1).sum(dtype=np.int64))
+    tokens = int(samples.token_counts.sum(dtype=np.int64))
     targets = max(1, own.target_tokens)
     return SourceReport(
         path=path,

@@ -62,7 +62,10 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
         f"{_microbatches(report.microbatches)}, in chunks of {shape.chunk_len}; "
         f"{report.padding:.0%} padding"
     )
-    yield "a sample of n tokens takes n - 1 places: the last one is only predicted"
+    yield (
+        "a sample of n tokens takes n - 1 places: the last one is only predicted; virtual tokens "
+        "of a trained prompt take one each"
+    )
     names = dict.fromkeys(name for row in report.rows for name, *_ in row)
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
     for number, row in enumerate(report.rows[:_MOST_ROWS]):

@@ -30,9 +30,13 @@ def config_error(error: Exception, fields: Fields) -> ConfigError:
         name = re.split(r"[/.@]", unknown[1].removesuffix("()"))[-1]
         hint = _hint(name, fields, "there are")
         return ConfigError(f"{where}there is no {unknown[1]!r}; {hint}")
-    if unknown := re.match(r"Configurable '(\w+)' doesn't have a parameter named '(\w+)'", message):
-        hint = _hint(unknown[2], fields[unknown[1]], "its fields are")
-        return ConfigError(f"{where}{unknown[1]} has no field {unknown[2]!r}; {hint}")
+    if unknown := re.match(r"Configurable '(\S+)' doesn't have a parameter named '(\w+)'", message):
+        name, field = unknown.groups()
+        if name not in fields:  # gin has some names of its own, such as "singleton"
+            hint = _hint(name, fields, "there are")
+            return ConfigError(f"{where}there is no {name!r}; {hint}")
+        hint = _hint(field, fields[name], "its fields are")
+        return ConfigError(f"{where}{name} has no field {field!r}; {hint}")
     if macro := re.match(r"No bindings specified for '(.*)/gin.macro'", message):
         name = macro[1]
         return ConfigError(f"%{name} is used, but not set; add a line {name} = VALUE")

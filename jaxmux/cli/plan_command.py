@@ -19,6 +19,7 @@ from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig, planned_remat
 from jaxmux.package_files import resolve_path
+from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, ReplicaCosts
 from jaxmux.planner.devices import Deployment, Replica
@@ -212,4 +213,5 @@ def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loade
         batches=BatchLengths(data.batches, data.steps),
         held_out=stream_lengths(data.eval_samples).tolist(),
         dropped=data.samples.dropped,
+        virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
     )

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 # How tokens of samples and those of rows differ.
 PLACES = (
-    "a sample of n tokens takes n - 1 places in a row: the last one is only predicted; below, "
-    "tokens are places"
+    "a sample of n tokens takes n - 1 places in a row: the last one is only predicted; virtual "
+    "tokens of a trained prompt take one each; below, tokens are places"
 )
 # An hTask of more tasks is shown with half as many names.
 _NAMES = 8

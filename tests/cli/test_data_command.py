@@ -9,6 +9,7 @@ from functools import partial
 import gin
 import pytest
 
+from jaxmux import PromptTuning
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
@@ -110,6 +111,21 @@ def test_json_has_the_tokens_and_the_mask_that_training_gets(config, capsys):
     assert len(of_chat) == 4
     used = sum(own["places"] for row in rows for own in row)
     assert found["packing"]["padding"] == pytest.approx(1 - used / (64 * len(rows)))
+
+
+def test_virtual_tokens_take_places_but_are_no_tokens_of_samples(config, capsys):
+    found = []
+    for adapter in ("LoRA", "PromptTuning"):
+        setting = f"--gin.plain/Task.adapter=@plain/{adapter}()"
+        assert main([config, "--json", "--samples=1", setting]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    lora, prompt = found
+    assert prompt["tasks"] == lora["tasks"]
+    places = [
+        sum(p["places"] for row in own["packing"]["first_microbatch"] for p in row) for own in found
+    ]
+    # The first global batch has two samples of the task.
+    assert places[1] - places[0] == 2 * PromptTuning().virtual_tokens
 
 
 def test_the_demo_is_named_and_its_lengths_are_those_of_its_plan(tmp_path, capsys):

@@ -208,6 +208,7 @@ OTHER_SETTINGS = {
         "error: --gin.tiny/LoRA.rnak=8: LoRA has no field 'rnak'; did you mean rank?",
     ),
     "unknown class to set": (["Tusk.steps=8"], "--gin.Tusk.steps=8: there is no 'Tusk'; did you"),
+    "a name of the config's language": (["singleton.x=8"], "there is no 'singleton'; there are"),
     "a field of nothing": (["steps=8"], "'steps' is no parameter; the name of one says whose"),
     "macro that is not set": (["tiny/Task.steps=%N"], "%N is used, but not set"),
     "unknown class": (

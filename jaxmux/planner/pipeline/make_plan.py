@@ -26,7 +26,7 @@ class TaskLoad(NamedTuple):
     """The facts about one task that `make_plan` depends on.
 
     Lengths are *stream lengths* in tokens. The stream length of a sample is its number of tokens
-    without the last one, which is only predicted.
+    without the last one, which is only predicted, and with the virtual tokens of its adapter.
 
     Attributes:
       name: name of the task, as used in reports and error messages.
@@ -42,6 +42,7 @@ class TaskLoad(NamedTuple):
       held_out: stream lengths of the held-out samples. They are not trained, but a row of a
         microbatch must be long enough for them.
       dropped: number of records in the task's data that gave no sample; for reports only.
+      virtual_tokens: number of virtual tokens in each length; for reports only.
     """
 
     name: str
@@ -52,6 +53,7 @@ class TaskLoad(NamedTuple):
     batches: Batches
     held_out: Sequence[int] = ()
     dropped: int = 0
+    virtual_tokens: int = 0
 
     @property
     def longest(self) -> int:
@@ -245,7 +247,8 @@ def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
 
 
 def _planned_task(task: TaskLoad) -> PlannedTask:
-    count = len(task.lengths)
-    # The last token of a sample takes no place.
-    rank, sizes = task.pool.largest_rank, (count, sum(task.lengths) + count, task.longest + 1)
+    # The last token of a sample takes no place, and virtual tokens are none of a sample's.
+    count, more = len(task.lengths), 1 - task.virtual_tokens
+    sizes = count, sum(task.lengths) + count * more, task.longest + more
+    rank = task.pool.largest_rank
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)

@@ -7,12 +7,20 @@ from matplotlib.axes import Axes
 from jaxmux.cli.plan_picture import draw_schedule
 from jaxmux.cli.plan_tables import bucket_labels, plan_tables
 from jaxmux.cli.plan_trace import chrome_trace
+from jaxmux.planner.devices import Replica
 
 
 def test_dropped_records_are_counted_by_task(plan):
     lines = [part for part in plan_tables(plan, None, {"task1": 12}) if isinstance(part, str)]
     (line,) = [line for line in lines if "dropped" in line]
     assert line.startswith("task task1: 12 of 140 records dropped")
+
+
+def test_tokens_of_a_task_are_those_of_its_samples(plan_of, tasks, request_4096):
+    lengths = [140, 155, 130]
+    prompt = tasks[0]._replace(lengths=lengths, held_out=[161], virtual_tokens=20)
+    (found, *_) = plan_of((prompt, *tasks[1:]), Replica.uniform(2, 1), request_4096).tasks
+    assert (found.samples, found.tokens, found.longest) == (3, 121 + 136 + 111, 142)
 
 
 def test_buckets_are_shown_with_the_tokens_of_their_own_tasks(plan, tasks):
