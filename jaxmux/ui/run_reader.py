@@ -77,7 +77,8 @@ class RunReader:
           "reload" says that it has to ask for the `state` anew.
         """
         with self._lock:
-            again = any(file.replaced() for file in self._files) or self._read_record()
+            others = self._paths() != [[file.path for file in log] for log in self._logs]
+            again = others or any(file.replaced() for file in self._files) or self._read_record()
             if again:
                 self._begin()
             changed = any([self._read_summary(), self._read_statuses(), again])
@@ -137,9 +138,13 @@ class RunReader:
             adapter = task.get("adapter", {})
             fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
             self._view.tasks[name] = TaskView(name, rank=adapter.get("rank"), **fields)
+        self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
+
+    def _paths(self) -> list[list[Path]]:
+        """By log, its files. A server sets files aside, perhaps before they have been read."""
         # Rounds come first: without them, the updates tell of rounds.
         names = ("rounds", "events") if self._view.server else ("rounds", "metrics", "held_out")
-        self._logs = [[LineFile(path) for path in self._parts(name)] for name in names]
+        return [self._parts(name) for name in names]
 
     @property
     def _files(self) -> list[LineFile]:

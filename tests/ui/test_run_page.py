@@ -212,6 +212,20 @@ def test_files_of_a_server_are_read_one_after_another(tmp_path, monkeypatch):
     assert state["run"]["damaged"] == {}
 
 
+def test_files_that_are_set_aside_before_they_are_read_are_not_left_out(tmp_path, monkeypatch):
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+    lines = [synthetic.update(i, "a", 1.0, 5.0) | {"kind": "update"} for i in range(30)]
+    synthetic.append(tmp_path / "events.1.jsonl", *lines[:10])
+    synthetic.append(tmp_path / "events.jsonl", *lines[10:20])
+    monkeypatch.setattr("jaxmux.ui.line_file._PIECE", 700)
+    reader = RunReader(tmp_path)
+    reader.poll()
+    (tmp_path / "events.jsonl").rename(tmp_path / "events.2.jsonl")
+    synthetic.append(tmp_path / "events.jsonl", *lines[20:])
+    state = read_all(reader)
+    assert [point[0] for point in state["loss"]["a"]] == list(range(1, 31))
+
+
 def test_steps_that_a_killed_server_trains_again_are_shown_once(tmp_path):
     (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
     fields = {"kind": "update", "time": 5.0}
