@@ -18,6 +18,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory, ProcessFailed
+from jaxmux.printable import escaped
 
 TASK_FAILED, REFUSED, BROKE = 1, 2, 3
 
@@ -86,5 +87,6 @@ def exit_at_once(code: int) -> NoReturn:
 
 
 def _fail(code: int, message: str) -> int:
-    print(message, file=sys.stderr)
+    # Messages quote what others have written: templates, records, names of files.
+    print(escaped(message, keep="\n"), file=sys.stderr)
     return code

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmux.data import DataError
 from jaxmux.generation import Conversation, Generator, Request
+from jaxmux.printable import escaped
 
 from .generate_output import in_order
 
@@ -52,7 +53,7 @@ def chat(
             answers = _answer(generator, conversations, answering, given)
         except DataError as error:
             # The conversation is too long, or the template refuses the message.
-            print(f"error: {error}", file=sys.stderr)
+            print(f"error: {escaped(str(error), keep='\n')}", file=sys.stderr)
             conversations = begun()
             continue
         for conversation, answer in zip(conversations, answers, strict=True):

@@ -10,7 +10,7 @@ import pytest
 from jaxmux import DataError, TaskError
 from jaxmux.cli import exit_codes
 from jaxmux.cli.exit_codes import exit_code_of
-from jaxmux.errors import Interrupted
+from jaxmux.errors import InputError, Interrupted
 
 CASES = {
     "bad data": (DataError("a.jsonl:3: no field"), 2, "error: a.jsonl:3: no field\n"),
@@ -25,6 +25,11 @@ CASES = {
         2,
         "error: the package orbax is missing; install jaxmux with all that it needs: "
         "pip install . (on a GPU: pip install '.[cuda13]')\n",
+    ),
+    "words of others": (
+        InputError("a.jinja refuses the messages:\n\x1b[2J"),
+        2,
+        "error: a.jinja refuses the messages:\n\\x1b[2J\n",
     ),
     "host memory": (MemoryError(), 3, "error: the host has no memory left\n"),
     "stopped while starting": (
