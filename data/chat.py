@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from .chat_templates import ChatTemplate, line_of, template_of
@@ -10,11 +11,15 @@ from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
 from .forms import Form
 from .record_forms import RenderedText, TextRange, valid_text
+from .rendering import Rendering
 from .sources import LossOn, Record
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+# Words with which answers begin, and which most tokenizers join with a space before them.
+_FIRST_WORDS = ("I", "The", "a", "is")
 
 _GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -95,6 +100,32 @@ def render_chat(
     return RenderedText(
         valid_text(record, "the rendered chat", text), ranges, has_special_tokens=True
     )
+
+
+def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) -> str:
+    """The last line of a template's generation prompt, if the tokenizer joins its end with the
+    answer, as most do with a space: generated answers then begin unlike those of the samples. Empty
+    if it does not, if there are no chats, or if the template does not render a chat of two words.
+
+    Args:
+      tokenizer: the tokenizer.
+      rendering: how the records of one source became text.
+    """
+    if not rendering.chat_templates:
+        return ""
+    render = partial(
+        tokenizer.apply_chat_template, chat_template=rendering.own_template, tokenize=False
+    )
+    chat = [{"role": "user", "content": "?"}]
+    chats = [[*chat, {"role": ASSISTANT, "content": word}] for word in _FIRST_WORDS]
+    try:
+        prompt, *texts = render(chat, add_generation_prompt=True), *map(render, chats)
+    except Exception:  # such a template needs other messages
+        return ""
+    if not all(text.startswith(prompt) for text in texts):
+        return ""
+    ids, *behind = tokenizer([prompt, *texts], add_special_tokens=False)["input_ids"]
+    return prompt.splitlines()[-1] if any(own[: len(ids)] != ids for own in behind) else ""
 
 
 class _Chat(NamedTuple):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Int
 
-from .chat import render_chat
+from .chat import joined_prompt, render_chat
 from .chat_templates import own_template, template_of
 from .columns import Columns
 from .errors import DataError
@@ -53,6 +53,7 @@ class Samples(NamedTuple):
       special_records: number of records whose text spells a special token.
       endless: number of chats in which no token that may end a turn counts in the loss, before
         records are cut or dropped. Models do not learn from them where an answer ends.
+      joined_prompt: what `chat.joined_prompt` finds of the template of the chats.
       rendering: how the records became text.
     """
 
@@ -68,6 +69,7 @@ class Samples(NamedTuple):
     special_text: str = ""
     special_records: int = 0
     endless: int = 0
+    joined_prompt: str = ""
     rendering: Rendering = Rendering()
 
 
@@ -206,6 +208,7 @@ def load_samples(
         special_text=special.first,
         special_records=special.records,
         endless=endless,
+        joined_prompt=joined_prompt(tokenizer, rendering),
         rendering=rendering,
     )
 

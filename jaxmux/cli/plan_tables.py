@@ -144,7 +144,7 @@ def _fused(names: list[str]) -> str:
     """The tasks of an hTask; of many tasks, such as those of a sweep, the first ones."""
     shown = names if len(names) <= _NAMES else names[: _NAMES // 2]
     left = len(names) - len(shown)
-    return "+".join([*shown, *([f"{left} more"] if left else [])])
+    return " + ".join([*shown, *([f"{left} more"] if left else [])])
 
 
 def _buckets(plan: Plan) -> Table:

@@ -310,17 +310,23 @@ class Slots:
         modules = MODULES if pool.modules is None else pool.modules
         missing = ", ".join(sorted({*own.modules} - {*modules}))
         without = ", ".join(_missing_kinds(own, pool))
+        adapts, has = f"it adapts {missing}", f"its adapter has {without}"
+        # By option of a server, what a task needs beyond it.
         problems = {
-            f"its rank is {own.rank}, the pool's is {pool.rank}": own.rank > pool.rank,
-            f"it adapts {missing}, for which the pool has no arrays": bool(missing),
-            f"its adapter has {without}, for which the pool has no arrays": bool(without),
-            "it has dropout, for which the pool was not made": own.dropout and not pool.dropout,
-            f"its optimizer {own.optimizer} has more moments than the pool": _moments(own)
-            > _moments(pool),
+            "reserved_rank": f"its rank is {own.rank}, the pool's is {pool.rank}"
+            * (own.rank > pool.rank),
+            "reserved_targets": f"{adapts}, for which the pool has no arrays" * bool(missing),
+            "reserved_adapters": f"{has}, for which the pool has no arrays" * bool(without),
+            "reserved_dropout": "it has dropout, for which the pool was not made"
+            * (own.dropout and not pool.dropout),
         }
-        for problem, found in problems.items():
-            if found:
-                raise TaskError(f"task {name!r}: {problem}")
+        for option, problem in problems.items():
+            if problem:
+                raise TaskError(f"task {name!r}: {problem} (option {option})")
+        if _moments(own) > _moments(pool):
+            raise TaskError(
+                f"task {name!r}: its optimizer {own.optimizer} has more moments than the pool"
+            )
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""

@@ -27,6 +27,8 @@ from .task_warnings import after_training, before_training
 
 # Lines that are printed for each task where there is no terminal.
 _PLAIN_LINES = 10
+# Characters of a terminal that the table needs beside the names of the tasks.
+_WIDTH_OF_NUMBERS = 56
 
 
 class RunConsole:
@@ -251,8 +253,14 @@ class RunConsole:
             status = engine.progress(name).status
             eta = self._eta(engine, name) if status == "running" else status
             loss, lr = f"{update.loss:.4f}", f"{update.lr:.2e}"
-            table.add_row(name, progress, loss, lr, self._rate(name), eta)
+            table.add_row(self._cut(name), progress, loss, lr, self._rate(name), eta)
         return table
+
+    def _cut(self, name: str) -> str:
+        """A name that leaves room for the numbers. Its end is kept, because the names of a sweep's
+        configurations begin alike."""
+        room = max(12, self.console.width - _WIDTH_OF_NUMBERS)
+        return name if len(name) <= room else f"…{name[1 - room :]}"
 
     def _rate(self, task: str) -> str:
         """Tokens of the task, without padding, per second since the first results; empty as long

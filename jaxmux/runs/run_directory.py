@@ -341,9 +341,12 @@ def _read_ours(path: Path) -> dict[str, Any]:
         if not isinstance(record, dict) or not isinstance(record["tasks"], dict):
             raise ValueError("it should be an object with an entry 'tasks'")
     except OSError:
-        why = (
-            "nothing was trained in it (it has no run.json)" if path.is_dir() else "no such folder"
-        )
+        if not path.is_dir():
+            why = "no such folder"
+        elif (path / "server.json").exists():
+            why = f"it is a server's folder; its adapters are the folders {path / 'adapters' / '*'}"
+        else:
+            why = "nothing was trained in it (it has no run.json)"
         raise RunDirectoryError(f"run directory {path}: {why}") from None
     except (ValueError, KeyError) as e:
         raise RunDirectoryError(

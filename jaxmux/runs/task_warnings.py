@@ -141,6 +141,12 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"in {numbered(data.endless, 'chat')} no special token ends what the assistant says, "
             "so answers will not end; let the chat template write {{ eos_token }} behind them"
         )
+    if data.joined_prompt:
+        found.append(
+            f"the tokenizer joins the end of the generation prompt {data.joined_prompt!r} with the "
+            "answer behind it, so generated answers begin unlike those of the data; let the chat "
+            "template end the prompt without a space, and begin the answer with it"
+        )
     if (templates := len(data.rendering.chat_templates)) > 1:
         found.append(
             f"{templates} different chat templates render its chats; give all sources the same "

@@ -50,7 +50,7 @@ def notes_of_record(
     sources = fields["data"] if isinstance(fields["data"], list) else [fields["data"]]
     held_out_data = fields["eval_data"] and _shown(fields["eval_data"])
     if (fraction := fields.get("validation_fraction")) is not None:
-        held_out_data = f"{fraction:.3%} of the training records, which were not trained on"
+        held_out_data = f"{100 * fraction:.4g}% of the training records, which were not trained on"
     hub = [own["path"].removeprefix(HUGGING_FACE_PREFIX) for own in sources if _is_on_hub(own)]
     sections = {
         "Data": {

@@ -111,3 +111,18 @@ def test_a_file_is_named_in_errors(loads, tmp_path):
 def test_other_forms_have_no_use_for_a_template(loads):
     with pytest.raises(DataError, match="chat_template renders chats, .* form 'text'"):
         loads("x", text="A text.")
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "found"),
+    [("Bot:", " ", ""), ("Bot: ", "", "?;Bot: "), ("Bot:\n", "", ""), ("", " ", "")],
+)
+def test_a_prompt_that_the_tokenizer_joins_with_the_answer_is_noticed(
+    prompt, answer, found, gpt, write_jsonl
+):
+    said = prompt + "{% generation %}" + answer + "{{ m.content }}{% endgeneration %}"
+    other = "{% if m.role == 'user' %}{{ m.content }};{% else %}" + said + "{% endif %}"
+    template = "{% for m in messages %}" + other + "{% endfor %}"
+    template += "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+    source = Source(write_jsonl({"messages": TURNS}), chat_template=template)
+    assert load_samples(source, gpt, max_length=512).joined_prompt == found

@@ -53,6 +53,8 @@ def test_the_notice_of_a_signal_is_printed_above_the_live_table(
     monkeypatch.setattr(single_device, "accumulate", accumulate_and_raise)
     console = RunConsole(Console(file=printed, width=80, force_terminal=True))
     with pytest.raises(Interrupted):
-        train(tmp_path, make_task(steps=6), console=console)
+        train(tmp_path, make_task(name="red-rank_16-learning_rate_0.002", steps=6), console=console)
+    # The names of a sweep's configurations begin alike.
+    assert " …_16-learning_rate_0.002 " in printed.getvalue()
     assert "stopping after this microbatch; a second signal stops at once" in printed.getvalue()
     assert "stopping" not in "".join(capfd.readouterr())

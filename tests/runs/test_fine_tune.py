@@ -318,6 +318,8 @@ def test_export_of_a_folder_without_training_says_so(summary, run_dir, tmp_path,
     nowhere, begun = tmp_path / "nowhere", tmp_path / "begun"
     assert f"run directory {nowhere}: no such folder" in error_of(nowhere)
     assert f"run directory {tmp_path}: nothing was trained in it" in error_of(tmp_path)
+    (tmp_path / "server.json").touch()
+    assert f"a server's folder; its adapters are the folders {tmp_path}" in error_of(tmp_path)
     begun.mkdir()
     shutil.copy(run_dir / "run.json", begun)
     assert f"{begun / 'checkpoints'}: no checkpoint; nothing was trained yet" in error_of(begun)

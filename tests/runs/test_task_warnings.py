@@ -120,3 +120,10 @@ def test_unknown_tokens_get_a_warning(prepare):
     prepared = dataclasses.replace(prepared, samples=prepared.samples._replace(**counts))
     (found,) = before_training(prepared, config)
     assert "7.7% of the completion tokens are unknown" in found
+
+
+def test_a_generation_prompt_that_is_joined_with_the_answer_gets_a_warning(prepare):
+    prepared, config = prepare()
+    samples = prepared.samples._replace(joined_prompt="Bot: ")
+    (found,) = before_training(dataclasses.replace(prepared, samples=samples), config)
+    assert "joins the end of the generation prompt 'Bot: ' with the answer" in found
