@@ -11,6 +11,7 @@ from jaxmux.data.stored_samples import stream_lengths, target_tokens, token_coun
 from jaxmux.engine.task_data import TaskData
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
+from jaxmux.runs.task_warnings import of_texts
 from jaxmux.tasks import Task
 
 _BINS = 8
@@ -83,6 +84,7 @@ class TaskReport:
       context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch).
       sources: its sources.
+      warnings: what training warns of in the texts of its records.
       shown: the first samples of each source.
     """
 
@@ -97,6 +99,7 @@ class TaskReport:
     context: int
     histogram: list[tuple[int, int, int]]
     sources: list[SourceReport]
+    warnings: list[str]
     shown: list[ShownSample]
 
 
@@ -156,6 +159,7 @@ def report_task(
             _report_source(source.path, own, len(samples))
             for source, own in zip(task.sources, data.sources, strict=True)
         ],
+        warnings=of_texts(data.samples),
         shown=shown,
     )
 

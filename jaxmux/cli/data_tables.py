@@ -39,6 +39,7 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
     yield _sources(report.sources)
     for source in report.sources:
         yield from _warnings(source)
+    yield from report.warnings
     yield "tokens of a sample"
     yield from _bars(report.histogram)
     if report.shown:

@@ -134,6 +134,16 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"{data.skipped} of {data.read} records are skipped, the first because of "
             f"{data.first_skipped}"
         )
+    return [*found, *of_texts(data)]
+
+
+def of_texts(data: Samples) -> list[str]:
+    """The warnings about how records were made into text.
+
+    Args:
+      data: the samples.
+    """
+    found = []
     if data.special_records:
         found.append(_special_text(data))
     if _above(data.endless, data.read, ENDLESS_CHATS):

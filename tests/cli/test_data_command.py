@@ -146,16 +146,20 @@ def test_the_demo_is_named_and_its_lengths_are_those_of_its_plan(tmp_path, capsy
         assert (own["longest"], tokens) == (plan[name]["longest"], plan[name]["tokens"])
 
 
-def test_samples_beyond_the_context_of_the_backbone_are_told(tmp_path, capsys):
+def test_what_training_would_warn_of_is_told(tmp_path, capsys):
+    """Samples beyond the context of the backbone, and special tokens that records spell."""
     data = tmp_path / "long.jsonl"
-    data.write_text(json.dumps({"text": "Max said no. " * 300}) + "\n")
+    eos = load_tokenizer(resolve_backbone("jaxmux:demo/base")).eos_token
+    data.write_text(json.dumps({"text": f"{eos}Max said no. " * 300}) + "\n")
     path = tmp_path / "run.gin"
     path.write_text(
         "fine_tune.backbone = 'jaxmux:demo/base'\nfine_tune.tasks = [@Task()]\nTask.name = 'a'\n"
         f"Task.data = '{data}'\nTask.steps = 1\nTask.max_length = 1024\n"
     )
     assert main([f"--gin_file={path}"]) == 0
-    assert "the backbone was made for 512 tokens" in capsys.readouterr().out
+    said = " ".join(capsys.readouterr().out.split())
+    assert "the backbone was made for 512 tokens" in said
+    assert f"the text of 1 record spells special tokens such as {eos!r}" in said
 
 
 def test_a_task_can_be_chosen(config, capsys):
