@@ -248,7 +248,7 @@ def test_a_row_that_is_too_short_for_a_sample_names_the_task():
     tasks = [prepared("a", [100, 200], 2)]
     costs = {ONE_DEVICE: run_costs(tasks, CONFIG, jnp.float32).replica}
     request, deployment = ShapeRequest(1024, row_len=128), Deployment.parse("2*(tp1)")
-    with pytest.raises(PlanningError, match="task 'a'.*200 tokens.*row_len=256"):
+    with pytest.raises(PlanningError, match="task 'a'.*200 places.*row_len=256"):
         make_deployment_plan([load(tasks[0])], request, deployment, costs, SOURCE, rounds=1)
 
 
@@ -273,7 +273,7 @@ def test_a_replica_without_memory_for_long_samples_gets_short_rows():
     assert {sample.slot for own in short.microbatches for sample in own} == {0}
 
     alone = Deployment.parse("2*(tp1)")
-    with pytest.raises(PlanningError, match="mesh .* task 'b' has 9.. tokens, .* larger replica"):
+    with pytest.raises(PlanningError, match="mesh .* task 'b' takes 9.. places .* larger replica"):
         make_deployment_plan(loads, request, alone, costs, SOURCE, rounds=2)
 
 

@@ -63,12 +63,14 @@ CHANGES = {
 def test_every_field_of_a_task_but_its_length_is_fixed():
     old = Task("a", "a.jsonl", steps=5, eval_data="b.jsonl", eval_every=3)
     for field in dataclasses.fields(Task):
-        if field.name not in ("steps", "epochs", "validation_fraction"):
+        if field.name not in ("steps", "epochs", "validation_fraction", "validation_seed"):
             other = CHANGES.get(field.name) or (getattr(old, field.name) or 0) + 1
             new = dataclasses.replace(old, **{field.name: other})
             assert refused_change(old, new, 5).startswith(field.name)
-    old, new = (Task("a", "a.jsonl", steps=5, validation_fraction=own) for own in (None, 0.1))
-    assert refused_change(old, new, 5).startswith("validation_fraction")
+    old, split = (Task("a", "a.jsonl", steps=5, validation_fraction=own) for own in (None, 0.1))
+    assert refused_change(old, split, 5).startswith("validation_fraction")
+    other = dataclasses.replace(split, validation_seed=1)
+    assert refused_change(split, other, 5).startswith("validation_seed")
 
 
 def test_a_task_may_only_become_longer():

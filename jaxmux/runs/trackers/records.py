@@ -41,6 +41,8 @@ class Records:
         self._delivered: dict[str, list[int]] = _part(found, "delivered")
         # By name, when the last task of this name was registered, and how many have had it.
         self._names: dict[str, list[Any]] = _part(found, "names")
+        # Whether the file lacks a name.
+        self._names_changed = False
 
     def id(self, tracker: str) -> str | None:
         """The id of a tracker's run; None if it has none yet.
@@ -96,8 +98,16 @@ class Records:
         with self._lock:
             last, count = self._names.pop(task, (0.0, 0))
             self._names[task] = [max(last, time), count + (time > last)]
+            self._names_changed |= time > last
             if len(self._names) > _MOST_NAMES:
                 del self._names[next(iter(self._names))]
+
+    def keep_names(self) -> None:
+        """Writes the file if it lacks a name. A tracker has to be told of a task after that, or its
+        curves would have another name when training goes on after a crash."""
+        if self._names_changed:
+            with suppress(OSError):
+                self._write()
 
     def series(self, task: str) -> str:
         """The name of a task's curves. It is that of the task, but if earlier tasks have had this
@@ -114,6 +124,7 @@ class Records:
         with self._writing:
             self._written = time.monotonic()
             with self._lock:
+                self._names_changed = False
                 parts = {"delivered": self._delivered, "names": self._names}
                 text = json.dumps(self._ids | {key: own for key, own in parts.items() if own})
             write_atomically(self._path, text + "\n")

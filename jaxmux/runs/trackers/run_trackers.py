@@ -124,6 +124,7 @@ class _Thread:
                 if self._off:
                     return
                 if not self._knows(item):
+                    records.keep_names()
                     tracker.log(item)
                     self._delivered[item.held_out] = item.step
                     self._note_delivered()
