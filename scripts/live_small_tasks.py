@@ -208,7 +208,8 @@ def adapters_alone(setting: Setting) -> dict[str, Any]:
     """By name, the adapters that tasks get alone, in the same pool."""
     engine = Engine(setting.backbone, setting.options)
     found = {}
-    for name, task in setting.tasks.items():
+    for number, (name, task) in enumerate(setting.tasks.items()):
+        print(f"task {number + 1} of {len(setting.tasks)}, alone", flush=True)
         engine.register_tasks([task])
         while not engine.finished:
             engine.train_round()

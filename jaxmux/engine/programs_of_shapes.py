@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import Backbone
 from jaxmux.optimizers import optimizer_class
 from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.peft import Layout
+from jaxmux.peft import KINDS, Layout
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -31,7 +31,7 @@ from .train_state import (
     read_slot,
     slot_kinds,
     slot_specs,
-    write_adapter,
+    write_leaf,
     write_slot,
 )
 from .updates import has_foreign_gradients, update_kind, without_foreign
@@ -113,7 +113,9 @@ class ProgramsOfShapes:
             for fields in READ_FIELDS:
                 read_slot.lower(state, layout, kind, fields, 0).compile()
             write_slot.lower(state, layout, kind, 0, own).compile()
-            write_adapter.lower(state, layout, kind.adapter, 0, own.adapter).compile()
+            specs = named_leaves(KINDS[kind.adapter].from_pools(layout.tree.adapters))
+            for name, value in named_leaves(own.adapter).items():
+                write_leaf.lower(_arrays(specs[name]), specs[name], 0, value).compile()
         compile_renewal(layout, self._backbone.weights["layers"], state.adapters)
         sources = np.zeros(self.pool.slots, np.int32)
         for name, spec in named_leaves(layout.tree).items():

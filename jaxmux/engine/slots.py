@@ -164,8 +164,13 @@ class Slots:
 
     def _write_initial(self, number: int, slot: Slot) -> None:
         specs = slot_specs(self.layout.tree, slot.kind).adapter
-        adapter = pad(named_leaves(slot.prepared.make_adapter()), specs)
-        self.stored.write_adapter(slot.kind.adapter, number, adapter)
+        adapter = named_leaves(slot.prepared.make_adapter())
+        # The slot is empty. So zeros, which are half of a new LoRA, need not be sent there.
+        zeros = {name for name, spec in named_leaves(specs).items() if not spec.padding}
+        sent = {name: x for name, x in adapter.items() if name not in zeros or np.any(x)}
+        padded = named_leaves(pad(sent, specs))
+        leaves = {name: padded[name] for name in sent}
+        self.stored.write_adapter(slot.kind.adapter, number, leaves)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
         """Gives a task that has left the free slot with the lowest number.

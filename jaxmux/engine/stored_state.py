@@ -1,7 +1,7 @@
 """The train state where the engine keeps it: in parts by layers, each on its devices."""
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -28,7 +28,7 @@ from .train_state import (
     slot_kinds,
     slot_specs,
     with_empty_accumulators,
-    write_adapter,
+    write_leaf,
     write_slot,
 )
 
@@ -137,23 +137,35 @@ class StoredState:
             for fields in READ_FIELDS:
                 self.copy_to_host(kind, slot, specs, fields)
             empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
-            self.write_adapter(kind.adapter, slot, empty.adapter)
+            self.write_adapter(kind.adapter, slot, named_leaves(empty.adapter))
             self.write(kind, slot, specs, empty)
         self.clear(slot)
 
-    def write_adapter(self, kind: str, slot: int, adapter: Any) -> None:
-        """Replaces the adapter of one slot in place.
+    def write_adapter(self, kind: str, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
+        """Replaces arrays of the adapter of one slot in place.
+
+        Every array has a program of its own, so that arrays that the slot has already need not be
+        sent, whichever they are.
 
         Args:
           kind: the adapter kind.
           slot: number of the slot.
-          adapter: NumPy arrays of all layers at the pool's rank and modules, without the slot axis.
+          leaves: by path, NumPy arrays of all layers at the pool's rank and modules, without the
+            slot axis. Arrays that are left out stay as they are.
         """
-        own = KINDS[kind].from_pools(self.layout.tree.adapters)
-        specs = jax.tree.map(LeafSpec.of_slot, own)
-        self._change(
-            write_adapter, slot, kind, own=lambda i: _layers_of(specs, adapter, self.parts[i])
-        )
+        self._note_change(slot)
+        own = KINDS[kind]
+        whole = named_leaves(own.from_pools(self.layout.tree.adapters))
+        for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
+            state, part = self.states[i], self.parts[i]
+            arrays = own.from_pools(state.adapters)
+            named, specs = named_leaves(arrays), named_leaves(own.from_pools(layout.tree.adapters))
+            for name, value in leaves.items():
+                layers = _layers_of(whole[name].of_slot(), value, part)
+                named[name] = run_on(home, write_leaf, named[name], specs[name], slot, layers)
+            written = jax.tree.unflatten(jax.tree.structure(arrays), named.values())
+            state = state._replace(adapters=state.adapters | own.in_pools(written))
+            self.states[i] = _placed(state, layout, home)
 
     def write(self, kind: SlotKind, slot: int, specs: SlotState, value: SlotState) -> None:
         """Replaces one slot in place.
@@ -249,6 +261,9 @@ class StoredState:
             state = jax.tree.unflatten(structure, leaves.values())
             self.states[i] = _placed(state, layout, self.homes[i])
 
+    def _note_change(self, slot: int) -> None:
+        self.changes[slot] = max(self.changes.values(), default=0) + 1
+
     def _change(
         self,
         write: Callable[..., TrainState],
@@ -257,7 +272,7 @@ class StoredState:
         own: Callable[[int], Any] | None = None,
     ) -> None:
         """Calls `write(state, layout, *kind, slot, own(i))` for every part i."""
-        self.changes[slot] = max(self.changes.values(), default=0) + 1
+        self._note_change(slot)
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             value = () if own is None else (own(i),)
             state = run_on(home, write, self.states[i], layout, *kind, slot, *value)

@@ -337,27 +337,20 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
     return _put_slot(layout.tree, state, slot, empty)
 
 
-@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
-def write_adapter(
-    state: TrainState, layout: Layout, kind: str, slot: Int[Array, ""] | int, adapter: Any
-) -> TrainState:
-    """Replaces the adapter of one slot in place.
+@partial(jax.jit, static_argnums=1, donate_argnums=0)
+def write_leaf(leaf: Array, spec: LeafSpec, slot: Int[Array, ""] | int, value: Array) -> Array:
+    """Replaces one slot of one array in place.
 
     Args:
-      state: the train state; it is donated.
-      layout: the description of the state.
-      kind: the adapter kind.
+      leaf: the array; it is donated.
+      spec: its description.
       slot: number of the slot.
-      adapter: the new arrays without the slot axis, at the pool's rank and modules.
+      value: the slot's new values, without the slot axis.
 
     Returns:
-      The new state.
+      The new array.
     """
-
-    own = KINDS[kind]
-    specs, arrays = own.from_pools(layout.tree.adapters), own.from_pools(state.adapters)
-    written = _put_slot(specs, arrays, slot, adapter)
-    return state._replace(adapters=state.adapters | own.in_pools(written))
+    return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, spec.slot_axis)
 
 
 def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) -> Any:

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 from jaxmux.engine.due_updates import DueUpdates
+from jaxmux.engine.stored_state import StoredState
 from jaxmux.engine.train_state import (
     SlotKind,
     SlotState,
@@ -16,13 +17,13 @@ from jaxmux.engine.train_state import (
     read_slot,
     slot_specs,
     state_specs,
-    write_adapter,
     write_slot,
 )
 from jaxmux.engine.updates import update
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
+from jaxmux.sharding import consecutive_parts
 
 # As many layers as slots: an axis that is found by its size would be the wrong one.
 LAYERS = SLOTS = 3
@@ -188,10 +189,13 @@ def test_a_cleared_slot_is_padding_and_the_others_keep_their_bits():
 
 def test_an_adapter_is_written_to_its_slot_alone():
     specs = specs_of()
-    layout, before = Layout(specs), jax.device_get(random_state(specs))
+    before = jax.device_get(random_state(specs))
     adapter = of_slot(specs, random_state(specs, seed=1), 0).adapters["imagined"]
-    after = write_adapter(random_state(specs), layout, "imagined", 2, adapter)
-    after = jax.device_get(after)
+    stored = StoredState(consecutive_parts([LAYERS]), [None])
+    stored.make_room(specs)
+    stored.states = [random_state(specs)]
+    stored.write_adapter("imagined", 2, named_leaves(adapter))
+    after = jax.device_get(stored.states[0])
     assert_slots_unchanged(specs, before, after, [0, 1])
     found = of_slot(specs, after, 2)
     for one, other in zip(bits(found.adapters["imagined"]), bits(adapter), strict=True):
@@ -200,6 +204,19 @@ def test_an_adapter_is_written_to_its_slot_alone():
         kept = of_slot(specs, before, 2)
         for one, other in zip(bits(getattr(found, part)), bits(getattr(kept, part)), strict=True):
             np.testing.assert_array_equal(one, other)
+
+
+def test_arrays_of_an_adapter_that_are_not_written_stay():
+    specs = specs_of()
+    stored = StoredState(consecutive_parts([LAYERS]), [None])
+    stored.make_room(specs)
+    stored.states = [random_state(specs)]
+    before = named_leaves(jax.device_get(stored.states[0].adapters["imagined"]))
+    adapter = of_slot(specs, random_state(specs, seed=1), 0).adapters["imagined"]
+    stored.write_adapter("imagined", 1, {"v/factor": adapter["v"]["factor"]})
+    after = named_leaves(jax.device_get(stored.states[0].adapters["imagined"]))
+    changed = [name for name in before if not np.array_equal(before[name], after[name])]
+    assert changed == ["v/factor"]
 
 
 def test_a_state_that_grows_keeps_its_slots_and_pads_the_new_ones():
