@@ -33,6 +33,7 @@ from .train_state import (
     slot_specs,
     write_leaf,
     write_slot,
+    written_specs,
 )
 from .updates import has_foreign_gradients, update_kind, without_foreign
 
@@ -113,9 +114,10 @@ class ProgramsOfShapes:
             for fields in READ_FIELDS:
                 read_slot.lower(state, layout, kind, fields, 0).compile()
             write_slot.lower(state, layout, kind, 0, own).compile()
-            specs = named_leaves(KINDS[kind.adapter].from_pools(layout.tree.adapters))
-            for name, value in named_leaves(own.adapter).items():
-                write_leaf.lower(_arrays(specs[name]), specs[name], 0, value).compile()
+            specs = KINDS[kind.adapter].from_pools(layout.tree.adapters)
+            for spec in named_leaves(specs).values():
+                for value in map(_arrays, written_specs(spec.of_slot())):
+                    write_leaf.lower(_arrays(spec), spec, 0, value).compile()
         compile_renewal(layout, self._backbone.weights["layers"], state.adapters)
         sources = np.zeros(self.pool.slots, np.int32)
         for name, spec in named_leaves(layout.tree).items():

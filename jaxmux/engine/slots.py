@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import Layout, SlotArrays, crop, kind_of, own_leaves, pad
+from jaxmux.peft import Layout, LeafSpec, SlotArrays, crop, kind_of, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
@@ -23,6 +23,7 @@ from .train_state import (
     pool_specs,
     slot_specs,
     state_specs,
+    written_specs,
 )
 
 
@@ -163,13 +164,16 @@ class Slots:
             self._write_initial(number, slot)
 
     def _write_initial(self, number: int, slot: Slot) -> None:
-        specs = slot_specs(self.layout.tree, slot.kind).adapter
+        """Writes the initial adapter to an empty slot. What is empty in the slot is not sent, since
+        the next round waits for it: higher ranks, and zeros, which are half of a new LoRA."""
+        described = named_leaves(slot_specs(self.layout.tree, slot.kind).adapter)
         adapter = named_leaves(slot.prepared.make_adapter())
-        # The slot is empty. So zeros, which are half of a new LoRA, need not be sent there.
-        zeros = {name for name, spec in named_leaves(specs).items() if not spec.padding}
-        sent = {name: x for name, x in adapter.items() if name not in zeros or np.any(x)}
-        padded = named_leaves(pad(sent, specs))
-        leaves = {name: padded[name] for name in sent}
+        sizes = {
+            name: _written(described[name], value)
+            for name, value in adapter.items()
+            if described[name].padding or np.any(value)
+        }
+        leaves = pad({name: adapter[name] for name in sizes}, sizes)
         self.stored.write_adapter(slot.kind.adapter, number, leaves)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
@@ -348,6 +352,12 @@ class Slots:
 
     def _lowest_free(self) -> int:
         return min(set(range(self.pool.slots)) - self._slots.keys() - self._left.keys())
+
+
+def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
+    """The smallest size at which an array can be written to its empty slot."""
+    sizes = written_specs(spec)
+    return next((own for own in sizes if np.all(np.less_equal(value.shape, own.shape))), spec)
 
 
 def pool_of(

@@ -30,6 +30,7 @@ from .train_state import (
     with_empty_accumulators,
     write_leaf,
     write_slot,
+    written_specs,
 )
 
 
@@ -137,21 +138,23 @@ class StoredState:
             for fields in READ_FIELDS:
                 self.copy_to_host(kind, slot, specs, fields)
             empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
-            self.write_adapter(kind.adapter, slot, named_leaves(empty.adapter))
             self.write(kind, slot, specs, empty)
+            for name, spec in named_leaves(specs.adapter).items():
+                for own in written_specs(spec):
+                    value = np.full(own.shape, own.padding, own.dtype)
+                    self.write_adapter(kind.adapter, slot, {name: value})
         self.clear(slot)
 
     def write_adapter(self, kind: str, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
         """Replaces arrays of the adapter of one slot in place.
 
-        Every array has a program of its own, so that arrays that the slot has already need not be
-        sent, whichever they are.
+        Every array has a program of its own, so that what the slot has already need not be sent.
 
         Args:
           kind: the adapter kind.
           slot: number of the slot.
-          leaves: by path, NumPy arrays of all layers at the pool's rank and modules, without the
-            slot axis. Arrays that are left out stay as they are.
+          leaves: by path, NumPy arrays of all layers, of sizes from `written_specs`. Arrays that
+            are left out, and higher ranks, stay as they are.
         """
         self._note_change(slot)
         own = KINDS[kind]

@@ -337,6 +337,23 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
     return _put_slot(layout.tree, state, slot, empty)
 
 
+def written_specs(spec: LeafSpec) -> list[LeafSpec]:
+    """The sizes at which an array is written to an empty slot: few, because each size has a program
+    of its own.
+
+    Args:
+      spec: the description of the array in a slot, without the slot axis.
+
+    Returns:
+      Descriptions with the ranks 8, 16, 32 and so on that are below the slot's, and `spec`.
+    """
+    if "rank" not in spec.axes:
+        return [spec]
+    rank = spec.shape[spec.axes.index("rank")]
+    lower = [8 << i for i in range(rank.bit_length()) if 8 << i < rank]
+    return [*map(spec.of_rank, lower), spec]
+
+
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def write_leaf(leaf: Array, spec: LeafSpec, slot: Int[Array, ""] | int, value: Array) -> Array:
     """Replaces one slot of one array in place.
@@ -345,12 +362,14 @@ def write_leaf(leaf: Array, spec: LeafSpec, slot: Int[Array, ""] | int, value: A
       leaf: the array; it is donated.
       spec: its description.
       slot: number of the slot.
-      value: the slot's new values, without the slot axis.
+      value: the slot's new values, without the slot axis. If it has a lower rank than the slot, the
+        other ranks keep their values.
 
     Returns:
       The new array.
     """
-    return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, spec.slot_axis)
+    begins = [slot if axis == "slot" else 0 for axis in spec.axes]
+    return jax.lax.dynamic_update_slice(leaf, jnp.expand_dims(value, spec.slot_axis), begins)
 
 
 def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) -> Any:

@@ -124,6 +124,13 @@ class LeafSpec:
             return values[0]
         return concatenate(values, self.axes.index("layer"))
 
+    def of_rank(self, rank: int) -> "LeafSpec":
+        """Returns a new description: the same array with another size of the axis "rank", if it has
+        this axis."""
+        pairs = zip(self.axes, self.shape, strict=True)
+        shape = tuple(rank if axis == "rank" else n for axis, n in pairs)
+        return dataclasses.replace(self, shape=shape)
+
     def of_slot(self) -> "LeafSpec":
         """Returns a new description: the same array for a single slot, without the slot axis.
 

@@ -2,6 +2,7 @@
 adapter kind."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -17,7 +18,9 @@ from jaxmux.engine.train_state import (
     read_slot,
     slot_specs,
     state_specs,
+    write_leaf,
     write_slot,
+    written_specs,
 )
 from jaxmux.engine.updates import update
 from jaxmux.optimizers import OPTIMIZERS
@@ -217,6 +220,17 @@ def test_arrays_of_an_adapter_that_are_not_written_stay():
     after = named_leaves(jax.device_get(stored.states[0].adapters["imagined"]))
     changed = [name for name in before if not np.array_equal(before[name], after[name])]
     assert changed == ["v/factor"]
+
+
+def test_an_array_of_a_lower_rank_leaves_the_other_ranks_of_its_slot():
+    spec = LeafSpec((2, 3, WIDTH, 20), ("layer", "slot", "input", "rank"))
+    sizes = [own.shape[-1] for own in written_specs(spec.of_slot())]
+    assert sizes == [8, 16, 20]
+    before = np.random.default_rng(0).normal(size=spec.shape).astype(spec.dtype)
+    value = np.ones((2, WIDTH, 8), np.float32)
+    expected = before.copy()
+    expected[:, 1, :, :8] = 1
+    np.testing.assert_array_equal(write_leaf(jnp.asarray(before), spec, 1, value), expected)
 
 
 def test_a_state_that_grows_keeps_its_slots_and_pads_the_new_ones():
