@@ -38,7 +38,7 @@ def large(args: argparse.Namespace) -> list[Record]:
     wear = course.worn / course.fresh - 1
     records = [
         *_costs_of_changes(course),
-        _at_most(
+        at_most(
             "rounds after many arrivals and departures, over a fresh engine's", wear, MOST_WEAR
         ),
     ]
@@ -48,7 +48,7 @@ def large(args: argparse.Namespace) -> list[Record]:
         predicted = predicted_peak(course, backbone, tasks[:-1])
         facts |= {"peak GiB": peak / 2**30, "predicted peak GiB": predicted / 2**30}
         error = abs(peak / predicted - 1)
-        records.append(_at_most("peak memory beside its prediction", error, MOST_PEAK_ERROR))
+        records.append(at_most("peak memory beside its prediction", error, MOST_PEAK_ERROR))
     return [record | {"baselines": facts} for record in records]
 
 
@@ -74,7 +74,7 @@ def _costs_of_changes(course: "Course") -> list[Record]:
     than others. A single round may: `train_round` returns later while the round after a change is
     packed, and earlier the next time, and the devices are busy meanwhile."""
     lost = [
-        _at_most(
+        at_most(
             f"time lost by {what}, over a round",
             sum(seconds) / course.as_many - len(seconds),
             MOST_LOST_TIME,
@@ -83,8 +83,8 @@ def _costs_of_changes(course: "Course") -> list[Record]:
     ]
     longer = course.changing / course.as_many - 1
     name = "rounds with an arrival and a departure before each, over others"
-    changing = _at_most(name, longer, MOST_LONGER_ROUNDS)
-    entering = _at_most("a task that is prepared enters", course.entering, MOST_ENTERING)
+    changing = at_most(name, longer, MOST_LONGER_ROUNDS)
+    entering = at_most("a task that is prepared enters", course.entering, MOST_ENTERING)
     return [*lost, changing, entering | {"unit": "s"}]
 
 
@@ -173,7 +173,7 @@ def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Nam
     return Course(*around, with_last, fresh, worn, seconds, entering, *others)
 
 
-def _at_most(name: str, value: float, bound: float) -> Record:
+def at_most(name: str, value: float, bound: float) -> Record:
     return {"name": name, "value": value, "bound": bound, "sense": "at most", "unit": "ratio"}
 
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record
 from benchmark_step import llama_config
-from live_changes import Rounds, mixed_tasks
+from live_changes import MOST_ENTERING, Changes, Rounds, at_most, comings, mixed_tasks
 from sharding_runs import random_backbone
 
 from jaxmux.engine import Engine, EngineOptions, EngineSize
@@ -136,15 +136,14 @@ def growth(args: argparse.Namespace) -> list[Record]:
             f"seconds a round after {name}": steady,
         }
         rounds = steady
+    changes = Changes(engine)
+    comings(engine, changes, tasks[0], min(args.comings, 20))
+    facts["seconds of the slowest call of register_tasks"] = max(changes.arrivals)
     engine.close()
-    return [
-        {
-            "name": f"time lost by {name}, over a round",
-            "value": value,
-            "bound": 1.0,
-            "sense": "at most",
-            "unit": "ratio",
-            "baselines": facts,
-        }
-        for name, value in lost.items()
+    records = [
+        at_most(f"time lost by {name}, over a round", value, 1.0) for name, value in lost.items()
     ]
+    entering = at_most(
+        "a task that is prepared enters", statistics.median(changes.arrivals), MOST_ENTERING
+    )
+    return [record | {"baselines": facts} for record in (*records, entering | {"unit": "s"})]

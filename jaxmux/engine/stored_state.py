@@ -139,10 +139,13 @@ class StoredState:
                 self.copy_to_host(kind, slot, specs, fields)
             empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
             self.write(kind, slot, specs, empty)
-            for name, spec in named_leaves(specs.adapter).items():
-                for own in written_specs(spec):
-                    value = np.full(own.shape, own.padding, own.dtype)
-                    self.write_adapter(kind.adapter, slot, {name: value})
+            sizes = {
+                name: written_specs(spec) for name, spec in named_leaves(specs.adapter).items()
+            }
+            for i in range(max(map(len, sizes.values()))):
+                own = {name: each[i] for name, each in sizes.items() if i < len(each)}
+                leaves = {name: np.full(x.shape, x.padding, x.dtype) for name, x in own.items()}
+                self.write_adapter(kind.adapter, slot, leaves)
         self.clear(slot)
 
     def write_adapter(self, kind: str, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
@@ -162,13 +165,15 @@ class StoredState:
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             state, part = self.states[i], self.parts[i]
             arrays = own.from_pools(state.adapters)
-            named, specs = named_leaves(arrays), named_leaves(own.from_pools(layout.tree.adapters))
+            described = own.from_pools(layout.tree.adapters)
+            named, specs = named_leaves(arrays), named_leaves(described)
+            shardings = {} if home is None else named_leaves(home.leaf_specs(described))
             for name, value in leaves.items():
                 layers = _layers_of(whole[name].of_slot(), value, part)
-                named[name] = run_on(home, write_leaf, named[name], specs[name], slot, layers)
+                leaf = run_on(home, write_leaf, named[name], specs[name], slot, layers)
+                named[name] = leaf if home is None else home.put(leaf, shardings[name])
             written = jax.tree.unflatten(jax.tree.structure(arrays), named.values())
-            state = state._replace(adapters=state.adapters | own.in_pools(written))
-            self.states[i] = _placed(state, layout, home)
+            self.states[i] = state._replace(adapters=state.adapters | own.in_pools(written))
 
     def write(self, kind: SlotKind, slot: int, specs: SlotState, value: SlotState) -> None:
         """Replaces one slot in place.
