@@ -133,19 +133,20 @@ class StoredState:
           optimizers: the optimizer kinds that tasks may have.
           slot: number of an empty slot.
         """
+        adapters: dict[str, Any] = {}
         for kind in slot_kinds(self.layout.tree, optimizers):
             specs = slot_specs(self.layout.tree, kind)
             for fields in READ_FIELDS:
                 self.copy_to_host(kind, slot, specs, fields)
             empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
             self.write(kind, slot, specs, empty)
-            sizes = {
-                name: written_specs(spec) for name, spec in named_leaves(specs.adapter).items()
-            }
+            adapters[kind.adapter] = specs.adapter
+        for name, own in adapters.items():
+            sizes = {path: written_specs(spec) for path, spec in named_leaves(own).items()}
             for i in range(max(map(len, sizes.values()))):
-                own = {name: each[i] for name, each in sizes.items() if i < len(each)}
-                leaves = {name: np.full(x.shape, x.padding, x.dtype) for name, x in own.items()}
-                self.write_adapter(kind.adapter, slot, leaves)
+                each = {path: specs[i] for path, specs in sizes.items() if i < len(specs)}
+                leaves = {path: np.full(x.shape, x.padding, x.dtype) for path, x in each.items()}
+                self.write_adapter(name, slot, leaves)
         self.clear(slot)
 
     def write_adapter(self, kind: str, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
