@@ -92,6 +92,10 @@ def steps_and_seconds(engine: Engine, batches: int) -> tuple[dict[str, int], flo
     return {name: n - before[name] for name, n in steps().items()}, seconds
 
 
+def mean_of(rounds: Rounds) -> float:
+    return statistics.fmean(rounds.seconds)
+
+
 def growth(args: argparse.Namespace) -> list[Record]:
     """Measures an engine whose pool and microbatches are doubled and halved while tasks of mixed
     rank and length train."""
@@ -109,33 +113,33 @@ def growth(args: argparse.Namespace) -> list[Record]:
     small, large = engine.size, EngineSize(2 * slots, rows)
     facts: dict[str, float] = {"tasks": len(tasks)}
     engine.train_round()
-    rounds = statistics.median(Rounds(engine).train(args.rounds).seconds[2:])
-    lost = {}
+    Rounds(engine).train(4)
+    before, lost = mean_of(Rounds(engine).train(args.rounds)), {}
     for name, size in (("growing", large), ("shrinking", small)):
         programs, beside = engine.compile_ahead(size), Rounds(engine)
         began = time.perf_counter()
         while not programs.ready:
             beside.train(1)
         compiling = time.perf_counter() - began
-        engine.drain()
+        changing = Rounds(engine).train(2)
         began = time.perf_counter()
         engine.resize(size, programs)
         moved = time.perf_counter() - began
-        # Programs are loaded when they run for the first time, in the first rounds.
-        after = Rounds(engine).train(args.rounds).seconds
-        engine.drain()
-        steady = statistics.median(after[4:])
-        seconds = time.perf_counter() - began - len(after) * steady
-        lost[name] = seconds / rounds
+        # The results of the last round of the old size arrive now. Programs are loaded when they
+        # run for the first time, in the first rounds of the new size.
+        rounds = changing.train(args.rounds).seconds[2:]
+        after = mean_of(Rounds(engine).train(args.rounds))
+        seconds = sum(rounds) - before - (len(rounds) - 1) * after
+        lost[name] = seconds / before
         facts |= {
-            f"seconds a round before {name}": rounds,
+            f"seconds a round before {name}": before,
             f"seconds of compiling beside training before {name}": compiling,
             f"seconds a round beside it, before {name}": statistics.median(beside.seconds),
             f"seconds until the first round after {name}": moved,
-            f"seconds lost by {name}, until the end of {len(after)} rounds": seconds,
-            f"seconds a round after {name}": steady,
+            f"seconds lost by {name}, until the end of {len(rounds)} rounds": seconds,
+            f"seconds a round after {name}": after,
         }
-        rounds = steady
+        before = after
     changes = Changes(engine)
     comings(engine, changes, tasks[0], min(args.comings, 20))
     facts["seconds of the slowest call of register_tasks"] = max(changes.arrivals)

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,38 +37,60 @@ from .rounds import empty_microbatch, slot_table
 from .stored_state import StoredState
 
 
+class StagePrograms(NamedTuple):
+    """The programs of a pipeline's parts.
+
+    Attributes:
+      state: the layout of the train state and the dropout for which they are made.
+      options: for each part, the static choices of its programs.
+      residuals: by part, a function that makes empty residuals.
+    """
+
+    state: tuple[Layout, bool]
+    options: list[StageOptions]
+    residuals: dict[int, Callable[[], list[jax.Array]]]
+
+
 class CompiledStages:
     """Compiles the programs of a pipeline's parts, and dispatches them.
 
     Attributes:
       stages: the meshes of the stages. With S stages, part v lies on stage v mod S.
+      programs: the programs of the parts; None before they are chosen.
     """
 
-    def __init__(self, backbone: PlacedBackbone, options: EngineOptions, stored: StoredState):
+    def __init__(
+        self,
+        backbone: PlacedBackbone,
+        options: EngineOptions,
+        stored: StoredState,
+        ahead: StagePrograms | None = None,
+    ):
         """Creates the stages; nothing is compiled yet.
 
         Args:
           backbone: the frozen backbone.
           options: the options of the engine.
           stored: the train state, in the parts of the backbone.
+          ahead: programs that have been compiled; None if there are none.
         """
         self.stages = list(dict.fromkeys(backbone.homes))
         self._backbone, self._options, self._stored = backbone, options, stored
-        self._programs: list[StageOptions] = []
-        self._compiled_for: tuple[Layout, bool] | None = None
+        self.programs = self._ahead = ahead
+        # Whether the programs have run.
+        self._has_run = False
         # How often a device ran out of memory.
         self._leaner_by = 0
-        # For each part, residuals that no pass will read, and a function that makes others.
+        # For each part, residuals that no pass will read.
         self._spent: list[list[list[jax.Array]]] = [[] for _ in backbone.parts]
-        self._empty_residuals: dict[int, Callable[[], list[jax.Array]]] = {}
         self._released = True
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
         """The remat policy of every layer, or one for all; None before programs are compiled."""
-        if self._compiled_for is None or self._compiled_for[0] != self._stored.layout:
+        if not self._has_run or self.programs.state[0] != self._stored.layout:
             return None
-        policies = [program.forward.remat for program in self._programs]
+        policies = [options.forward.remat for options in self.programs.options]
         if all(isinstance(policy, str) for policy in policies):
             return policies[0]
         return tuple(policy for own in policies for policy in own)
@@ -102,11 +124,11 @@ class CompiledStages:
         Returns:
           What is passed to the next part, and the residuals for `backward`.
         """
-        spent = self._spent[part].pop() if self._spent[part] else self._empty_residuals[part]()
+        spent, programs = self._spent[part], self.programs
         out, loss, residuals = self._backbone.homes[part].run(
             forward_into,
-            self._programs[part],
-            spent,
+            programs.options[part],
+            spent.pop() if spent else programs.residuals[part](),
             *self.forward_arguments(part, microbatch, slots, passed),
         )
         self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
@@ -123,9 +145,9 @@ class CompiledStages:
         Returns:
           The gradient of the part's input; None from the first part.
         """
-        home, program = self._backbone.homes[part], self._programs[part]
+        home, options = self._backbone.homes[part], self.programs.options[part]
         arguments = self._backward_arguments(part, residuals, gradient)
-        dx, accumulators = home.run(backward, program, *arguments)
+        dx, accumulators = home.run(backward, options, *arguments)
         state = self._stored.states[part]
         self._stored.states[part] = state._replace(accumulators=accumulators)
         self._spent[part].append(jax.tree.leaves(residuals))
@@ -168,19 +190,26 @@ class CompiledStages:
           OutOfDeviceMemory: all layers recompute everything, and it was not enough.
           jax.errors.JaxRuntimeError: a device ran out of memory (see `recompute_more`).
         """
-        wanted = self._stored.layout, dropout
-        if self._compiled_for != wanted:
-            self._compiled_for = None
+        if not self.serves(dropout):
             self.release()
-            self._empty_residuals.clear()
             policies = enumerate(self.choose_remat(dropout))
-            self._programs = [self.program(part, dropout, remat) for part, remat in policies]
+            options = [self.program(part, dropout, remat) for part, remat in policies]
+            self.programs = StagePrograms((self._stored.layout, dropout), options, {})
+            self._has_run = False
         if self._released:
             self._call_with_parts(self._allocate)
             self._released = False
-        if self._compiled_for != wanted:
+        if not self._has_run:
             self._call_with_parts(self._compile)
-            self._compiled_for = wanted
+            self._has_run = True
+
+    def serves(self, dropout: bool) -> bool:
+        """Whether the programs are made for the state as it is.
+
+        Args:
+          dropout: whether any task has dropout.
+        """
+        return self.programs is not None and self.programs.state == (self._stored.layout, dropout)
 
     def _call_with_parts(self, call: Callable[[int], None]) -> None:
         """Calls a function with the index of every part, in a thread for each stage. The parts of a
@@ -194,27 +223,26 @@ class CompiledStages:
 
     def _allocate(self, part: int) -> None:
         """Allocates the memory of a part's residuals, for the microbatches in flight."""
-        home, program = self._backbone.homes[part], self._programs[part]
-        if part not in self._empty_residuals:
+        options, residuals = self.programs.options[part], self.programs.residuals
+        if part not in residuals:
             arguments = self.forward_arguments(part, *self.empty_inputs(part))
-            residuals = forward.eval_shape(program, *arguments)[2]
-            self._empty_residuals[part] = _zeros_like(residuals, home)
-        empty, in_flight = self._empty_residuals[part], self._in_flight[part]
-        self._spent[part] = [empty() for _ in range(in_flight)]
+            shapes = forward.eval_shape(options, *arguments)[2]
+            residuals[part] = _zeros_like(shapes, self._backbone.homes[part])
+        self._spent[part] = [residuals[part]() for _ in range(self._in_flight[part])]
         jax.block_until_ready(self._spent[part])
 
     def _compile(self, part: int) -> None:
-        """Compiles the programs of a part, and runs each with an empty microbatch, which adds
-        nothing to the state."""
-        program, inputs = self._programs[part], self.empty_inputs(part)
-        is_local = self._backbone.homes[part].is_local
-        if is_local:
+        """Compiles the programs of a part, if that has not been done ahead, and runs each with an
+        empty microbatch, which adds nothing to the state."""
+        options, inputs = self.programs.options[part], self.empty_inputs(part)
+        is_missing = self._backbone.homes[part].is_local and self.programs is not self._ahead
+        if is_missing:
             spent = self._spent[part][-1]
-            compiled(forward_into.lower(program, spent, *self.forward_arguments(part, *inputs)))
+            compiled(forward_into.lower(options, spent, *self.forward_arguments(part, *inputs)))
         out, residuals = self.forward(part, *inputs)
-        if is_local:
+        if is_missing:
             arguments = self._backward_arguments(part, residuals, out.x)
-            compiled(backward.lower(program, *arguments))
+            compiled(backward.lower(options, *arguments))
         self.backward(part, residuals, out.x)
         jax.block_until_ready(self._stored.states[part])
 
@@ -223,8 +251,7 @@ class CompiledStages:
         and nothing may be compiled while stages exchange arrays."""
         homes = self._backbone.homes
         for one, other in zip(homes, homes[1:], strict=False):
-            passed = one.put(self._empty_passed(), P(DATA))
-            moved = one.move(passed, other, P(DATA))
+            moved = one.move(self._empty_passed(one), other, P(DATA))
             jax.block_until_ready((moved, other.move(moved.x, one, P(DATA))))
 
     def program(
@@ -247,7 +274,7 @@ class CompiledStages:
         stages recompute more, because it is not known which one ran out. Accumulators may be lost.
         """
         self._leaner_by += 1
-        self._compiled_for = None
+        self.programs, self._has_run = None, False
         self.release()
 
     @cached_property
@@ -324,14 +351,15 @@ class CompiledStages:
         """A microbatch without samples, and what else the forward pass of a part takes with it."""
         home = self._backbone.homes[part]
         microbatch = _stacked([empty_microbatch(self._options.shape)] * self.shards)
-        passed = home.put(self._empty_passed(), P(DATA)) if part > 0 else None
+        passed = self._empty_passed(home) if part > 0 else None
         return home.put(microbatch, P(DATA)), home.put(self._empty_table(), P()), passed
 
-    def _empty_passed(self) -> Passed:
-        """What a part passes to the next one, without values, on the host."""
-        shape, dtype = self._options.shape, self._backbone.compute_dtype
-        x = np.zeros((self.shards, shape.tokens, self._backbone.config.hidden_size), dtype)
-        return Passed(x, np.ones((self.shards, shape.chunks), bool))
+    def _empty_passed(self, home: StageMesh) -> Passed:
+        """What a part passes to the next one, without values, on the mesh of either."""
+        shape, width = self._options.shape, self._backbone.config.hidden_size
+        x = (self.shards, shape.tokens, width), self._backbone.compute_dtype
+        finite = np.ones((self.shards, shape.chunks), bool)
+        return Passed(*home.run(_zeros((x,), DATA, home)), home.put(finite, P(DATA)))
 
     def _empty_table(self) -> SlotTable:
         return slot_table({}, None, self.slots)
@@ -346,14 +374,14 @@ def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]
     """A function that makes arrays of zeros with the shapes and dtypes of residuals, on the
     devices of a stage."""
     shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(residuals))
-    return partial(home.run, _zeros(shapes, home))
+    return partial(home.run, _zeros(shapes, AXES, home))
 
 
 @cache
-def _zeros(shapes: tuple[tuple[Any, ...], ...], home: StageMesh) -> Any:
-    """The program that makes arrays of zeros on the devices of a stage."""
+def _zeros(shapes: tuple[tuple[Any, ...], ...], axes: tuple[str, ...], home: StageMesh) -> Any:
+    """The program that makes arrays of zeros, whose first axis the devices of a stage divide."""
 
-    @partial(jax.jit, out_shardings=home.shardings([P(AXES)] * len(shapes)))
+    @partial(jax.jit, out_shardings=home.shardings([P(axes)] * len(shapes)))
     def zeros() -> list[jax.Array]:
         return [jnp.zeros(*shape) for shape in shapes]
 

@@ -128,6 +128,23 @@ class Executor(Protocol):
         """
         ...
 
+    def try_memory(self, dropout: bool) -> bool:
+        """Tries whether there is memory for the programs that have been compiled ahead for the
+        state. Those of several devices are run once, because none may be loaded while stages
+        exchange arrays.
+
+        Args:
+          dropout: whether the pool has dropout.
+
+        Returns:
+          False if no programs have been compiled ahead for this state, or those of several devices
+          need too much; then `warm_up` prepares others.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the only device has too little memory.
+        """
+        ...
+
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         """Compiles all programs and runs them once, so that no later round, update or measurement
         compiles anything while the state keeps its size.

@@ -8,6 +8,7 @@ import numpy as np
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, only_compiling
 
+from .compiled_stages import StagePrograms
 from .due_updates import no_updates
 from .engine_options import EngineOptions, EngineSize
 from .several_devices import SeveralDevices
@@ -42,6 +43,12 @@ class MeshSizeAhead(SizeAhead):
         given = backbones, options, pool, kinds, stored.without_arrays()
         super().__init__(sizes, partial(_compile, *given))
 
+    @property
+    def programs(self) -> list[StagePrograms] | None:
+        """For each replica, the programs of its parts; waits for them. None if they could not be
+        compiled."""
+        return None if self._compiled.exception() else self._compiled.result()
+
 
 def _compile(
     backbones: Sequence[PlacedBackbone],
@@ -49,7 +56,7 @@ def _compile(
     pool: PoolSpec,
     kinds: Sequence[str],
     stored: StoredState,
-) -> None:
+) -> list[StagePrograms]:
     config = backbones[0].config
     _, specs = pool_of(config, [], pool, keep_moments=True)
     with only_compiling():
@@ -58,3 +65,4 @@ def _compile(
         stored.warm_up(kinds, 0)
         executor = SeveralDevices(backbones, options, stored)
         executor.warm_up(no_updates(stored.layout, config.num_layers, kinds), pool.dropout)
+    return executor.programs

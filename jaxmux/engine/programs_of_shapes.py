@@ -10,7 +10,7 @@ import numpy as np
 from jaxmux.models import Backbone
 from jaxmux.optimizers import optimizer_class
 from jaxmux.pallas_kernels.compilation import compiled
-from jaxmux.peft import KINDS, Layout
+from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -30,9 +30,8 @@ from .train_state import (
     moved,
     read_slot,
     slot_kinds,
-    slot_specs,
+    slot_view,
     write_leaf,
-    write_slot,
     written_specs,
 )
 from .updates import has_foreign_gradients, update_kind, without_foreign
@@ -109,15 +108,14 @@ class ProgramsOfShapes:
         state, layout = self._state, self.layout
         clear_slot.lower(state, layout, 0).compile()
         copied.lower(state.loss).compile()
+        written: dict[LeafSpec, None] = {}
         for kind in slot_kinds(layout.tree, self.kinds):
-            own = _arrays(slot_specs(layout.tree, kind))
             for fields in READ_FIELDS:
                 read_slot.lower(state, layout, kind, fields, 0).compile()
-            write_slot.lower(state, layout, kind, 0, own).compile()
-            specs = KINDS[kind.adapter].from_pools(layout.tree.adapters)
-            for spec in named_leaves(specs).values():
-                for value in map(_arrays, written_specs(spec.of_slot())):
-                    write_leaf.lower(_arrays(spec), spec, 0, value).compile()
+            written |= dict.fromkeys(jax.tree.leaves(slot_view(layout.tree, kind)))
+        for spec in written:
+            for value in map(_arrays, written_specs(spec.of_slot())):
+                write_leaf.lower(_arrays(spec), spec, 0, value).compile()
         compile_renewal(layout, self._backbone.weights["layers"], state.adapters)
         sources = np.zeros(self.pool.slots, np.int32)
         for name, spec in named_leaves(layout.tree).items():

@@ -15,7 +15,7 @@ from jaxmux.planner.pipeline.schedules import Ended, Pass, Sent, StreamOrder, wa
 from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
 from jaxmux.sharding.stage_mesh import DATA
 
-from .compiled_stages import CompiledStages
+from .compiled_stages import CompiledStages, StagePrograms
 from .engine_options import EngineOptions
 from .replica_input import ReplicaInput
 from .round_record import DispatchedPass
@@ -62,6 +62,7 @@ class ReplicaPipeline:
         options: EngineOptions,
         state: StoredState,
         number: int = 0,
+        ahead: StagePrograms | None = None,
     ):
         """Creates a pipeline; nothing is compiled yet.
 
@@ -70,6 +71,7 @@ class ReplicaPipeline:
           options: the options of the engine, with the shape class of this replica.
           state: the state that the replica works on, in the parts of the backbone.
           number: index of the replica.
+          ahead: programs that have been compiled; None if there are none.
 
         Raises:
           PlanningError: the parts do not lie on the stages in turn, the stages have different
@@ -79,7 +81,7 @@ class ReplicaPipeline:
         self._number = number
         self._passes: list[DispatchedPass] = []
         self._backbone, self._options = backbone, options
-        self._compiled = CompiledStages(backbone, options, state)
+        self._compiled = CompiledStages(backbone, options, state, ahead)
         self._stages = self._compiled.stages
         self._refuse_schedule()
         meshes = (stage.mesh.shape for stage in self._stages)
@@ -132,6 +134,11 @@ class ReplicaPipeline:
         return self._compiled.remat
 
     @property
+    def programs(self) -> StagePrograms | None:
+        """The programs of the parts; None before they are chosen."""
+        return self._compiled.programs
+
+    @property
     def begun_all(self) -> bool:
         """Whether every known microbatch has begun, so that another round may begin."""
         return self.input.streams and not self._waiting
@@ -140,6 +147,10 @@ class ReplicaPipeline:
         """Compiles the programs and allocates the memory of residuals, if that has not been done
         for the state as it is."""
         self._compiled.compile(dropout)
+
+    def serves(self, dropout: bool) -> bool:
+        """Whether the programs are made for the state as it is."""
+        return self._compiled.serves(dropout)
 
     def recompute_more(self) -> None:
         """Prepares for another call of `compile` after a device ran out of memory in one."""

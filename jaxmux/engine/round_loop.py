@@ -95,32 +95,31 @@ class RoundLoop:
             (options,) = self.options.of_replicas(1)
             return SingleDevice(self.backbone, options, self._slots.stored, programs)
         # Training on one device needs neither schedules nor their planner.
+        from .mesh_size_ahead import MeshSizeAhead
         from .several_devices import SeveralDevices
 
-        return SeveralDevices(self._replicas, self.options, self._slots.stored)
+        ahead = programs.programs if isinstance(programs, MeshSizeAhead) else None
+        return SeveralDevices(self._replicas, self.options, self._slots.stored, ahead)
 
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
     ) -> None:
         """Goes on with other options, after the state has got the sizes that they reserve.
 
-        Programs that are not compiled ahead are compiled and run once. Those that are run for the
-        first time in the next round, because an empty microbatch would take as long; whether there
-        is memory for them is tried here.
+        Programs that are not compiled ahead are compiled and run once. Of those that are, most run
+        for the first time when they are needed; whether there is memory for them is tried here.
 
         Args:
           options: the options.
           numbers: by old number, the new number of every slot that is taken.
           programs: programs that have been compiled for them, or None.
         """
-        self.options, waited = options, self._stream.seconds_waited
-        self._stream.close()
+        self.options = options
         self._executor = self._make_executor(programs)
-        self._stream = RoundStream(self._slots, options, self._executor, waited)
+        self._stream = self._stream.resized(options, self._executor, numbers)
         self._position.renumber(numbers, self._stream)
         self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
-        own = self._slots
-        if not (programs and programs.try_memory(own.layout, own.pool.dropout)):
+        if not self._executor.try_memory(self._slots.pool.dropout):
             self._warm_up()
 
     def _warm_up(self) -> None:

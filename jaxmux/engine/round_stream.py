@@ -19,18 +19,15 @@ class RoundStream:
       seconds_waited: seconds that `next` has waited for rounds to be packed.
     """
 
-    def __init__(
-        self, slots: Slots, options: EngineOptions, executor: Executor, seconds_waited: float = 0.0
-    ):
+    def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
         """Creates a stream; the first call of `next` starts its thread.
 
         Args:
           slots: the slots, with the tasks that are trained.
           options: the options of the engine.
           executor: the executor, which places the microbatches.
-          seconds_waited: seconds that an earlier stream of the engine has waited.
         """
-        self.seconds_waited = seconds_waited
+        self.seconds_waited = 0.0
         self._slots = slots
         self._options = options
         self._executor = executor
@@ -38,6 +35,22 @@ class RoundStream:
         self._rounds: Prefetch[RoundPlan] | None = None
         # The slots whose tasks have a global batch in the round that follows.
         self._following: set[int] = set()
+
+    def resized(
+        self, options: EngineOptions, executor: Executor, numbers: Mapping[int, int]
+    ) -> "RoundStream":
+        """Ends this stream; returns one that goes on with other sizes.
+
+        Args:
+          options: the options of the engine.
+          executor: the executor, which places the microbatches.
+          numbers: by old number, the new one of every slot that has a task.
+        """
+        self.close()
+        other = RoundStream(self._slots, options, executor)
+        other.seconds_waited = self.seconds_waited
+        other._groups = self._groups.renumbered(executor.replicas, numbers)
+        return other
 
     def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> RoundPlan:
         """The next round of the live tasks.

@@ -14,6 +14,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.replicas import TokenCosts, assign_samples
 from jaxmux.sharding import PlacedBackbone, in_threads
 
+from .compiled_stages import StagePrograms
 from .due_updates import DueUpdates, UpdateStats, no_stats
 from .engine_options import EngineOptions
 from .executor import Measurement, RoundOutcome
@@ -63,7 +64,11 @@ class SeveralDevices:
     """
 
     def __init__(
-        self, backbones: Sequence[PlacedBackbone], options: EngineOptions, stored: StoredState
+        self,
+        backbones: Sequence[PlacedBackbone],
+        options: EngineOptions,
+        stored: StoredState,
+        ahead: Sequence[StagePrograms] | None = None,
     ):
         """Creates an executor; nothing is compiled yet.
 
@@ -71,6 +76,8 @@ class SeveralDevices:
           backbones: for each replica, the frozen backbone on its devices.
           options: the options of the engine.
           stored: the train state, in the parts of the first replica's backbone.
+          ahead: for each replica, programs that have been compiled (`programs` of another
+            executor); None if there are none.
 
         Raises:
           PlanningError: `options.schedule` is unknown or does not suit the parts of a backbone, or
@@ -84,9 +91,15 @@ class SeveralDevices:
         ]
         states = [stored, *(copy.own for copy in self._copies)]
         self._replicas = [
-            ReplicaPipeline(backbone, own_options, state, number)
-            for number, (backbone, own_options, state) in enumerate(
-                zip(backbones, options.of_replicas(len(backbones)), states, strict=True)
+            ReplicaPipeline(backbone, own_options, state, number, programs)
+            for number, (backbone, own_options, state, programs) in enumerate(
+                zip(
+                    backbones,
+                    options.of_replicas(len(backbones)),
+                    states,
+                    ahead or [None] * len(backbones),
+                    strict=True,
+                )
             )
         ]
         shapes = {replica.input.replica: replica.input.shape for replica in self._replicas}
@@ -120,6 +133,11 @@ class SeveralDevices:
     @property
     def dispatch(self) -> Dispatch | None:
         return self._dispatch
+
+    @property
+    def programs(self) -> list[StagePrograms | None]:
+        """For each replica, the programs of its parts; None before they are chosen."""
+        return [replica.programs for replica in self._replicas]
 
     def refuse_implementations(self, dropout: bool) -> None:
         if self._options.attention or self._options.grouped_lora:
@@ -272,6 +290,7 @@ class SeveralDevices:
     def _warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
         """Runs the programs of all updates without a slot, because nothing may be compiled or
         loaded while stages exchange arrays."""
+        self._wait()
         for replica in self._replicas:
             replica.warm_moves()
         # What a program returns may be described otherwise than what was first put on the devices:
@@ -282,6 +301,10 @@ class SeveralDevices:
             update_parts(self._stored, none_due, self._weights, warm=True)
             self.marker()
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
+
+    def _wait(self) -> None:
+        """Returns when the devices have ended what has been dispatched."""
+        jax.block_until_ready([replica.state.states for replica in self._replicas])
 
     def _forget(self) -> None:
         """Forgets the microbatches that have not begun. The train state gets the gradients of all
@@ -303,7 +326,7 @@ class SeveralDevices:
         self._refresh()
         if self._measured_for != self._stored.layout:
             # While stages exchange arrays nothing may be compiled.
-            jax.block_until_ready([replica.state.states for replica in self._replicas])
+            self._wait()
             self._measured_for = self._stored.layout
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
@@ -322,6 +345,10 @@ class SeveralDevices:
         return Measurement(
             lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses)), tokens
         )
+
+    def try_memory(self, dropout: bool) -> bool:
+        self._refresh()
+        return all(own.serves(dropout) for own in self._replicas) and self._compile(dropout)
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         self._refresh()

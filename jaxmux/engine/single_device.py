@@ -201,6 +201,11 @@ class SingleDevice:
             tokens.update(microbatch.tokens)
         return Measurement(lambda: jax.device_get(losses), tokens)
 
+    def try_memory(self, dropout: bool) -> bool:
+        if not isinstance(self._programs, DeviceSizeAhead):
+            return False
+        return self._programs.try_memory(self._stored.layout, dropout)
+
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         microbatch = _placed([empty_microbatch(self._options.shape)])
         table = jax.device_put(slot_table({}, None, len(none_due.due)))

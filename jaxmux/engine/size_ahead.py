@@ -42,23 +42,6 @@ class SizeAhead:
         """Whether all programs are compiled, or could not be."""
         return self._compiled.done()
 
-    def try_memory(self, layout: Layout, dropout: bool) -> bool:
-        """Tries whether there is memory for the programs, if that can be tried without running
-        them.
-
-        Args:
-          layout: the description of the train state.
-          dropout: whether any task has dropout.
-
-        Returns:
-          True if there is, and the programs are compiled for this state. False if the engine is to
-          run them once.
-
-        Raises:
-          jax.errors.JaxRuntimeError: a device has less memory.
-        """
-        return False
-
 
 class _Compiled(NamedTuple):
     """The training step, and a program that only takes the memory which it needs."""
@@ -102,7 +85,18 @@ class DeviceSizeAhead(SizeAhead):
         self._compiled.exception()
 
     def try_memory(self, layout: Layout, dropout: bool) -> bool:
-        """Takes as much memory as the training step needs, and frees it again."""
+        """Takes as much memory as the training step needs, and frees it again.
+
+        Args:
+          layout: the description of the train state.
+          dropout: whether any task has dropout.
+
+        Returns:
+          False if the training step is compiled for another state or could not be compiled.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the device has less memory.
+        """
         if not self._serve(layout, dropout):
             return False
         jax.block_until_ready(self._compiled.result().scratch())

@@ -164,17 +164,29 @@ class Slots:
             self._write_initial(number, slot)
 
     def _write_initial(self, number: int, slot: Slot) -> None:
-        """Writes the initial adapter to an empty slot. What is empty in the slot is not sent, since
-        the next round waits for it: higher ranks, and zeros, which are half of a new LoRA."""
-        described = named_leaves(slot_specs(self.layout.tree, slot.kind).adapter)
+        """Writes the initial adapter to an empty slot."""
         adapter = named_leaves(slot.prepared.make_adapter())
+        self._fill(number, slot, {f"adapter/{name}": value for name, value in adapter.items()})
+
+    def _fill(self, number: int, slot: Slot, arrays: SlotArrays) -> None:
+        """Writes arrays of a task to an empty slot. What is empty in the slot is not sent, since
+        the next round waits for it: higher ranks, and zeros, which are half of a new LoRA.
+
+        Args:
+          number: number of the slot.
+          slot: the task.
+          arrays: its arrays by path, for a slot of any size.
+        """
+        specs = named_leaves(slot_specs(self.layout.tree, slot.kind))
+        if unknown := arrays.keys() - specs.keys():
+            raise ValueError(f"task {slot.name!r}: no place for {min(unknown)}")
         sizes = {
-            name: _written(described[name], value)
-            for name, value in adapter.items()
-            if described[name].padding or np.any(value)
+            name: _written(specs[name], value)
+            for name, value in arrays.items()
+            if specs[name].padding or not _is_zero(value)
         }
-        leaves = pad({name: adapter[name] for name in sizes}, sizes)
-        self.stored.write_adapter(slot.kind.adapter, number, leaves)
+        leaves = pad({name: arrays[name] for name in sizes}, sizes)
+        self.stored.write(slot.kind, number, leaves)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
         """Gives a task that has left the free slot with the lowest number.
@@ -183,10 +195,12 @@ class Slots:
           slot: the task with its progress.
           arrays: its arrays by path, from `copy_to_host`.
         """
+        self._refuse_incomplete(slot, arrays)
         self._make_room([slot.prepared])
-        self._slots[self._lowest_free()] = slot
+        number = self._lowest_free()
+        self._slots[number] = slot
         try:
-            self.write(slot.name, arrays)
+            self._fill(number, slot, arrays)
         except BaseException:
             self.clear(self.remove(slot.name))
             raise
@@ -263,21 +277,30 @@ class Slots:
         return lambda: crop(copied(), own)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
-        """Replaces the arrays of a task.
+        """Replaces all arrays of a task.
 
         Args:
           name: name of the task.
-          arrays: arrays from `copy_to_host`, of a state of any size.
+          arrays: arrays from `copy_to_host`, of a state of any size. Those that are left out become
+            empty.
 
         Raises:
-          ValueError: an array of the adapter is missing.
+          ValueError: an array of the adapter or a scalar is missing, or there is no place for an
+            array.
         """
         number, slot = self.number(name), self.named(name)
-        specs = slot_specs(self.layout.tree, slot.kind)
-        wanted = {f"adapter/{leaf}" for leaf in named_leaves(self.own_specs(name).adapter)}
+        self._refuse_incomplete(slot, arrays)
+        self.stored.clear(number)
+        self._fill(number, slot, arrays)
+
+    def _refuse_incomplete(self, slot: Slot, arrays: SlotArrays) -> None:
+        """ValueError if an array of the adapter or a scalar is missing."""
+        own = named_leaves(self.specs_of(slot))
+        wanted = {
+            leaf for leaf, spec in own.items() if leaf.startswith("adapter/") or not spec.axes
+        }
         if missing := wanted - arrays.keys():
-            raise ValueError(f"task {name!r}: {min(missing)} is missing")
-        self.stored.write(slot.kind, number, specs, pad(arrays, specs))
+            raise ValueError(f"task {slot.name!r}: {min(missing)} is missing")
 
     def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
         """The learning rate of every trained leaf, layer and slot, as `DueUpdates` has it.
@@ -358,6 +381,11 @@ def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
     """The smallest size at which an array can be written to its empty slot."""
     sizes = written_specs(spec)
     return next((own for own in sizes if np.all(np.less_equal(value.shape, own.shape))), spec)
+
+
+def _is_zero(value: np.ndarray) -> bool:
+    """Whether all bits of an array are 0."""
+    return not value.reshape(-1).view(np.bool_).any()
 
 
 def pool_of(

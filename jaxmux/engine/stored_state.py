@@ -1,16 +1,17 @@
 """The train state where the engine keeps it: in parts by layers, each on its devices."""
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jaxtyping import Int
 
-from jaxmux.peft import KINDS, Layout, LeafSpec
+from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh, shapes_of
 from jaxmux.sharding.stage_mesh import run_on
@@ -27,9 +28,10 @@ from .train_state import (
     read_slot,
     slot_kinds,
     slot_specs,
+    slot_view,
     with_empty_accumulators,
+    with_slot_view,
     write_leaf,
-    write_slot,
     written_specs,
 )
 
@@ -68,6 +70,8 @@ class StoredState:
         self.summed: list[Layout] = []
         self.layout: Layout | None = None
         self.changes: dict[int, int] = {}
+        # The programs that have run for the layout.
+        self._ran: set[Hashable] = set()
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -87,6 +91,7 @@ class StoredState:
                 larger = grown(leaves, own.tree, self.homes[i])
                 self.states[i] = _placed(larger, own, self.homes[i])
         self.layout, self.layouts = layout, layouts
+        self._ran = set()
 
     def resize(self, specs: TrainState, sources: Int[np.ndarray, " T"]) -> None:
         """Gives the state another number of slots.
@@ -110,92 +115,77 @@ class StoredState:
         back[sources[kept]] = np.flatnonzero(kept)
         summed, layouts = self._described(specs)
         try:
-            for i, layout in enumerate(layouts):
-                self._move(i, layout, sources)
+            self._move(layouts, sources)
         except jax.errors.JaxRuntimeError:
-            for i, layout in enumerate(self.layouts):
-                self._move(i, layout, back)
+            self._move(self.layouts, back)
             raise
         self.layout, self.summed, self.layouts = Layout(specs), summed, layouts
-        self.changes = {}
+        self.changes, self._ran = {}, set()
 
     def without_arrays(self) -> "StoredState":
         """A copy of this state on meshes with shapes in place of its arrays, for
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
+        other._ran = set()
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
-        """Reads, writes and clears a slot once, so that nothing is compiled when tasks come and go.
+        """Reads, writes and clears a slot once, so that nothing is compiled or loaded when tasks
+        come and go.
 
         Args:
           optimizers: the optimizer kinds that tasks may have.
           slot: number of an empty slot.
         """
-        adapters: dict[str, Any] = {}
+        written = set()
         for kind in slot_kinds(self.layout.tree, optimizers):
-            specs = slot_specs(self.layout.tree, kind)
             for fields in READ_FIELDS:
-                self.copy_to_host(kind, slot, specs, fields)
-            empty = jax.tree.map(lambda spec: np.full(spec.shape, spec.padding, spec.dtype), specs)
-            self.write(kind, slot, specs, empty)
-            adapters[kind.adapter] = specs.adapter
-        for name, own in adapters.items():
-            sizes = {path: written_specs(spec) for path, spec in named_leaves(own).items()}
-            for i in range(max(map(len, sizes.values()))):
-                each = {path: specs[i] for path, specs in sizes.items() if i < len(specs)}
-                leaves = {path: np.full(x.shape, x.padding, x.dtype) for path, x in each.items()}
-                self.write_adapter(name, slot, leaves)
+                self._read(kind, slot, fields)
+            specs = named_leaves(slot_specs(self.layout.tree, kind))
+            places = [self._places(i, kind) for i in range(len(self.parts))]
+            for name, spec in specs.items():
+                # Arrays that are described alike have the same program.
+                alike = tuple(own[name] for own in places)
+                for size in written_specs(spec) if alike not in written else ():
+                    value = np.full(size.shape, size.padding, size.dtype)
+                    self.write(kind, slot, {name: value})
+                written.add(alike)
         self.clear(slot)
 
-    def write_adapter(self, kind: str, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
-        """Replaces arrays of the adapter of one slot in place.
+    def write(self, kind: SlotKind, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
+        """Replaces arrays of one slot in place.
 
         Every array has a program of its own, so that what the slot has already need not be sent.
 
         Args:
-          kind: the adapter kind.
-          slot: number of the slot.
-          leaves: by path, NumPy arrays of all layers, of sizes from `written_specs`. Arrays that
-            are left out, and higher ranks, stay as they are.
-        """
-        self._note_change(slot)
-        own = KINDS[kind]
-        whole = named_leaves(own.from_pools(self.layout.tree.adapters))
-        for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
-            state, part = self.states[i], self.parts[i]
-            arrays = own.from_pools(state.adapters)
-            described = own.from_pools(layout.tree.adapters)
-            named, specs = named_leaves(arrays), named_leaves(described)
-            shardings = {} if home is None else named_leaves(home.leaf_specs(described))
-            for name, value in leaves.items():
-                layers = _layers_of(whole[name].of_slot(), value, part)
-                leaf = run_on(home, write_leaf, named[name], specs[name], slot, layers)
-                named[name] = leaf if home is None else home.put(leaf, shardings[name])
-            written = jax.tree.unflatten(jax.tree.structure(arrays), named.values())
-            self.states[i] = state._replace(adapters=state.adapters | own.in_pools(written))
-
-    def write(self, kind: SlotKind, slot: int, specs: SlotState, value: SlotState) -> None:
-        """Replaces one slot in place.
-
-        Args:
           kind: adapter kind and optimizer kind of the slot's task.
           slot: number of the slot.
-          specs: the description of the slot.
-          value: NumPy arrays of all layers, at the pool's rank and modules.
+          leaves: by path in a `SlotState`, NumPy arrays of all layers, of sizes from
+            `written_specs`. Arrays that are left out, and higher ranks, stay as they are.
         """
-
-        def own(i: int) -> SlotState:
-            layers = _layers_of(specs, value, self.parts[i])
-            stored = slot_specs(self.layouts[i].tree, kind)
-            return jax.tree.map(_first_copy, stored, layers)
-
-        self._change(write_slot, slot, kind, own=own)
+        self._note_change(slot)
+        whole = named_leaves(slot_specs(self.layout.tree, kind))
+        places = [self._places(i, kind) for i in range(len(self.parts))]
+        self._wait_before_first({(*own[x], leaves[x].shape) for own in places for x in leaves})
+        for i, (part, home) in enumerate(zip(self.parts, self.homes, strict=True)):
+            view = slot_view(self.states[i], kind)
+            arrays = named_leaves(view)
+            for name, value in leaves.items():
+                spec, sharding = places[i][name]
+                own = _first_copy(spec, _layers_of(whole[name], value, part))
+                program = _placing(write_leaf, sharding)
+                arrays[name] = run_on(home, program, arrays[name], spec, slot, own)
+            view = jax.tree.unflatten(jax.tree.structure(view), arrays.values())
+            self.states[i] = with_slot_view(self.states[i], kind, view)
 
     def clear(self, slot: int) -> None:
         """Empties one slot in place."""
-        self._change(clear_slot, slot)
+        self._note_change(slot)
+        self._wait_before_first({clear_slot})
+        for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
+            program = clear_slot if home is None else _clear_slot_on(layout, home)
+            self.states[i] = run_on(home, program, self.states[i], layout, slot)
 
     def marker(self) -> jax.Array:
         """A small array that is ready when the microbatches that have been dispatched have ended on
@@ -231,10 +221,7 @@ class StoredState:
         Returns:
           A function that waits for the copy and returns, by field, the slot's NumPy arrays.
         """
-        found = []
-        for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            own = run_on(home, read_slot, state, layout, kind, fields, slot)
-            found.append(own if home is None else jax.tree.map(home.read, own))
+        found = self._read(kind, slot, fields)
         for array in jax.tree.leaves(found):
             if isinstance(array, jax.Array):
                 array.copy_to_host_async()
@@ -251,41 +238,74 @@ class StoredState:
 
         return wait
 
+    def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
+        """For each part, the arrays of one slot by field, on its devices or for every process."""
+        self._wait_before_first({(kind, fields)})
+        found = []
+        for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
+            own = run_on(home, read_slot, state, layout, kind, fields, slot)
+            found.append(own if home is None else jax.tree.map(home.read, own))
+        return found
+
+    def _wait_before_first(self, programs: Set[Hashable]) -> None:
+        """Waits for the devices of meshes before a program runs for the first time, because none
+        may be loaded while stages exchange arrays.
+
+        Args:
+          programs: what tells the programs from others of this state.
+        """
+        if not programs <= self._ran and self.homes != [None]:
+            jax.block_until_ready(self.states)
+        self._ran |= programs
+
+    def _places(self, i: int, kind: SlotKind) -> dict[str, tuple[LeafSpec, NamedSharding | None]]:
+        """By path in a `SlotState`, the description of a part's array, and how its devices divide
+        it; None for the default device."""
+        specs, home = slot_view(self.layouts[i].tree, kind), self.homes[i]
+        named = named_leaves(specs)
+        if home is None:
+            return {name: (spec, None) for name, spec in named.items()}
+        shardings = named_leaves(home.shardings(home.leaf_specs(specs)))
+        return {name: (spec, shardings[name]) for name, spec in named.items()}
+
     def _described(self, specs: TrainState) -> tuple[list[Layout], list[Layout]]:
         """`summed` and `layouts` of a state."""
         summed = [Layout(_of_part(specs, part)) for part in self.parts]
         pairs = zip(summed, self.homes, strict=True)
         return summed, [Layout(with_copies(own.tree, home)) for own, home in pairs]
 
-    def _move(self, i: int, layout: Layout, sources: Int[np.ndarray, " T"]) -> None:
-        """Gives the arrays of a part another number of slots, those that have it not yet."""
-        leaves, structure = named_leaves(self.states[i]), jax.tree.structure(self.states[i])
-        self.states[i] = None
+    def _move(self, layouts: Sequence[Layout], sources: Int[np.ndarray, " T"]) -> None:
+        """Gives the arrays of all parts another number of slots, those that have it not yet."""
+        leaves = [named_leaves(state) for state in self.states]
+        specs = [named_leaves(layout.tree) for layout in layouts]
+        shardings = [
+            None if home is None else named_leaves(_shardings(layout, home))
+            for layout, home in zip(layouts, self.homes, strict=True)
+        ]
+        structures = [jax.tree.structure(state) for state in self.states]
+        self.states = []
+
+        def move(i: int, name: str) -> jax.Array:
+            program = _placing(moved, shardings[i] and shardings[i][name], donates=False)
+            return run_on(self.homes[i], program, leaves[i][name], specs[i][name], sources)
+
         try:
-            for name, spec in named_leaves(layout.tree).items():
-                if leaves[name].shape != spec.shape:
-                    larger = run_on(self.homes[i], moved, leaves[name], spec, sources)
-                    leaves[name] = jax.block_until_ready(larger)
+            for name in specs[0]:
+                new = {
+                    i: move(i, name)
+                    for i, own in enumerate(leaves)
+                    if own[name].shape != specs[i][name].shape
+                }
+                for i, leaf in jax.block_until_ready(new).items():
+                    leaves[i][name] = leaf
         finally:
-            state = jax.tree.unflatten(structure, leaves.values())
-            self.states[i] = _placed(state, layout, self.homes[i])
+            self.states = [
+                jax.tree.unflatten(structure, own.values())
+                for structure, own in zip(structures, leaves, strict=True)
+            ]
 
     def _note_change(self, slot: int) -> None:
         self.changes[slot] = max(self.changes.values(), default=0) + 1
-
-    def _change(
-        self,
-        write: Callable[..., TrainState],
-        slot: int,
-        *kind: Any,
-        own: Callable[[int], Any] | None = None,
-    ) -> None:
-        """Calls `write(state, layout, *kind, slot, own(i))` for every part i."""
-        self._note_change(slot)
-        for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
-            value = () if own is None else (own(i),)
-            state = run_on(home, write, self.states[i], layout, *kind, slot, *value)
-            self.states[i] = _placed(state, layout, home)
 
 
 def _of_part(specs: TrainState, part: Part) -> TrainState:
@@ -327,6 +347,31 @@ def _shardings(layout: Layout, home: StageMesh) -> TrainState:
     return home.shardings(home.leaf_specs(layout.tree))
 
 
+@cache
+def _placing(
+    program: Callable[..., Any], sharding: NamedSharding | None, donates: bool = True
+) -> Callable[..., Any]:
+    """The program of one array with its result divided among the devices of a mesh; the same
+    program for the default device.
+
+    Args:
+      program: a function from `jax.jit` of an array and its description.
+      sharding: how the devices divide the result; None for the default device.
+      donates: whether the array is donated.
+    """
+    if sharding is None:
+        return program
+    donated = (0,) if donates else ()
+    return jax.jit(program, static_argnums=1, donate_argnums=donated, out_shardings=sharding)
+
+
+@cache
+def _clear_slot_on(layout: Layout, home: StageMesh) -> Callable[..., TrainState]:
+    """`clear_slot` for a state on the devices of a stage."""
+    shardings = _shardings(layout, home)
+    return jax.jit(clear_slot, static_argnums=1, donate_argnums=0, out_shardings=shardings)
+
+
 def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:
     return state if home is None else home.put(state, home.leaf_specs(layout.tree))
 
@@ -335,7 +380,7 @@ def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
     """The value in the first copy, and zeros in the others."""
     if "copy" not in spec.axes:
         return value
-    copies = np.zeros(spec.shape, spec.dtype)
+    copies = np.zeros((spec.shape[0], *value.shape), spec.dtype)
     copies[0] = value
     return copies
 

@@ -47,6 +47,21 @@ class TaskGroups:
         self._kept: Groups = ()
         self._rounds_left = 0
 
+    def renumbered(
+        self, replicas: Sequence[ReplicaInput], numbers: Mapping[int, int]
+    ) -> "TaskGroups":
+        """Groups for microbatches of another size and other numbers of the slots. `begin_anew` lets
+        the first rounds keep the present groups.
+
+        Args:
+          replicas: the replicas, with the new shape class.
+          numbers: by old number, the new one of every slot that has a task.
+        """
+        other, (names, groups) = TaskGroups(replicas), self._last
+        kept = [tuple(numbers[slot] for slot in own if slot in numbers) for own in groups]
+        other._last = frozenset((numbers[n], name) for n, name in names if n in numbers), kept
+        return other
+
     def begin_anew(self, tasks: Mapping[int, PreparedTask]) -> None:
         """Prepares for rounds of other tasks than those of the last call. Nothing is searched.
 

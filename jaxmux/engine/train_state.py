@@ -239,6 +239,25 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
     return SlotState(own(state.adapters), own(state.accumulators), state.loss, optimizer)
 
 
+def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainState:
+    """The state with other arrays in place of those that slots of one kind use.
+
+    Args:
+      state: the train state.
+      kind: adapter kind and optimizer kind of the slots.
+      view: the arrays, in the structure of `slot_view`.
+    """
+    own_moments, count = optax_parts(kind.optimizer, view.optimizer)
+    pools = KINDS[kind.adapter].in_pools
+    moments = [old | pools(new) for old, new in zip(state.moments, own_moments, strict=False)]
+    state = state._replace(
+        adapters=state.adapters | pools(view.adapter),
+        accumulators=state.accumulators | pools(view.accumulators),
+        loss=view.loss,
+    )
+    return replace_moments(state, moments, count)
+
+
 def slot_kinds(specs: TrainState, optimizers: Sequence[str]) -> list[SlotKind]:
     """The kinds of slots for which a state has room.
 
@@ -291,35 +310,6 @@ def read_slot(
     return {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
 
 
-@partial(jax.jit, static_argnums=(1, 2), donate_argnums=0)
-def write_slot(
-    state: TrainState, layout: Layout, kind: SlotKind, slot: Int[Array, ""] | int, value: SlotState
-) -> TrainState:
-    """Replaces one slot in place; every other slot keeps its bits.
-
-    Args:
-      state: the train state; it is donated.
-      layout: the description of the state.
-      kind: adapter kind and optimizer kind of the slot's task.
-      slot: number of the slot.
-      value: the slot's new arrays, at the pool's rank and modules.
-
-    Returns:
-      The new state.
-    """
-
-    written = _put_slot(slot_view(layout.tree, kind), slot_view(state, kind), slot, value)
-    own_moments, count = optax_parts(kind.optimizer, written.optimizer)
-    pools = KINDS[kind.adapter].in_pools
-    moments = [old | pools(new) for old, new in zip(state.moments, own_moments, strict=False)]
-    state = state._replace(
-        adapters=state.adapters | pools(written.adapter),
-        accumulators=state.accumulators | pools(written.accumulators),
-        loss=written.loss,
-    )
-    return replace_moments(state, moments, count)
-
-
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) -> TrainState:
     """Empties one slot in place; every other slot keeps its bits.
@@ -333,8 +323,11 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
       The new state.
     """
 
-    empty = jax.tree.map(lambda spec: spec.of_slot().empty(), layout.tree)
-    return _put_slot(layout.tree, state, slot, empty)
+    def clear(spec: LeafSpec, leaf: Array) -> Array:
+        empty = spec.of_slot().empty()
+        return jax.lax.dynamic_update_index_in_dim(leaf, empty, slot, spec.slot_axis)
+
+    return jax.tree.map(clear, layout.tree, state)
 
 
 def written_specs(spec: LeafSpec) -> list[LeafSpec]:
@@ -370,15 +363,6 @@ def write_leaf(leaf: Array, spec: LeafSpec, slot: Int[Array, ""] | int, value: A
     """
     begins = [slot if axis == "slot" else 0 for axis in spec.axes]
     return jax.lax.dynamic_update_slice(leaf, jnp.expand_dims(value, spec.slot_axis), begins)
-
-
-def _put_slot(specs: Any, tree: Any, slot: Int[Array, ""] | int, values: Any) -> Any:
-    """The tree with the values of one slot replaced."""
-
-    def put(spec: LeafSpec, leaf: Array, value: Array) -> Array:
-        return jax.lax.dynamic_update_index_in_dim(leaf, value, slot, spec.slot_axis)
-
-    return jax.tree.map(put, specs, tree, values)
 
 
 @partial(jax.jit, static_argnums=1)

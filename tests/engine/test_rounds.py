@@ -111,6 +111,28 @@ def test_after_a_change_of_the_tasks_no_groups_are_searched_for_some_rounds(
     assert len(searches) == 1
 
 
+def test_microbatches_of_another_size_keep_the_groups_for_some_rounds(pipeline_tasks, monkeypatch):
+    tasks, groups_of = pipeline_tasks
+    tasks = {slot: tasks[slot] for slot in range(4)}
+    before = groups_of(tasks)
+    longest = groups_of._longest
+    larger = longest._replace(shape=ShapeClass(8, 128, 64, 16))
+    # The last slot moves to the place of a task that has left.
+    moved = {{3: 4}.get(slot, slot): task for slot, task in tasks.items()}
+    best = TaskGroups([larger])(moved)
+    other = groups_of.renumbered([larger], {0: 0, 1: 1, 2: 2, 3: 4})
+    searches, search = [], pipeline.grouping_of_share
+    monkeypatch.setattr(
+        pipeline, "grouping_of_share", lambda *own: searches.append(own) or search(*own)
+    )
+    other.begin_anew(moved)
+    kept = other(moved)
+    assert kept == [tuple({3: 4}.get(slot, slot) for slot in group) for group in before]
+    while not searches:
+        last = other(moved)
+    assert last == best
+
+
 def test_when_most_tasks_are_new_groups_are_searched_at_once(pipeline_tasks):
     tasks, groups_of = pipeline_tasks
     groups_of({0: tasks[0], 1: tasks[1]})

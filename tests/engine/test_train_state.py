@@ -19,7 +19,6 @@ from jaxmux.engine.train_state import (
     slot_specs,
     state_specs,
     write_leaf,
-    write_slot,
     written_specs,
 )
 from jaxmux.engine.updates import update
@@ -159,6 +158,13 @@ def imagined_kind(monkeypatch):
     monkeypatch.setitem(KINDS, "imagined", KINDS["ia3"]._replace(name="imagined"))
 
 
+def stored_state(specs) -> StoredState:
+    stored = StoredState(consecutive_parts([LAYERS]), [None])
+    stored.make_room(specs)
+    stored.states = [random_state(specs)]
+    return stored
+
+
 def test_reading_and_writing_a_slot_touches_no_other():
     specs = specs_of()
     layout, before = Layout(specs), jax.device_get(random_state(specs))
@@ -166,7 +172,9 @@ def test_reading_and_writing_a_slot_touches_no_other():
     value = SlotState(**read_slot(other, layout, KIND, SlotState._fields, 2))
     expected = jax.tree.structure(slot_specs(specs, KIND))
     assert jax.tree.structure(value) == expected
-    after = jax.device_get(write_slot(random_state(specs), layout, KIND, 1, value))
+    stored = stored_state(specs)
+    stored.write(KIND, 1, jax.device_get(named_leaves(value)))
+    after = jax.device_get(stored.states[0])
     assert_slots_unchanged(specs, before, after, [0, 2])
     again = SlotState(**read_slot(jax.device_put(after), layout, KIND, SlotState._fields, 1))
     for one, two in zip(bits(again), bits(value), strict=True):
@@ -194,10 +202,9 @@ def test_an_adapter_is_written_to_its_slot_alone():
     specs = specs_of()
     before = jax.device_get(random_state(specs))
     adapter = of_slot(specs, random_state(specs, seed=1), 0).adapters["imagined"]
-    stored = StoredState(consecutive_parts([LAYERS]), [None])
-    stored.make_room(specs)
-    stored.states = [random_state(specs)]
-    stored.write_adapter("imagined", 2, named_leaves(adapter))
+    stored = stored_state(specs)
+    leaves = named_leaves(adapter).items()
+    stored.write(KIND, 2, {f"adapter/{name}": value for name, value in leaves})
     after = jax.device_get(stored.states[0])
     assert_slots_unchanged(specs, before, after, [0, 1])
     found = of_slot(specs, after, 2)
@@ -211,12 +218,10 @@ def test_an_adapter_is_written_to_its_slot_alone():
 
 def test_arrays_of_an_adapter_that_are_not_written_stay():
     specs = specs_of()
-    stored = StoredState(consecutive_parts([LAYERS]), [None])
-    stored.make_room(specs)
-    stored.states = [random_state(specs)]
+    stored = stored_state(specs)
     before = named_leaves(jax.device_get(stored.states[0].adapters["imagined"]))
     adapter = of_slot(specs, random_state(specs, seed=1), 0).adapters["imagined"]
-    stored.write_adapter("imagined", 1, {"v/factor": adapter["v"]["factor"]})
+    stored.write(KIND, 1, {"adapter/v/factor": adapter["v"]["factor"]})
     after = named_leaves(jax.device_get(stored.states[0].adapters["imagined"]))
     changed = [name for name in before if not np.array_equal(before[name], after[name])]
     assert changed == ["v/factor"]

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
+from jaxmux.engine.compiled_stages import CompiledStages
 from jaxmux.live import LiveTraining
 from jaxmux.models import Backbone
 from jaxmux.optimizers import SGD, AdamW, Lion
@@ -288,6 +289,21 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
     engine.close()
 
 
+@pytest.fixture
+def waits_for_the_state(monkeypatch):
+    """A function that calls another one, and returns whether it waits until the devices have
+    computed an engine's train state."""
+
+    def waits(engine, call):
+        waited, wait = [], jax.block_until_ready
+        with monkeypatch.context() as patch:
+            patch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or wait(x))
+            call()
+        return any(x is engine._slots.stored.states for x in waited)
+
+    return waits
+
+
 @pytest.mark.parametrize(
     "replicas",
     [
@@ -300,7 +316,7 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
     ],
 )
 def test_programs_for_another_size_are_compiled_beside_training(
-    replicas, make_narrow_task, make_engine, compiles
+    replicas, make_narrow_task, make_engine, compiles, monkeypatch, waits_for_the_state
 ):
     engine = make_engine(slots=3, modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
     engine.warm_up()
@@ -316,9 +332,14 @@ def test_programs_for_another_size_are_compiled_beside_training(
             # The compiler needs the processors more.
             time.sleep(0.2)
         before = len(compiles)
-        engine.resize(size, programs)
+        with monkeypatch.context() as patch:
+            # The engine takes over what has been chosen, too.
+            patch.setattr(CompiledStages, "choose_remat", lambda *_: pytest.fail("chosen again"))
+            engine.resize(size, programs)
         assert engine.size == size
-        engine.resume(engine.suspend("b"))
+        # Nothing is loaded while stages exchange arrays.
+        assert waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
+        assert not waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
         engine.begin_evaluation(engine.names)
         engine.train_round()
         engine.drain()

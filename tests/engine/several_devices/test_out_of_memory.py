@@ -108,7 +108,7 @@ def test_memory_that_a_pause_has_freed_may_be_gone(
     def full():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setitem(compiled._empty_residuals, 1, full)
+    monkeypatch.setitem(compiled.programs.residuals, 1, full)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         found_updates["a"] += train(found)["a"]
     assert len(caplog.records) == 1 and found.remat == ("lean",) * 4
