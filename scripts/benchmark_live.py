@@ -26,7 +26,8 @@ On one GPU with the same shape, a task with a batch of 4 beside one with a batch
 On the same shape, an engine that grows and shrinks while it trains, on one GPU or several:
 
   python scripts/benchmark_live.py growth --out benchmarks/live.json
-  NCCL_NVLS_ENABLE=0 python scripts/benchmark_live.py growth --mesh pp2 --out benchmarks/live.json
+  NCCL_NVLS_ENABLE=0 python scripts/benchmark_live.py growth --mesh pp2 --tasks 64 \
+      --out benchmarks/live.json
 
 A record has a name, a value, a bound with its sense ("at least" or "at most"), a unit, and the
 figures that it was made from. `--seconds`, `--tasks`, `--layers`, `--hidden`, `--vocab` and

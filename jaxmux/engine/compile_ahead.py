@@ -11,9 +11,9 @@ from jaxmux.models.modules import abstract_weights
 from jaxmux.peft import Layout
 
 from .engine_options import EngineOptions
+from .pool_sizes import pool_of
 from .prepared_task import PreparedTask
 from .programs_of_shapes import ProgramsOfShapes
-from .slots import pool_of
 
 
 class ProgramsAhead:

@@ -18,6 +18,7 @@ from jaxmux.tasks import TaskError
 
 from .compile_ahead import ProgramsAhead
 from .engine_options import EngineOptions, EngineSize
+from .pool_sizes import refuse_outgrowing
 from .prepared_task import PreparedTask
 from .progress import TaskProgress
 from .round_loop import RoundLoop
@@ -392,7 +393,7 @@ class Engine(RoundLoop):
         """
         prepared.refuse_rows_of(self.options.shape.row_len)
         self._refuse_stages({f"task {prepared.task.name!r}": prepared.pool})
-        self._slots.refuse_outgrowing(prepared)
+        refuse_outgrowing(prepared.task.name, prepared.pool, self._slots.pool)
 
     @property
     def names(self) -> list[str]:

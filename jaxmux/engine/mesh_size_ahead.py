@@ -11,9 +11,9 @@ from jaxmux.sharding import PlacedBackbone, only_compiling
 from .compiled_stages import StagePrograms
 from .due_updates import no_updates
 from .engine_options import EngineOptions, EngineSize
+from .pool_sizes import pool_of
 from .several_devices import SeveralDevices
 from .size_ahead import SizeAhead
-from .slots import pool_of
 from .stored_state import StoredState
 
 

@@ -18,10 +18,10 @@ from .compile import TrainingStep, compile_accumulate, forward_options
 from .due_updates import no_stats
 from .engine_options import EngineOptions
 from .paired_ranks import slots_with_pairs
+from .pool_sizes import pool_of
 from .programs import evaluate
 from .renewal import compile_renewal
 from .rounds import empty_microbatch, slot_table
-from .slots import pool_of
 from .stored_state import copied
 from .train_state import (
     READ_FIELDS,

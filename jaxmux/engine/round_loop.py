@@ -118,6 +118,7 @@ class RoundLoop:
         self._executor = self._make_executor(programs)
         self._stream = self._stream.resized(options, self._executor, numbers)
         self._position.renumber(numbers, self._stream)
+        self._position.prepare(self._live())
         self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
         if not self._executor.try_memory(self._slots.pool.dropout):
             self._warm_up()

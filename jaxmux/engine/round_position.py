@@ -37,6 +37,15 @@ class RoundPosition:
         self._accumulated: dict[int, list[int]] = {}
         self._accumulated_ahead: dict[int, list[int]] = {}
 
+    def prepare(self, live: Mapping[int, int]) -> None:
+        """Lets the next round be packed, between two rounds.
+
+        Args:
+          live: by slot, the next step of every live task.
+        """
+        if live:
+            self._stream.begin(live, self._accumulated)
+
     def begin(self, live: Mapping[int, int]) -> RoundPlan:
         """The current round, which is planned if there is none.
 

@@ -20,7 +20,7 @@ class RoundStream:
     """
 
     def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
-        """Creates a stream; the first call of `next` starts its thread.
+        """Creates a stream; the first call of `begin` or `next` starts its thread.
 
         Args:
           slots: the slots, with the tasks that are trained.
@@ -52,32 +52,38 @@ class RoundStream:
         other._groups = self._groups.renumbered(executor.replicas, numbers)
         return other
 
-    def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> RoundPlan:
-        """The next round of the live tasks.
+    def begin(self, live: Mapping[int, int], accumulated: SampleIndices) -> None:
+        """Lets the thread pack the next rounds of the live tasks, if it does not already.
 
         Args:
           live: by slot, the next step of every live task.
           accumulated: by slot, indices of the samples of these steps whose gradients are in the
             accumulators already.
         """
-        if self._rounds is None or self._following != live.keys():
-            # Tasks that end as planned leave the stream by themselves; others make it begin again.
-            self.close()
-            tasks = {number: self._slots[number].prepared for number in live}
-            self._groups.begin_anew(tasks)
-            self._rounds = Prefetch(
-                training_rounds(
-                    tasks,
-                    live,
-                    self._slots.pool,
-                    self._executor.replicas,
-                    self._options.packing,
-                    self._executor.dispatch,
-                    accumulated,
-                    self._options.round_tokens,
-                    self._groups,
-                )
+        if self._rounds is not None and self._following == live.keys():
+            return
+        # Tasks that end as planned leave the stream by themselves; others make it begin again.
+        self.close()
+        tasks = {number: self._slots[number].prepared for number in live}
+        self._groups.begin_anew(tasks)
+        self._following = set(live)
+        self._rounds = Prefetch(
+            training_rounds(
+                tasks,
+                live,
+                self._slots.pool,
+                self._executor.replicas,
+                self._options.packing,
+                self._executor.dispatch,
+                accumulated,
+                self._options.round_tokens,
+                self._groups,
             )
+        )
+
+    def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> RoundPlan:
+        """The next round of the live tasks; arguments as for `begin`."""
+        self.begin(live, accumulated)
         asked = time.perf_counter()
         following = next(self._rounds)
         self.seconds_waited += time.perf_counter() - asked
@@ -89,7 +95,7 @@ class RoundStream:
         return following
 
     def close(self) -> None:
-        """Ends the thread; the next call of `next` starts it again."""
+        """Ends the thread; the next call of `begin` or `next` starts it again."""
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None

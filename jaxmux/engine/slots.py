@@ -5,14 +5,15 @@ from collections.abc import Callable, Iterator, Sequence
 import numpy as np
 from jaxtyping import Bool, Float
 
-from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.models import BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import Layout, LeafSpec, SlotArrays, crop, kind_of, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
+from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.tasks import TaskError
 
 from .due_updates import Hyperparameters, SlotsByOptimizer
+from .pool_sizes import moments_of, pool_of
 from .prepared_task import PreparedTask
 from .progress import TaskProgress
 from .slot import Slot
@@ -20,7 +21,6 @@ from .stored_state import StoredState
 from .train_state import (
     SlotState,
     TrainState,
-    pool_specs,
     slot_specs,
     state_specs,
     written_specs,
@@ -333,32 +333,7 @@ class Slots:
     @property
     def optimizers(self) -> list[str]:
         """The optimizer kinds for which the pool has room."""
-        return [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= _moments(self.pool)]
-
-    def refuse_outgrowing(self, prepared: PreparedTask) -> None:
-        """TaskError if a task needs another rank, linear, dropout or optimizer than the pool
-        has."""
-        own, pool, name = prepared.pool, self.pool, prepared.task.name
-        modules = MODULES if pool.modules is None else pool.modules
-        missing = ", ".join(sorted({*own.modules} - {*modules}))
-        without = ", ".join(_missing_kinds(own, pool))
-        adapts, has = f"it adapts {missing}", f"its adapter has {without}"
-        # By option of a server, what a task needs beyond it.
-        problems = {
-            "reserved_rank": f"its rank is {own.rank}, the pool's is {pool.rank}"
-            * (own.rank > pool.rank),
-            "reserved_targets": f"{adapts}, for which the pool has no arrays" * bool(missing),
-            "reserved_adapters": f"{has}, for which the pool has no arrays" * bool(without),
-            "reserved_dropout": "it has dropout, for which the pool was not made"
-            * (own.dropout and not pool.dropout),
-        }
-        for option, problem in problems.items():
-            if problem:
-                raise TaskError(f"task {name!r}: {problem} (option {option})")
-        if _moments(own) > _moments(pool):
-            raise TaskError(
-                f"task {name!r}: its optimizer {own.optimizer} has more moments than the pool"
-            )
+        return [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= moments_of(self.pool)]
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""
@@ -386,43 +361,3 @@ def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
 def _is_zero(value: np.ndarray) -> bool:
     """Whether all bits of an array are 0."""
     return not value.reshape(-1).view(np.bool_).any()
-
-
-def pool_of(
-    config: BackboneConfig,
-    tasks: Sequence[PoolSpec],
-    reserved: PoolSpec,
-    keep_moments: bool = False,
-) -> tuple[PoolSpec, TrainState]:
-    """The pool that holds tasks, and the description of its arrays.
-
-    Args:
-      config: configuration of the backbone.
-      tasks: by task, the pool that would hold only this task.
-      reserved: smallest sizes of the pool.
-      keep_moments: whether the pool has room for the moments of `reserved.optimizer`.
-    """
-    pool = merge_pool_specs(tasks, reserved)
-    if keep_moments and _moments(reserved) > _moments(pool):
-        pool = pool._replace(optimizer=reserved.optimizer)
-    modules = MODULES if pool.modules is None else sorted(pool.modules)
-    sizes = pool.slots, pool.rank, pool.optimizer, pool.others
-    return pool, pool_specs(config, modules, *sizes)
-
-
-def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
-    """What a task needs of other adapter kinds than LoRA, and the pool lacks, in words."""
-    there = {size.kind: size for size in pool.others}
-    for size in own.others:
-        found = there.get(size.kind)
-        if found is None:
-            yield f"the kind {size.kind!r}"
-            continue
-        if size.rank > found.rank:
-            yield f"size {size.rank}, the pool's is {found.rank}"
-        points = {point.point for point in found.points}
-        yield from (point.point for point in size.points if point.point not in points)
-
-
-def _moments(pool: PoolSpec) -> int:
-    return OPTIMIZERS[pool.optimizer].moments
