@@ -41,12 +41,12 @@ class StagePrograms(NamedTuple):
     """The programs of a pipeline's parts.
 
     Attributes:
-      state: the layout of the train state and the dropout for which they are made.
+      made_for: the layout of the train state, and whether any task has dropout.
       options: for each part, the static choices of its programs.
       residuals: by part, a function that makes empty residuals.
     """
 
-    state: tuple[Layout, bool]
+    made_for: tuple[Layout, bool]
     options: list[StageOptions]
     residuals: dict[int, Callable[[], list[jax.Array]]]
 
@@ -88,7 +88,7 @@ class CompiledStages:
     @property
     def remat(self) -> str | tuple[str, ...] | None:
         """The remat policy of every layer, or one for all; None before programs are compiled."""
-        if not self._has_run or self.programs.state[0] != self._stored.layout:
+        if not self._has_run or self.programs.made_for[0] != self._stored.layout:
             return None
         policies = [options.forward.remat for options in self.programs.options]
         if all(isinstance(policy, str) for policy in policies):
@@ -209,7 +209,8 @@ class CompiledStages:
         Args:
           dropout: whether any task has dropout.
         """
-        return self.programs is not None and self.programs.state == (self._stored.layout, dropout)
+        wanted = self._stored.layout, dropout
+        return self.programs is not None and self.programs.made_for == wanted
 
     def _call_with_parts(self, call: Callable[[int], None]) -> None:
         """Calls a function with the index of every part, in a thread for each stage. The parts of a
@@ -274,7 +275,7 @@ class CompiledStages:
         stages recompute more, because it is not known which one ran out. Accumulators may be lost.
         """
         self._leaner_by += 1
-        self.programs, self._has_run = None, False
+        self.programs, self._ahead, self._has_run = None, None, False
         self.release()
 
     @cached_property

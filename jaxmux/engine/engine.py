@@ -41,7 +41,8 @@ class Engine(RoundLoop):
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
     results of the round before it. `drain` fetches the results of the last round. Tasks may come
     and go between two rounds (`register_tasks`, `release`, `suspend`, `resume`), and the devices do
-    not wait for it while the tasks fit into the pool.
+    not wait for it while the tasks fit into the pool. Only meshes end what they do before they run
+    a program for this for the first time, which `warm_up` does in advance.
 
     Attributes:
       backbone: the frozen backbone; of several replicas, the first one.
@@ -190,11 +191,13 @@ class Engine(RoundLoop):
           programs: from `compile_ahead`; None compiles what is missing now, and runs it once.
 
         Raises:
-          ValueError: there are more tasks.
+          ValueError: there are more tasks, or `programs` are for another size.
           PlanningError: the replicas have different shapes.
           OutOfDeviceMemory: a device has too little memory. The engine has its old size.
           RuntimeError: a round is unfinished.
         """
+        if programs and programs.sizes[1] != size:
+            raise ValueError(f"the programs are for {programs.sizes[1]}, the engine gets {size}")
         self._refuse_unfinished_round()
         self._settle()
         self._fetch()

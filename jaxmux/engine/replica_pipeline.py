@@ -303,6 +303,7 @@ class ReplicaPipeline:
                     tables[part % stages],
                     passed,
                 )
+        self.state.measured = losses
         return homes[-1].share(losses[-1])
 
 

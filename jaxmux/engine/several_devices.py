@@ -117,6 +117,8 @@ class SeveralDevices:
         self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
         # The layout of the state for which held-out losses have been measured.
         self._measured_for: Layout | None = None
+        # False if accumulators have become empty since the programs were warmed up.
+        self._kept = True
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
         # True if a round ended in an exception, with microbatches between two parts.
@@ -304,7 +306,8 @@ class SeveralDevices:
 
     def _wait(self) -> None:
         """Returns when the devices have ended what has been dispatched."""
-        jax.block_until_ready([replica.state.states for replica in self._replicas])
+        for replica in self._replicas:
+            replica.state.wait()
 
     def _forget(self) -> None:
         """Forgets the microbatches that have not begun. The train state gets the gradients of all
@@ -348,11 +351,18 @@ class SeveralDevices:
 
     def try_memory(self, dropout: bool) -> bool:
         self._refresh()
-        return all(own.serves(dropout) for own in self._replicas) and self._compile(dropout)
+        if not all(replica.serves(dropout) for replica in self._replicas):
+            return False
+        if self._compile(dropout):
+            return True
+        # The programs that failed may have taken the accumulators with them.
+        self.recover()
+        self._kept = False
+        return False
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         self._refresh()
-        kept = True
+        kept, self._kept = self._kept, True
         while not self._compile(dropout):
             self.recover()
             kept = False

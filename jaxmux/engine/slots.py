@@ -166,14 +166,15 @@ class Slots:
     def _write_initial(self, number: int, slot: Slot) -> None:
         """Writes the initial adapter to an empty slot."""
         adapter = named_leaves(slot.prepared.make_adapter())
-        self._fill(number, slot, {f"adapter/{name}": value for name, value in adapter.items()})
+        arrays = {f"adapter/{name}": value for name, value in adapter.items()}
+        self.stored.write(slot.kind, number, self._missing_in_empty(slot, arrays))
 
-    def _fill(self, number: int, slot: Slot, arrays: SlotArrays) -> None:
-        """Writes arrays of a task to an empty slot. What is empty in the slot is not sent, since
-        the next round waits for it: higher ranks, and zeros, which are half of a new LoRA.
+    def _missing_in_empty(self, slot: Slot, arrays: SlotArrays) -> SlotArrays:
+        """What an empty slot lacks of the arrays of a task, at sizes from `written_specs`. The rest
+        is not sent, since the next round waits for it: higher ranks, and zeros, which are half of a
+        new LoRA.
 
         Args:
-          number: number of the slot.
           slot: the task.
           arrays: its arrays by path, for a slot of any size.
         """
@@ -185,8 +186,7 @@ class Slots:
             for name, value in arrays.items()
             if specs[name].padding or not _is_zero(value)
         }
-        leaves = pad({name: arrays[name] for name in sizes}, sizes)
-        self.stored.write(slot.kind, number, leaves)
+        return pad({name: arrays[name] for name in sizes}, sizes)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
         """Gives a task that has left the free slot with the lowest number.
@@ -200,7 +200,7 @@ class Slots:
         number = self._lowest_free()
         self._slots[number] = slot
         try:
-            self._fill(number, slot, arrays)
+            self.stored.write(slot.kind, number, self._missing_in_empty(slot, arrays))
         except BaseException:
             self.clear(self.remove(slot.name))
             raise
@@ -290,8 +290,9 @@ class Slots:
         """
         number, slot = self.number(name), self.named(name)
         self._refuse_incomplete(slot, arrays)
+        leaves = self._missing_in_empty(slot, arrays)
         self.stored.clear(number)
-        self._fill(number, slot, arrays)
+        self.stored.write(slot.kind, number, leaves)
 
     def _refuse_incomplete(self, slot: Slot, arrays: SlotArrays) -> None:
         """ValueError if an array of the adapter or a scalar is missing."""
@@ -360,4 +361,4 @@ def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
 
 def _is_zero(value: np.ndarray) -> bool:
     """Whether all bits of an array are 0."""
-    return not value.reshape(-1).view(np.bool_).any()
+    return not np.ascontiguousarray(value).view(np.bool_).any()

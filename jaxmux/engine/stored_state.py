@@ -54,6 +54,8 @@ class StoredState:
       layout: the description of the whole state; None until `make_room` is called.
       changes: by slot, the number of the last change of this slot, except by training. Changes are
         numbered from 1.
+      measured: by part, the held-out losses that are measured with this state; an executor sets
+        them, so that `wait` waits for them, too.
     """
 
     def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
@@ -70,6 +72,7 @@ class StoredState:
         self.summed: list[Layout] = []
         self.layout: Layout | None = None
         self.changes: dict[int, int] = {}
+        self.measured: list[jax.Array] = []
         # The programs that have run for the layout.
         self._ran: set[Hashable] = set()
 
@@ -127,7 +130,7 @@ class StoredState:
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
-        other._ran = set()
+        other.measured, other._ran = [], set()
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
@@ -186,6 +189,10 @@ class StoredState:
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
             program = clear_slot if home is None else _clear_slot_on(layout, home)
             self.states[i] = run_on(home, program, self.states[i], layout, slot)
+
+    def wait(self) -> None:
+        """Returns when the devices have ended the passes that have been dispatched."""
+        jax.block_until_ready((self.states, self.measured))
 
     def marker(self) -> jax.Array:
         """A small array that is ready when the microbatches that have been dispatched have ended on
@@ -255,7 +262,7 @@ class StoredState:
           programs: what tells the programs from others of this state.
         """
         if not programs <= self._ran and self.homes != [None]:
-            jax.block_until_ready(self.states)
+            self.wait()
         self._ran |= programs
 
     def _places(self, i: int, kind: SlotKind) -> dict[str, tuple[LeafSpec, NamedSharding | None]]:

@@ -1,5 +1,6 @@
 """An engine grows and shrinks while its tasks train."""
 
+import dataclasses
 import itertools
 import time
 
@@ -11,6 +12,7 @@ from jaxmux.engine import stored_state
 from jaxmux.engine.engine_options import EngineSize
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.packing import ShapeClass
+from tests.engine.conftest import random_samples
 
 SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 # Most of a changed adapter's change that may come from another order of sums.
@@ -78,7 +80,9 @@ def test_a_task_moves_when_its_slot_goes(tasks, make_engine, train, assert_same_
 def test_programs_for_another_size_are_compiled_beside_training(tasks, make_engine, compiles):
     engine = make_engine(shape=SMALL, slots=3, modules=MODULES)
     engine.warm_up()
-    engine.register_tasks(list(tasks.values())[:2])
+    held_out = random_samples(99, 3, (20, 90))
+    both = [dataclasses.replace(task, eval_samples=held_out) for task in tasks.values()][:2]
+    engine.register_tasks(both)
     for size in (EngineSize(5, 2), EngineSize(3, 1)):
         programs = engine.compile_ahead(size)
         while not programs.ready:
@@ -93,7 +97,9 @@ def test_programs_for_another_size_are_compiled_beside_training(tasks, make_engi
         engine.train_round()
         engine.drain()
         engine.result("a")()
-        assert compiles == []
+        assert compiles == [] and engine.take_evaluations()
+    with pytest.raises(ValueError, match="programs are for .*slots=3, rows=1.* gets .*slots=4"):
+        engine.resize(EngineSize(4, 1), programs)
 
 
 @pytest.mark.parametrize("failing", [0, 3], ids=["first array", "a later array"])

@@ -177,6 +177,43 @@ def test_a_round_stopped_in_its_middle_resumes_in_another_engine(
         assert_unchanged(name, second, updates[name] + rest[name])
 
 
+def test_a_task_is_restored_with_all_its_bits(tasks, make_engine, assert_same_bits):
+    """Zeros are not written, but negative zeros and NaN are; arrays may lie anyhow in memory."""
+    engine = make_engine(tasks["early"], shape=SMALL)
+    arrays = {name: np.array(array) for name, array in engine.task_arrays("early").items()}
+    leaves = [name for name in arrays if name.startswith("adapter/")]
+    arrays[leaves[0]][:] = -0.0
+    arrays[leaves[1]][:] = np.nan
+    arrays[leaves[2]][:] = 0.0
+    arrays[leaves[3]] = np.repeat(arrays[leaves[3]], 2, axis=-1)[..., ::2]
+    engine.restore_task("early", arrays, engine.progress("early"))
+    found = engine.task_arrays("early")
+    assert_same_bits(found, arrays)
+    for name in leaves:
+        np.testing.assert_array_equal(np.signbit(found[name]), np.signbit(arrays[name]))
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        (lambda arrays, leaf: arrays | {"adapter/nothing": arrays[leaf]}, "no place for adapter/n"),
+        (lambda arrays, leaf: arrays | {leaf: np.repeat(arrays[leaf], 99, axis=-1)}, "has shape"),
+        (lambda arrays, leaf: {n: x for n, x in arrays.items() if n != leaf}, "is missing"),
+        (lambda arrays, leaf: {n: x for n, x in arrays.items() if n != "loss"}, "loss is missing"),
+    ],
+    ids=["unknown", "too large", "missing", "no scalar"],
+)
+def test_arrays_that_do_not_suit_a_task_change_nothing(
+    change, problem, tasks, make_engine, assert_same_bits
+):
+    engine = make_engine(tasks["early"], shape=SMALL)
+    before = engine.task_arrays("early")
+    leaf = next(name for name in before if name.startswith("adapter/"))
+    with pytest.raises(ValueError, match=problem):
+        engine.restore_task("early", change(before, leaf), engine.progress("early"))
+    assert_same_bits(engine.task_arrays("early"), before)
+
+
 def test_a_slot_that_was_restored_within_a_round_is_clean_for_the_next_task(
     tasks, make_engine, train, assert_unchanged
 ):

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmux.engine import EngineSize
 from jaxmux.engine.compiled_stages import CompiledStages
+from jaxmux.engine.stored_state import StoredState
 from jaxmux.live import LiveTraining
 from jaxmux.models import Backbone
 from jaxmux.optimizers import SGD, AdamW, Lion
@@ -291,15 +292,15 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
 
 @pytest.fixture
 def waits_for_the_state(monkeypatch):
-    """A function that calls another one, and returns whether it waits until the devices have
-    computed an engine's train state."""
+    """A function that calls another one, and returns whether it waits for the passes that an
+    engine has dispatched."""
 
     def waits(engine, call):
-        waited, wait = [], jax.block_until_ready
+        waited, wait = [], StoredState.wait
         with monkeypatch.context() as patch:
-            patch.setattr(jax, "block_until_ready", lambda x: waited.append(x) or wait(x))
+            patch.setattr(StoredState, "wait", lambda own: waited.append(own) or wait(own))
             call()
-        return any(x is engine._slots.stored.states for x in waited)
+        return engine._slots.stored in waited
 
     return waits
 
@@ -321,7 +322,13 @@ def test_programs_for_another_size_are_compiled_beside_training(
     engine = make_engine(slots=3, modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
     engine.warm_up()
     before = len(compiles)
-    tasks = [make_narrow_task(name, steps=99, optimizer=AdamW(1e-2)) for name in "ab"]
+    held_out = random_samples(99, 5, (20, 90))
+    tasks = [
+        dataclasses.replace(
+            make_narrow_task(name, steps=99, optimizer=AdamW(1e-2)), eval_samples=held_out
+        )
+        for name in "ab"
+    ]
     engine.register_tasks(tasks)
     engine.train_round()
     assert compiles[before:] == []
@@ -341,10 +348,11 @@ def test_programs_for_another_size_are_compiled_beside_training(
         assert waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
         assert not waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
         engine.begin_evaluation(engine.names)
+        assert all(not x.is_deleted() for x in engine._slots.stored.measured)
         engine.train_round()
         engine.drain()
         engine.result("a")()
-        assert compiles[before:] == []
+        assert compiles[before:] == [] and engine.take_evaluations()
 
 
 @pytest.mark.parametrize(

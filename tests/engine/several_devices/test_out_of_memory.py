@@ -2,12 +2,13 @@
 
 import itertools
 import logging
+import time
 
 import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import compiled_stages
+from jaxmux.engine import EngineSize, compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 
@@ -113,6 +114,26 @@ def test_memory_that_a_pause_has_freed_may_be_gone(
         found_updates["a"] += train(found)["a"]
     assert len(caplog.records) == 1 and found.remat == ("lean",) * 4
     assert_close(found, found_updates, expected, expected_updates)
+
+
+def test_a_size_whose_programs_were_compiled_ahead_recomputes_more(
+    fail_if, make_engine, make_task, train
+):
+    expected = make_engine(make_task("a"), **MESH)
+    expected_updates = train(expected)
+    engine = make_engine(make_task("a"), **MESH)
+    updates = {"a": engine.train_round() + engine.drain()}
+    size = EngineSize(3, engine.size.rows)
+    programs = engine.compile_ahead(size)
+    while not programs.ready:
+        time.sleep(0.01)
+    # The second stage runs out of memory in the first run, and has taken the accumulators then.
+    fail_if(lambda number, _: number == 1)
+    engine.resize(size, programs)
+    assert engine.size == size
+    updates["a"] += train(engine)["a"]
+    assert engine.remat == ("lean",) * 4
+    assert_close(engine, updates, expected, expected_updates)
 
 
 def test_a_lack_of_memory_for_residuals_shows_before_programs_are_compiled(
