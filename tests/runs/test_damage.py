@@ -62,7 +62,9 @@ def newest(run_dir: Path) -> Path:
 
 
 def largest_file(folder: Path) -> Path:
-    return max((p for p in folder.rglob("*") if p.is_file()), key=lambda p: p.stat().st_size)
+    """The largest file of arrays. Beside the folder `d`, in which Orbax merges what the processes
+    have written, it leaves their own files, and never reads them."""
+    return max((folder / "d").iterdir(), key=lambda path: path.stat().st_size)
 
 
 def truncate(path: Path) -> None:
