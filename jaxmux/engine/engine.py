@@ -41,8 +41,8 @@ class Engine(RoundLoop):
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
     results of the round before it. `drain` fetches the results of the last round. Tasks may come
     and go between two rounds (`register_tasks`, `release`, `suspend`, `resume`), and the devices do
-    not wait for it while the tasks fit into the pool. Only meshes end what they do before they run
-    a program for this for the first time, which `warm_up` does in advance.
+    not wait for it while the tasks fit into the pool. Several devices first end what they do if a
+    program for such a change has not run yet; `warm_up` runs all of them in advance.
 
     Attributes:
       backbone: the frozen backbone; of several replicas, the first one.

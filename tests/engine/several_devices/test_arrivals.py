@@ -347,8 +347,14 @@ def test_programs_for_another_size_are_compiled_beside_training(
         # Nothing is loaded while stages exchange arrays.
         assert waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
         assert not waits_for_the_state(engine, lambda: engine.resume(engine.suspend("b")))
+        stored, measured_before = engine._slots.stored, engine._slots.stored.measured
         engine.begin_evaluation(engine.names)
-        assert all(not x.is_deleted() for x in engine._slots.stored.measured)
+        assert stored.measured and stored.measured is not measured_before
+        with monkeypatch.context() as patch:
+            waited = []
+            patch.setattr(jax, "block_until_ready", waited.append)
+            stored.wait()
+        assert any(own is stored.measured for own in waited[0])
         engine.train_round()
         engine.drain()
         engine.result("a")()
