@@ -4,6 +4,7 @@ those of AdapterHub."""
 import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,13 @@ def export_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
-    weights = folder / ".weights.partial"
+    # safetensors writes to a file with a random name first, which stays if the process is killed.
+    # It is in a folder of its own, so that the next export removes it.
+    partial = folder / ".partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    shutil.copymode(folder, partial)
+    weights = partial / kind.weights_file
     metadata = {
         "format": "pt",
         _BASE: base_fingerprint,
@@ -104,10 +111,12 @@ def export_adapter(
     try:
         save_file(tensors, weights, metadata=metadata)
         share_like_folder(weights)
+        _sort_metadata(weights)
+        weights.replace(folder / kind.weights_file)
     except SafetensorError as e:
         raise OSError(errno.EIO, str(e), str(weights)) from None
-    _sort_metadata(weights)
-    weights.replace(folder / kind.weights_file)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     merges = kind.merged is not None
     card = adapter_card(
         settings, base_model, config.linear_format, kind.name, merges, notes, rendering

@@ -83,6 +83,14 @@ def test_an_exported_adapter_reads_back_the_same(spec, config, tmp_path):
             np.testing.assert_array_equal(one, other)
 
 
+def test_an_export_removes_what_a_killed_one_left(folder, config):
+    (folder / ".partial").mkdir()
+    (folder / ".partial" / ".tmpA1b2C3").write_bytes(bytes(10))
+    spec = SPECS["all linears"]
+    export_adapter(folder, trained(spec, config), spec, config, "base")
+    assert not list(folder.glob(".*"))
+
+
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 def test_tensors_have_pefts_names_and_layouts_and_no_others(spec, config, tmp_path):
     adapter = trained(spec, config)

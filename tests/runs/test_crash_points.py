@@ -164,7 +164,7 @@ def test_a_server_killed_between_any_two_system_calls_loses_nothing(
     # Some copies were made while events.jsonl was set aside, and an old file was deleted.
     assert any(not (copy / "events.jsonl").exists() for copy in copies)
     assert len({path.name for copy in copies for path in copy.glob("events.*.jsonl")}) > 3
-    torn = 0
+    torn = exports = 0
     for number, copy in enumerate(copies):
         images = [copy]
         if number + 1 < len(copies):
@@ -175,14 +175,17 @@ def test_a_server_killed_between_any_two_system_calls_loses_nothing(
             said = []
             check(kept(image, said), number, commands)
             assert not said, (calls[number], said)
-            if number % FINISHED:
+            # While weights are written, safetensors has a file with a random name.
+            half_exported = any(image.glob("adapters/*/.partial/.*"))
+            exports += half_exported
+            if number % FINISHED and not half_exported:
                 continue
             with serve(image, said) as server:
                 finish(server)
                 names = [status.name for status in server.statuses()]
             for name in names:
                 assert adapter_bytes(image / "adapters" / name) == calm[name]
-    assert torn
+    assert torn and exports
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "missing"])
