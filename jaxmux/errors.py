@@ -26,6 +26,16 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
+def without_task(message: str, name: str) -> str:
+    """A message without the name of its task, with which messages about tasks begin.
+
+    Args:
+      message: the message of an exception.
+      name: name of the task, which is named already where the message is shown.
+    """
+    return message.removeprefix(f"task {name!r}: ")
+
+
 def ran_out_of_memory(error: Exception) -> bool:
     """True if JAX or jaxmux raised this exception because a device's memory did not suffice."""
     return isinstance(error, OutOfDeviceMemory) or "RESOURCE_EXHAUSTED" in str(error)

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from .distributions import DISTRIBUTIONS
-from .errors import InputError
+from .errors import InputError, without_task
 from .field_checks import check_fields, integer
 from .planner.numbers import numbered
 from .similar_names import did_you_mean
@@ -178,7 +178,7 @@ class Sweep:
                 found = _replaced(found, path.split("."), values[path])
             except ValueError as e:
                 # The name of the configuration would say the same again.
-                message = str(e).removeprefix(f"task {name!r}: ")
+                message = without_task(str(e), name)
                 raise self._error(f"space: {path!r} = {values[path]!r}: {message}") from None
         splits = found.validation_fraction is not None and found.validation_seed is None
         if splits and "seed" in values and "validation_seed" not in values:

@@ -12,7 +12,7 @@ from typing import Any
 
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.peft import Adapter, SlotArrays
+from jaxmux.peft import Adapter
 from jaxmux.tasks import Task, TaskError
 
 from .commands import Command, CommandQueue, Waiting
@@ -24,15 +24,14 @@ from .live_tasks import LiveTasks
 from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
-from .states import RUNNING, SUCCEEDED
+from .saving import Saving
+from .states import SUCCEEDED
 from .store import MemoryStore, Store
 
 _log = logging.getLogger("jaxmux")
 
 # Seconds after which it is tried again to save tasks when the disk was busy or full.
 _RETRY = 1.0
-# Tasks that are copied to the host at the same time, while all are being saved.
-_COPIED_AT_ONCE = 4
 
 
 class LiveTraining:
@@ -100,7 +99,7 @@ class LiveTraining:
           clock: function that returns the time of events, in seconds since 1970.
         """
         self._engine, self._clock = engine, clock
-        self._store, self._save_every = store or MemoryStore(), save_every
+        self._store = store or MemoryStore()
         engine.warm_up()
         engine.rounds = rounds
         self._size = ElasticSize(engine, most, quiet_rounds) if most else None
@@ -120,7 +119,6 @@ class LiveTraining:
         # What other threads see of the tasks.
         self._lock = threading.Lock()
         self._statuses: dict[str, TaskStatus] = {}
-        self._unsaved = False
         self._tasks = LiveTasks(
             engine,
             self._preparation,
@@ -130,6 +128,7 @@ class LiveTraining:
             clock,
             most_ended,
         )
+        self._saving = Saving(engine, self._tasks, self._store, save_every)
         for own in saved:
             self._tasks.restore(own)
             self._tasks.totals.replace(Meter(), own.meter)
@@ -146,11 +145,7 @@ class LiveTraining:
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))
         self._totals = self._tasks.totals.copy()
-        # Whether anything has changed since the tasks were saved, and the round of that moment.
-        self._unsaved = bool(commands)
-        self._saved_at = engine.rounds
-        # By name, the tasks that have been copied while they are being saved; else None.
-        self._saving: dict[str, SavedTask] | None = None
+        self._saving.changed = bool(commands)
         # The commands that are being carried out.
         self._taken: Sequence[Waiting] = ()
         # The thread that owns the engine, and the exception that has ended `run`.
@@ -305,8 +300,7 @@ class LiveTraining:
                         # Nothing else is kept as long as nothing happens.
                         self.save(wait=False)
                         longest = self._preparation.seconds_left
-                        unsaved = self._unsaved or self._store.behind
-                        self._commands.wait(_RETRY if unsaved else longest)
+                        self._commands.wait(_RETRY if self._saving.wanted else longest)
                 if self._owner:
                     self.save()
             except BaseException as e:
@@ -358,7 +352,7 @@ class LiveTraining:
         trains = not self._engine.finished
         if trains and self._metered_until is None:
             self._metered_until = self._dispatched_at = time.monotonic()
-        snapshots = self._begin_saving()
+        snapshots = self._saving.begin()
         try:
             updates = self._engine.train_round()
         except OutOfDeviceMemory as e:
@@ -366,7 +360,7 @@ class LiveTraining:
             return True
         self._tell_round()
         self._take_results(updates)
-        self._go_on_saving(snapshots)
+        self._saving.go_on(snapshots)
         if not trains:
             self._metered_until = None
         return trains or bool(updates) or self._tasks.changed
@@ -403,44 +397,7 @@ class LiveTraining:
             long as the disk is busy.
         """
         self._take_results(self._engine.drain())
-        if self._unsaved or self._store.behind:
-            self._saving = {}
-            for name in self._tasks.running:
-                # One after another, as in `_begin_saving`.
-                arrays = self._tasks.snapshots([name])[name]()
-                self._saving |= self._tasks.saved({name: lambda arrays=arrays: arrays})
-            self._finish_saving(wait)
-
-    def _begin_saving(self) -> dict[str, Callable[[], SlotArrays]]:
-        """Begins to copy some tasks to the host, when it is time to save. They are not all copied
-        at once, because the devices keep the copies until they have arrived."""
-        if self._saving is None:
-            changed = self._unsaved or self._store.behind
-            if not changed or self._engine.rounds - self._saved_at < self._save_every:
-                return {}
-            self._saving = {}
-        left = [name for name in self._tasks.running if name not in self._saving]
-        return self._tasks.snapshots(left[:_COPIED_AT_ONCE])
-
-    def _go_on_saving(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
-        """Notes the tasks that were copied before a round, whose earlier results have all been
-        fetched; after the last ones, all tasks are saved."""
-        if self._saving is not None:
-            self._saving |= self._tasks.saved(snapshots)
-            if all(name in self._saving for name in self._tasks.running):
-                self._finish_saving(wait=False)
-
-    def _finish_saving(self, wait: bool) -> None:
-        # Commands since a task was copied may have changed it, or ended it.
-        tasks = [
-            own.saved_again(self._saving[own.name]) if own.state == RUNNING else own.saved(None)
-            for own in self._tasks
-        ]
-        totals = self._tasks.totals.copy()
-        for own, saved in zip(self._tasks, tasks, strict=True):
-            totals.replace(own.meter, saved.meter)
-        self._saving, self._saved_at = None, self._engine.rounds
-        self._unsaved = not self._store.save(tasks, totals, self._saved_at, wait)
+        self._saving.save(wait)
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         return self._commands.put(Command(kind, name, value, self._clock()))
@@ -481,7 +438,7 @@ class LiveTraining:
                 future.set_exception(e)
             return
         for command, (_, future) in zip(recorded, permitted, strict=True):
-            self._unsaved = True
+            self._saving.changed = True
             self._tasks.carry_out(command, self._arrivals)
             future.set_result(None)
 
@@ -493,7 +450,7 @@ class LiveTraining:
             self._round_tokens = sum(turn.tokens for turn in computed.turns)
         by_task = computed.by_task
         if by_task:
-            self._unsaved = True
+            self._saving.changed = True
             if self._metered_until is not None:
                 seconds, self._metered_until = now - self._metered_until, now
         evaluations = self._engine.take_evaluations()
@@ -525,7 +482,7 @@ class LiveTraining:
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""
-        self._unsaved = True
+        self._saving.changed = True
         self._show(own)
         fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
         self._tell(own.name, "state", fields)

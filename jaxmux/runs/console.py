@@ -15,6 +15,7 @@ from rich.live import Live
 from rich.table import Table
 
 from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
+from jaxmux.errors import without_task
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.sweeps import Sweep
@@ -216,7 +217,7 @@ class RunConsole:
                 self.say(f"adapter {name}: {directory.adapter(name)}")
         for name, task in summary.tasks.items():
             if task["status"] == "failed":
-                self.say(f"FAILED task {name}: {task['error']}")
+                self.say(f"FAILED task {name}: {without_task(task['error'], name)}")
             for warning in after_training(name, task, config):
                 self.say(warning)
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from jaxmux.errors import without_task
 from jaxmux.live import TaskStatus
 from jaxmux.live.states import (
     CANCELLED,
@@ -111,7 +112,8 @@ class ServerConsole:
                 self.say(f"{name}: succeeded after {numbered(status.step, 'step')}{loss}")
                 self.say(f"adapter {name}: {adapters}/{name}")
             case "failed":
-                self.say(f"FAILED {name}: {_shown(status.reason or '')}")
+                reason = without_task(status.reason or "", name)
+                self.say(f"FAILED {name}: {_shown(reason)}")
             case "cancelled":
                 self.say(f"{name}: cancelled after {numbered(status.step, 'step')}")
 

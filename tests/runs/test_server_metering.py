@@ -341,12 +341,12 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
         server._carry_out(server._commands.take())
         settle(server)
         step_until(server, "a", 2)
-        while not server._saving:
+        while not server._saving._copied:
             step(server)
-        seen, copied = server.status("a").step, server._saving["a"].progress.step
+        seen, copied = server.status("a").step, server._saving._copied["a"].progress.step
         server.extend("a", 12)
         step(server)
-        while server._saving:
+        while server._saving._copied:
             step(server)
         settle(server)
         copy = crashed(folder, tmp_path)

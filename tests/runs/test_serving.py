@@ -346,7 +346,7 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     console.show([task_status(long, "running", 1), *waiting], "adapters")
     later = time.monotonic() + 5
     monkeypatch.setattr(time, "monotonic", lambda: later)
-    failed = task_status("t.b", "failed", reason="why\x1b[2J" + "y" * 1000)
+    failed = task_status("t.b", "failed", reason="task 't.b': why\x1b[2J" + "y" * 1000)
     last = [task_status(long, "running", 6), *waiting, failed]
     console.show(last, "adapters")
     console.stop()
