@@ -12,7 +12,7 @@ import shutil
 import pytest
 
 from jaxmux.learning_rates import Schedule
-from jaxmux.live import live_training
+from jaxmux.live import saving
 from jaxmux.optimizers import AdamW
 from jaxmux.runs import event_log, journal, server_store
 from jaxmux.runs.server import tuning_server
@@ -331,7 +331,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
     serve, cosine, extended, data, adapter_bytes, tmp_path, monkeypatch
 ):
     """Task a is copied first, and extended before the checkpoint has been written."""
-    monkeypatch.setattr(live_training, "_COPIED_AT_ONCE", 1)
+    monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
     with serve(folder, checkpoint_every=3) as server:
         server.register(cosine)
