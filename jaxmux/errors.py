@@ -6,6 +6,8 @@ them apart.
 
 import signal
 
+_LONGEST_LINE = 2000
+
 
 class InputError(ValueError):
     """The input cannot be used. The message is one line that names what is at fault and says what
@@ -22,8 +24,10 @@ class ProcessFailed(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its type if it has none."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    """The first line of an exception's message, or the name of its type if it has none. Of a line
+    with more than 2,000 characters, in which somebody's data are quoted, the first ones."""
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
 
 
 def without_task(message: str, name: str) -> str:

@@ -13,6 +13,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+# JSON of other programs holds integers as float64, which is exact up to this one.
+LARGEST_INTEGER = 2**53 - 1
+
 _RULE = "rule"
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _REFUSED = object()
@@ -35,7 +38,7 @@ class _Rule:
 
 
 def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = False) -> Any:
-    """A field that holds an integer.
+    """A field that holds an integer, of at most `LARGEST_INTEGER`.
 
     Args:
       default: the field's default value; without it, the field must be given.
@@ -45,9 +48,9 @@ def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = 
 
     def accept(value: Any) -> Any:
         is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return int(value) if is_integer and value >= least else _REFUSED
+        return int(value) if is_integer and least <= value <= LARGEST_INTEGER else _REFUSED
 
-    schema = {"type": "integer", "minimum": least}
+    schema = {"type": "integer", "minimum": least, "maximum": LARGEST_INTEGER}
     return _field(default, f"an integer of at least {least}", accept, schema, optional)
 
 
@@ -152,14 +155,15 @@ def integers(default: Any = dataclasses.MISSING, *, least: int) -> Any:
 
     def is_integer(value: Any) -> bool:
         integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return integral and value >= least
+        return integral and least <= value <= LARGEST_INTEGER
 
     def accept(value: Any) -> Any:
         several = isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
         found = tuple(value) if several else (None,)
         return tuple(map(int, found)) if all(map(is_integer, found)) else _REFUSED
 
-    schema = {"type": "array", "items": {"type": "integer", "minimum": least}}
+    items = {"type": "integer", "minimum": least, "maximum": LARGEST_INTEGER}
+    schema = {"type": "array", "items": items}
     return _field(default, f"a list of integers of at least {least}", accept, schema)
 
 
@@ -235,6 +239,8 @@ def check_fields(specification: Any, error: Callable[[str], Exception] = ValueEr
         value = getattr(specification, field.name)
         accepted = rule.accept(value)
         if accepted is _REFUSED:
+            if isinstance(value, int) and value > LARGEST_INTEGER:
+                raise error(f"{field.name} should be at most 2^53 - 1, found a larger number")
             raise error(f"{field.name} should be {rule.expected}, found {value!r}")
         object.__setattr__(specification, field.name, accepted)
 

@@ -92,7 +92,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
-        print("no --gin_file: serving the bundled demo's model (--help shows how to serve yours)")
+        print("no --gin_file: serving the demo's model (--help shows how to serve yours)")
         files = [DEMO_SERVER_CONFIG]
     run_dir = _parse(files, options)
     config, limits = gin_bindings.serve_config()

@@ -344,7 +344,7 @@ class Engine(RoundLoop):
         if self._results.awaits(slot):
             self._fetch()
         self._make_room([slot.prepared])
-        slot.timed_since = None
+        slot.leave_out_seconds()
         self._slots.put_back(slot, suspended.arrays())
         self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 

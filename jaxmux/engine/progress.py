@@ -5,6 +5,7 @@ import math
 from typing import Any, NamedTuple
 
 from jaxmux.planner.numbers import numbered
+from jaxmux.tasks import Task
 
 
 @dataclasses.dataclass
@@ -185,17 +186,29 @@ def _take_result(progress: TaskProgress, keep_best: bool) -> None:
         progress.status, progress.error = "failed", "loss of the held-out data is not finite"
 
 
-def train_on(progress: TaskProgress, patience: int | None) -> None:
+def train_on(progress: TaskProgress, task: Task) -> None:
     """Lets a task go on that has succeeded with its last step, because it has more steps now. It
-    has stopped early instead if its patience ended with that step.
+    has stopped early instead if its patience or its time ended with that step.
 
     Args:
       progress: the task's progress; it is changed.
-      patience: as in `record_evaluation`.
+      task: the task.
     """
     if progress.status == "succeeded" and progress.stopped_early is None:
+        if task.max_seconds is not None and progress.seconds >= task.max_seconds:
+            stop_in_time(progress)
+            return
         progress.status = "running"
-        _stop_if_patience_ended(progress, patience)
+        _stop_if_patience_ended(progress, task.patience)
+
+
+def stop_in_time(progress: TaskProgress) -> None:
+    """Notes that a task has succeeded before its last step, because its time was over.
+
+    Args:
+      progress: the task's progress; it is changed.
+    """
+    progress.stopped_early = f"trained for {progress.seconds:.0f} s"
 
 
 def _stop_if_patience_ended(progress: TaskProgress, patience: int | None) -> None:

@@ -13,7 +13,13 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 
 from .computed_tokens import Computed, ComputedTokens
 from .due_updates import UpdateStats
-from .progress import TaskEvaluation, TaskUpdate, record_evaluation, record_update
+from .progress import (
+    TaskEvaluation,
+    TaskUpdate,
+    record_evaluation,
+    record_update,
+    stop_in_time,
+)
 from .rounds import RoundPlan
 from .slot import Slot
 
@@ -191,7 +197,7 @@ class Results:
             slot.count_seconds()
             record_update(slot.progress, done, slot.steps, self._max_bad_steps)
             if slot.progress.status == "succeeded" and slot.steps < slot.prepared.steps:
-                slot.progress.stopped_early = f"trained for {slot.progress.seconds:.0f} s"
+                stop_in_time(slot.progress)
             self._fetched.append(done)
 
     def _record_turns(self, turns: DispatchedTurns) -> None:

@@ -24,8 +24,9 @@ class Slot:
         no such number.
       pause_after: number of steps after which the task waits for the decision of a rung, see
         `Bracket`; None if it need not wait.
-      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`; None
-        until the first results have arrived, because what comes before is mostly compilation.
+      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`, or
+        when it was given a place since then; None until the first results have arrived, because
+        what comes before is mostly compilation.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
       computed: by step that has not been updated, number of tokens, with padding, that have been
@@ -90,3 +91,8 @@ class Slot:
         now = time.monotonic()
         self.progress.seconds += 0.0 if self.timed_since is None else now - self.timed_since
         self.timed_since = now
+
+    def leave_out_seconds(self) -> None:
+        """Does not count the time since the last call of `count_seconds`, if there was one."""
+        if self.timed_since is not None:
+            self.timed_since = time.monotonic()

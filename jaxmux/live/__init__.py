@@ -10,7 +10,7 @@
 chooses which of them train.
 """
 
-from .commands import At, Command
+from .commands import At, Command, End
 from .events import Event
 from .live_task import TaskStatus
 from .live_training import LiveTraining
@@ -22,6 +22,7 @@ from .store import Store
 __all__ = [
     "At",
     "Command",
+    "End",
     "Event",
     "Extension",
     "LiveTraining",

@@ -5,7 +5,10 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, NamedTuple
 
+from jaxmux.engine import TaskProgress
+
 from .meter import Meter
+from .states import StateChange
 
 
 class At(NamedTuple):
@@ -20,17 +23,31 @@ class At(NamedTuple):
     meter: Meter
 
 
+class End(NamedTuple):
+    """How a task has ended.
+
+    Attributes:
+      history: all its states; the last one is that of its end.
+      progress: its progress; None if it had not begun.
+      steps: number of steps that it was to train; None if that was not known yet.
+    """
+
+    history: tuple[StateChange, ...]
+    progress: TaskProgress | None
+    steps: int | None
+
+
 class Command(NamedTuple):
     """A wish to change a task.
 
     Attributes:
       kind: what is to be done: "register", "cancel", "pause", "resume", "set_priority" or "extend".
-        "used" is no wish: it keeps what a task has used, because results of it have arrived after
-        its end.
+        Two are no wishes: "end" keeps how a task has ended and what it has used, and again when
+        results of it have arrived after that; "used" is what earlier versions have kept of these.
       task: name of the task.
       value: what the kind needs: for "register", the `Task`, its priority and its files, from
-        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; else
-        None.
+        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; for
+        "end", an `End`; else None.
       time: when it was given, in seconds since 1970.
       at: where the task was when it was carried out; None before, for "register", and for commands
         that an earlier version has kept.

@@ -12,6 +12,7 @@ from jaxmux.engine import ComputedTurn, PreparedTask, SuspendedTask, TaskProgres
 from jaxmux.peft import SlotArrays
 from jaxmux.tasks import Task, TaskError
 
+from .commands import End
 from .meter import Meter
 from .preparation import Reading
 from .saved_task import Extension, SavedTask
@@ -31,7 +32,8 @@ class TaskStatus(NamedTuple):
       steps: number of global batches that it is to train; None until its data have been read.
       loss: loss of the last update, in nats per target token; None before the first.
       held_out_loss: loss of the held-out data when it was measured last, in nats per target token;
-        None before the first time.
+        None before the first time. That of the exported adapter when a task that keeps its best
+        one has succeeded.
       best_step: number of steps after which it was lowest; None before the first time.
       share: the task's part of the tokens of the last round, padding included; 0 unless it trains.
       meter: what the task has used.
@@ -175,8 +177,22 @@ class LiveTask:
             raise RuntimeError(f"task {self.name!r}: {state} does not follow {self.state}")
         self.history.append(StateChange(state, reason, time))
         if self.ended:
-            self.prepared = self.suspended = self.saved_arrays = None
+            self._forget_data()
         return True
+
+    @property
+    def end(self) -> End:
+        """How the task has ended."""
+        return End(tuple(self.history), self.progress, self.steps)
+
+    @end.setter
+    def end(self, end: End) -> None:
+        """Ends the task as it had ended in a process that has ended since."""
+        self.history, self.progress, self.steps = list(end.history), end.progress, end.steps
+        self._forget_data()
+
+    def _forget_data(self) -> None:
+        self.prepared = self.suspended = self.saved_arrays = None
 
     def set_prepared(self, prepared: PreparedTask) -> None:
         """Takes the data of the task.
@@ -221,7 +237,7 @@ class LiveTask:
             self.suspended.slot.prepared = self.prepared
         if self.progress:
             # It may have lost its place when its last step had been dispatched.
-            train_on(self.progress, self.task.patience)
+            train_on(self.progress, self.task)
 
     def counted_of(self, step: int) -> int:
         """Number of tokens of a global batch that have been counted.

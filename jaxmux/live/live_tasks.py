@@ -17,7 +17,7 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.tasks import TaskError
 
-from .commands import At, Command
+from .commands import At, Command, End
 from .live_task import LiveTask
 from .meter import Meter, shares_of
 from .preparation import Preparation, Reading
@@ -40,7 +40,8 @@ class LiveTasks:
       changed: whether the choice of the tasks that train has to be made anew.
       totals: what all tasks have used together, those included that are not known any more. It is
         counted by itself, and equals the sum of their meters.
-      used_since: names of the tasks that have used more since their ends were kept.
+      ends: names of the tasks whose ends have not been kept, or that have used more since; the
+        values have no meaning.
       growing: number of places for which programs are being compiled; None if there are none.
     """
 
@@ -68,7 +69,8 @@ class LiveTasks:
         """
         self.changed = False
         self.growing: int | None = None
-        self.totals, self.used_since = Meter(), set()
+        self.totals = Meter()
+        self.ends: dict[str, None] = {}
         self._engine, self._preparation, self._export = engine, preparation, export
         self._show, self._clock = show, clock
         self._forget, self._most_ended = forget, most_ended
@@ -107,6 +109,8 @@ class LiveTasks:
             return
         if own is None:
             raise TaskError(f"task {name!r}: there is no such task")
+        if command.kind == "end":
+            return
         if command.kind == "used":
             if not own.ended:
                 raise TaskError(f"task {name!r}: it goes on, and uses the same again")
@@ -132,20 +136,21 @@ class LiveTasks:
         own = self[command.task]
         if own.progress is None:
             step = 0
-        elif own.state == RUNNING or own.suspended:
+        elif self._has_place(own) or own.suspended:
             step = self._engine.steps_dispatched(own.suspended or own.name)
         else:
             step = own.progress.step
         return command._replace(at=At(step, own.meter.copy()))
 
-    def carry_out(self, command: Command, arrival: int) -> None:
-        """Carries out a command that `check` permits, perhaps once more after training was started
-        again. A task that ends has used then what it had used the first time, and a task that is
-        extended trains with its shorter schedule up to the same step.
+    def carry_out(self, command: Command, arrival: int, again: bool = False) -> None:
+        """Carries out a command that `check` permits. If it is carried out once more, a task that
+        ends has used then what it had used the first time, and a task that is extended trains with
+        its shorter schedule up to the same step.
 
         Args:
           command: the command.
           arrival: number of the arrival of a task that is registered.
+          again: as for `check`. `go_on` has to be called after the last of these commands.
         """
         if command.kind == "register":
             task, priority, files = command.value
@@ -154,31 +159,37 @@ class LiveTasks:
             first = StateChange(PREPARING, None, command.time)
             own = LiveTask(task, priority, arrival, [first], steps=task.steps, files=files)
             self._tasks[task.name] = own
-            self._read_data(own)
+            if not again:
+                self._read_data(own)
             self._show(own)
             return
         own, at = self._tasks[command.task], command.at or self.with_at(command).at
-        if command.kind in ("cancel", "used"):
+        # The first time, other things may have happened since the command was given.
+        time = max(command.time, own.history[-1].time) if again else None
+        if command.kind in ("cancel", "end", "used"):
             self.totals.replace(own.meter, at.meter)
             own.meter = at.meter.copy()
+        if command.kind == "end":
+            self._end_again(own, command.value)
+            return
         if command.kind == "used":
             self._show(own)
             return
         self.changed = True
         if command.kind == "cancel":
-            if own.state == RUNNING:
+            if self._has_place(own):
                 self._engine.release(own.name)
-            self._enter(own, CANCELLED)
+            self._enter(own, CANCELLED, time=time)
         elif command.kind == "pause":
             self._leave(own)
-            self._enter(own, PAUSED)
+            self._enter(own, PAUSED, time=time)
             if own.reading:
                 self._preparation.set_aside(own.reading, True)
         elif command.kind == "resume":
-            self._enter(own, QUEUED if own.prepared else PREPARING)
+            self._enter(own, QUEUED if own.prepared else PREPARING, time=time)
             if own.reading:
                 self._preparation.set_aside(own.reading, False)
-            elif not own.prepared:
+            elif not (own.prepared or again):
                 self._read_data(own)
         elif command.kind == "set_priority":
             own.priority = command.value
@@ -187,7 +198,8 @@ class LiveTasks:
             self._extend(own, command.value, at.step)
 
     def restore(self, saved: SavedTask) -> None:
-        """Adds a task as it was saved. If it has not ended, its data are read again.
+        """Adds a task as it was saved. `go_on` has to be called when all have been added, and the
+        commands since then have been carried out again.
 
         Args:
           saved: the task.
@@ -195,11 +207,18 @@ class LiveTasks:
         own = self._tasks[saved.task.name] = LiveTask.of(saved)
         if own.ended:
             self._ended.append(own.name)
-        else:
-            if own.state != PAUSED:
-                self._enter(own, PREPARING, note="training was started again")
-            self._read_data(own)
         self._show(own)
+
+    def go_on(self) -> None:
+        """Lets the tasks go on that have not ended: their data are read again."""
+        self._ended = deque(sorted(self._ended, key=lambda name: self[name].history[-1].time))
+        # They had been kept.
+        self.ends.clear()
+        for own in self:
+            if not own.ended:
+                if own.state != PAUSED:
+                    self._enter(own, PREPARING, note="training was started again")
+                self._read_data(own)
 
     def tell_waiting(self, to_be_read: Sequence[Reading], to_begin: Sequence[Reading]) -> None:
         """Tells tasks that wait for their preparation how many come before them. A task is told
@@ -314,21 +333,26 @@ class LiveTasks:
             self[name].share = share
             self[name].meter.device_seconds += share * seconds
             if self[name].ended:
-                self.used_since.add(name)
+                self.ends[name] = None
         for name in self._engine.names:
             progress = self._engine.progress(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
-        # A name may be used again when no result of its task is still on its way.
-        while len(self._ended) > self._most_ended and self._ended[0] not in self._engine.awaited:
+        # A name may be used again when no result of its task is still on its way, and its end has
+        # been kept.
+        while len(self._ended) > self._most_ended and not self._is_needed(self._ended[0]):
             self._drop(self._ended[0])
 
     def _drop(self, name: str) -> None:
         """Forgets a task that has ended."""
         self._ended.remove(name)
         del self._tasks[name]
-        self.used_since.discard(name)
+        self.ends.pop(name, None)
         self._forget(name)
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether a task that has ended cannot be forgotten yet."""
+        return name in self._engine.awaited or name in self.ends
 
     @property
     def candidates(self) -> list[LiveTask]:
@@ -389,7 +413,7 @@ class LiveTasks:
         )
 
     def _extend(self, own: LiveTask, steps: int, at: int) -> None:
-        if own.state == RUNNING:
+        if self._has_place(own):
             self._engine.extend(own.name, steps)
         own.extend(steps, at)
         self._show(own)
@@ -413,9 +437,13 @@ class LiveTasks:
         own.progress = self._engine.progress(own.name)
         self._enter(own, RUNNING)
 
+    def _has_place(self, own: LiveTask) -> bool:
+        """Whether a task is in the engine. One that is restored is not, whatever its state."""
+        return own.name in self._engine.names
+
     def _leave(self, own: LiveTask) -> None:
         """Lets a task give up its place, if it has one."""
-        if own.state == RUNNING:
+        if self._has_place(own):
             own.suspended = self._engine.suspend(own.name)
 
     def _end(self, own: LiveTask, progress: TaskProgress) -> None:
@@ -427,17 +455,30 @@ class LiveTasks:
         self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True
 
+    def _end_again(self, own: LiveTask, end: End) -> None:
+        """Ends a task as it had ended before training was started again."""
+        if not own.ended:
+            self._ended.append(own.name)
+        own.end = end
+        self._show(own)
+
     def _enter(
-        self, own: LiveTask, state: str, reason: str | None = None, note: str | None = None
+        self,
+        own: LiveTask,
+        state: str,
+        reason: str | None = None,
+        note: str | None = None,
+        time: float | None = None,
     ) -> None:
-        """Lets a task enter a state."""
-        if own.enter(state, reason, self._clock(), note):
-            self._show(own)
+        """Lets a task enter a state, now unless a time is given."""
+        if own.enter(state, reason, self._clock() if time is None else time, note):
             if own.ended:
                 self._ended.append(own.name)
+                self.ends[own.name] = None
                 if own.reading:
                     self._preparation.drop(own.reading)
                     own.reading = None
+            self._show(own)
 
 
 def _waits_behind(what: str, count: int) -> str:

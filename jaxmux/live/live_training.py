@@ -12,6 +12,7 @@ from typing import Any
 
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.peft import Adapter
 from jaxmux.tasks import Task, TaskError
 
@@ -25,7 +26,7 @@ from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
 from .saving import Saving
-from .states import SUCCEEDED
+from .states import PREPARING, SUCCEEDED
 from .store import MemoryStore, Store
 
 _log = logging.getLogger("jaxmux")
@@ -41,7 +42,8 @@ class LiveTraining:
     called in any thread. Commands (`register`, `cancel`, `pause`, `resume`, `set_priority` and
     `extend`) are carried out at the next end of a round, in the order in which they were given.
     Their results are futures: `result()` waits until the command has been carried out, and raises
-    its error.
+    its error. Functions that are added to a future (`add_done_callback`) are called in the thread
+    that owns the engine, so they must not wait for another command.
 
     Tasks are trained by priority; among equals, those that came first go first, and of those that
     came at the same end of a round, the ones with the highest throughput. A task that cannot
@@ -129,6 +131,8 @@ class LiveTraining:
             most_ended,
         )
         self._saving = Saving(engine, self._tasks, self._store, save_every)
+        # What is restored has been told before.
+        self._telling = False
         for own in saved:
             self._tasks.restore(own)
             self._tasks.totals.replace(Meter(), own.meter)
@@ -138,12 +142,18 @@ class LiveTraining:
         for command in commands:
             try:
                 self._tasks.check(command, again=True)
-                self._tasks.carry_out(command, self._arrivals)
+                self._tasks.carry_out(command, self._arrivals, again=True)
             except TaskError as e:
                 _log.warning("%s: not carried out again: %s", command.kind, e)
             self._arrivals += 1
+        self._tasks.go_on()
+        self._telling = True
+        # What the last commands have changed may not have been told.
+        changed = {command.task for command in commands}
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))
+            if own.name in changed or own.state == PREPARING:
+                self._show_state(own)
         self._totals = self._tasks.totals.copy()
         self._saving.changed = bool(commands)
         # The commands that are being carried out.
@@ -155,7 +165,8 @@ class LiveTraining:
         # dispatched; None while they are idle.
         self._metered_until: float | None = None
         self._dispatched_at: float | None = None
-        self._closed = False
+        # Whether `close` has been called, and whether no thread trains any more after that.
+        self._closed = self._has_ended = False
         # Held while `run` runs.
         self._running = threading.Lock()
 
@@ -168,7 +179,7 @@ class LiveTraining:
           priority: tasks of higher numbers go first.
 
         Returns:
-          A future; it has a `TaskError` if the name is taken.
+          A future; it has a `TaskError` if the name is taken, or the store cannot keep the task.
         """
         if not isinstance(task, Task):
             raise TypeError(f"task should be a Task, found {task!r}")
@@ -230,8 +241,8 @@ class LiveTraining:
           steps: the new number of steps, those included that the task has trained.
 
         Returns:
-          A future; it has a `TaskError` if there is no such task, it has ended, its data have not
-          been read yet, or it has at least so many steps already.
+          A future; it has a `TaskError` if there is no such task, it has ended, it has at least so
+          many steps already, or their number is not known because its data have not been read.
         """
         return self._command("extend", name, _integer("steps", steps))
 
@@ -281,14 +292,33 @@ class LiveTraining:
         state = self.status(name).state
         if state != SUCCEEDED:
             raise TaskError(f"task {name!r}: it has no final adapter, because it is {state}")
-        return self._store.adapter(self._tasks[name].task)
+        try:
+            task = self._tasks[name].task
+        except KeyError:
+            # It has been forgotten since.
+            raise TaskError(f"task {name!r}: there is no such task") from None
+        return self._store.adapter(task)
 
     def close(self) -> None:
         """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
         and no more commands are taken."""
+        self._take_no_more()
+        # Without `run`, nobody else ends what waits.
+        if self._is_owner and self._running.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._running.release()
+
+    def _take_no_more(self) -> None:
         self._closed = True
         self._commands.close()
         self._preparation.close()
+
+    @property
+    def _is_owner(self) -> bool:
+        """Whether this thread may use the engine."""
+        return self._owner in (None, threading.current_thread())
 
     def run(self) -> None:
         """Trains until `close` is called, and waits while there is nothing to train. At the end all
@@ -323,12 +353,13 @@ class LiveTraining:
 
     def _end(self) -> None:
         """Ends the commands that have not been carried out, and all iterators over events."""
-        self.close()
+        self._take_no_more()
         why = "training has ended" if self._failure else "training was closed"
         for _, future in (*self._taken, *self._commands.take()):
             if not future.done():
                 future.set_exception(RuntimeError(f"{why} before the command"))
         self._events.close()
+        self._has_ended = True
 
     def step(self) -> bool:
         """Carries out the commands that wait, chooses the tasks that train, and trains a round.
@@ -390,16 +421,24 @@ class LiveTraining:
         _log.warning("%s; training goes on with %d of %d slots", error, slots, before.slots)
 
     def save(self, wait: bool = True) -> None:
-        """Waits for the devices, and saves all tasks as they are, if anything has changed.
+        """Waits for the devices, and saves all tasks as they are, if anything has changed. `run`
+        calls it; others need it only if they call `step`.
 
         Args:
           wait: whether to wait until an earlier call has been carried out. False saves nothing as
             long as the disk is busy.
+
+        Raises:
+          RuntimeError: another thread owns the engine, and training has not been closed.
         """
+        if not (self._is_owner or self._has_ended):
+            raise RuntimeError("only the thread that trains can save; `run` saves by itself")
         self._take_results(self._engine.drain())
         self._saving.save(wait)
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a task should be a string, found {name!r}")
         return self._commands.put(Command(kind, name, value, self._clock()))
 
     def _carry_out(self, waiting: Sequence[Waiting]) -> None:
@@ -425,6 +464,8 @@ class LiveTraining:
         for command, future in waiting:
             try:
                 self._tasks.check(command)
+                if command.kind == "register":
+                    self._store.check(command.value[0])
             except TaskError as e:
                 future.set_exception(e)
             else:
@@ -463,29 +504,32 @@ class LiveTraining:
         self._store.track(updates, evaluations, self._clock())
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        self._keep_used()
+        self._keep_ends()
         for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
         with self._lock:
             self._totals = self._tasks.totals.copy()
 
-    def _keep_used(self) -> None:
-        """Keeps what tasks have used since their ends were kept. What cannot be kept is tried again
-        after the next round."""
-        now = self._clock()
-        used = [Command("used", name, None, now) for name in sorted(self._tasks.used_since)]
+    def _keep_ends(self) -> None:
+        """Keeps how tasks have ended, and what they have used since. A task that has succeeded has
+        its adapter on disk by then. What cannot be kept is tried again after the next round."""
+        now, tasks = self._clock(), self._tasks
+        names = [name for name in tasks.ends if not self._store.is_exporting(name)]
+        ends = [Command("end", name, tasks[name].end, now) for name in names]
         with suppress(OSError):
-            if used:
-                self._store.record([self._tasks.with_at(command) for command in used])
-            self._tasks.used_since.clear()
+            if ends:
+                self._store.record([tasks.with_at(command) for command in ends])
+            for name in names:
+                del tasks.ends[name]
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""
         self._saving.changed = True
         self._show(own)
-        fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
-        self._tell(own.name, "state", fields)
+        if self._telling:
+            fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
+            self._tell(own.name, "state", fields)
 
     def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
         self._store.tell(self._events.add(self._clock(), name, kind, fields))
@@ -503,6 +547,8 @@ class LiveTraining:
 def _integer(what: str, value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{what} should be an integer, found {value!r}")
+    if abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{what} should be at most 2^53 - 1 without its sign")
     return value
 
 

@@ -23,6 +23,17 @@ class Store(Protocol):
         """Whether tasks or adapters that it was given could not be written."""
         ...
 
+    def check(self, task: Task) -> None:
+        """Checks that a task can be kept.
+
+        Args:
+          task: the task.
+
+        Raises:
+          TaskError: it would not be read back as it is.
+        """
+        ...
+
     def record(self, commands: Sequence[Command]) -> None:
         """Keeps commands that are about to be carried out.
 
@@ -40,6 +51,14 @@ class Store(Protocol):
         Args:
           trained: the task.
           adapter: function that waits for the adapter.
+        """
+        ...
+
+    def is_exporting(self, name: str) -> bool:
+        """Whether an adapter that `export` was given has not been kept yet.
+
+        Args:
+          name: name of the task.
         """
         ...
 
@@ -107,11 +126,17 @@ class MemoryStore:
         """Starts empty."""
         self._adapters: dict[str, Callable[[], Adapter]] = {}
 
+    def check(self, task: Task) -> None:
+        pass
+
     def record(self, commands: Sequence[Command]) -> None:
         pass
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
         self._adapters[trained.task.name] = adapter
+
+    def is_exporting(self, name: str) -> bool:
+        return False
 
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()

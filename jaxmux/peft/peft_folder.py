@@ -113,6 +113,8 @@ def export_adapter(
         share_like_folder(weights)
         _sort_metadata(weights)
         weights.replace(folder / kind.weights_file)
+        for other in {own.weights_file for own in KINDS.values()} - {kind.weights_file}:
+            (folder / other).unlink(missing_ok=True)
     except SafetensorError as e:
         raise OSError(errno.EIO, str(e), str(weights)) from None
     finally:

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import sync
-from jaxmux.live import At, Command, Meter
+from jaxmux.engine import TaskProgress
+from jaxmux.live import At, Command, End, Meter, StateChange
 
 from .run_directory import RunDirectoryError
 from .task_fields import from_json, to_json
@@ -140,6 +141,13 @@ def _line(command: Command) -> bytes:
     if command.kind == "register":
         task, priority, files = command.value
         fields |= {"specification": to_json(task), "priority": priority, "files": dict(files)}
+    elif command.kind == "end":
+        history, progress, steps = command.value
+        fields["value"] = {
+            "history": [change._asdict() for change in history],
+            "progress": progress and progress.to_json(),
+            "steps": steps,
+        }
     elif command.value is not None:
         fields["value"] = command.value
     if command.at:
@@ -166,6 +174,8 @@ def _command(path: Path, number: int, line: bytes) -> Command:
             # Older journals know nothing of files.
             files = fields.get("files", {})
             value = from_json(fields["specification"]), fields["priority"], files
+        elif fields["kind"] == "end":
+            value = _end(value)
         at = fields.get("at")
         at = at and At(at["step"], Meter(**at["meter"]))
         return Command(fields["kind"], fields["task"], value, fields["time"], at)
@@ -174,6 +184,14 @@ def _command(path: Path, number: int, line: bytes) -> Command:
             f"{path}, line {number}: damaged ({e}), so commands are lost; restore the file from a "
             "backup, or delete it and the later ones to go on without their commands"
         ) from None
+
+
+def _end(fields: dict[str, Any]) -> End:
+    return End(
+        tuple(StateChange(**change) for change in fields["history"]),
+        fields["progress"] and TaskProgress.from_json(fields["progress"]),
+        fields["steps"],
+    )
 
 
 def _complete_length(content: bytes) -> int:

@@ -67,7 +67,7 @@ class SavedRun(NamedTuple):
             prepared = engine.prepared(name)
             if progress.step < prepared.steps:
                 # The task may have been extended.
-                train_on(progress, prepared.task.patience)
+                train_on(progress, prepared.task)
             engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
         engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
         engine.computed_tokens = self.position.computed_tokens

@@ -147,6 +147,10 @@ def tuning_server(
         stack.callback(live.close)
         directory.record_sizes(sizes, say)
         yield live
+        live.close()
+        live.wait()
+        # `run` has saved everything, but not those who call `step`.
+        live.save()
 
 
 def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:

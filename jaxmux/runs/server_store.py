@@ -1,6 +1,7 @@
 """What a tuning server keeps in its folder: commands, tasks, adapters and events."""
 
 import dataclasses
+import json
 import math
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone, checkpoint_tensors, devices_bytes
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
 from jaxmux.sharding import PlacedBackbone
-from jaxmux.tasks import Task
+from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints
 from .event_log import EventLog
@@ -133,6 +134,17 @@ class ServerStore:
     def behind(self) -> bool:
         return self._behind or bool(self._adapters)
 
+    def check(self, task: Task) -> None:
+        try:
+            same = from_json(json.loads(json.dumps(to_json(task)))) == task
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            raise TaskError(
+                f"task {task.name!r}: a server that is started again could not read it; neither it "
+                "nor its adapter, optimizer or data may be of a subclass"
+            )
+
     def record(self, commands: Sequence[Command]) -> None:
         self._journal.append(commands)
         for own in commands:
@@ -142,6 +154,9 @@ class ServerStore:
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
         self._adapters[trained.task.name] = trained, adapter
         self._writer.submit(self._write_adapters)
+
+    def is_exporting(self, name: str) -> bool:
+        return name in self._adapters
 
     def adapter(self, task: Task) -> Adapter:
         if (waiting := self._adapters.get(task.name)) is not None:
@@ -195,7 +210,8 @@ class ServerStore:
 
     def _write_adapters(self) -> bool:
         """Writes the adapters that have not been written; returns whether that succeeded."""
-        for trained, adapter in list(self._adapters.values()):
+        for waiting in list(self._adapters.values()):
+            trained, adapter = waiting
             task = trained.task
             folder = self._directory.adapter(task.name)
             try:
@@ -215,7 +231,9 @@ class ServerStore:
             except OSError as e:
                 self._say(f"adapter {task.name}: cannot be written ({e.strerror}); tried again")
                 return False
-            del self._adapters[task.name]
+            # Meanwhile another task may have got the name, and ended.
+            if self._adapters[task.name] is waiting:
+                del self._adapters[task.name]
         return True
 
     def _write_checkpoint(

@@ -40,8 +40,9 @@ class StatusFiles:
         self._say, self._every = say, every
         # What the file of a specification tells, and since when.
         self._shown: dict[Place, tuple[Shown, float]] = {}
-        # The tenants in whose folders no status file could be written.
-        self._unwritable: set[str] = set()
+        # The places whose files could not be written, and the tenants of whom that was told.
+        self._unwritten: set[Place] = set()
+        self._told: set[str] = set()
 
     def tells(self, place: Place, status: TaskStatus | None) -> bool:
         """Whether the file tells a status, or it was tried to write it.
@@ -59,6 +60,7 @@ class StatusFiles:
           place: the place of the specification.
         """
         self._shown.pop(place, None)
+        self._unwritten.discard(place)
 
     def remove(self, place: Place) -> None:
         """Deletes the status file of a specification, if it was written.
@@ -66,6 +68,7 @@ class StatusFiles:
         Args:
           place: the place of the specification.
         """
+        self._unwritten.discard(place)
         if self._shown.pop(place, None):
             self._directory.remove_status(place)
 
@@ -87,7 +90,7 @@ class StatusFiles:
                 continue
             if shown.status and shown.status.state == SUCCEEDED:
                 shown = shown._replace(adapter=self._adapter(shown.status.name, before))
-            if not shown.is_like(before):
+            if place in self._unwritten or not shown.is_like(before):
                 due.append((at, place, shown))
         due.sort(key=lambda own: own[0])
         for _, place, shown in due:
@@ -100,10 +103,13 @@ class StatusFiles:
         tenant = place.tenant
         try:
             self._directory.write_status(place, shown.text())
-            self._unwritable.discard(tenant)
+            self._unwritten.discard(place)
+            if all(own.tenant != tenant for own in self._unwritten):
+                self._told.discard(tenant)
         except OSError as e:
-            if e.errno not in _FAULTS_OF_TENANTS and tenant not in self._unwritable:
-                self._unwritable.add(tenant)
+            self._unwritten.add(place)
+            if e.errno not in _FAULTS_OF_TENANTS and tenant not in self._told:
+                self._told.add(tenant)
                 folder = self._directory.folder(tenant)
                 self._say(f"{folder}: status files cannot be written ({e.strerror})")
 

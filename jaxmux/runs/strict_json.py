@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
+from jaxmux.field_checks import LARGEST_INTEGER
+
 # A specification nests its optimizer, and in it a schedule; adapter_config.json of PEFT nests less.
 _DEEPEST = 8
-# JSON of other programs holds integers as float64, which is exact up to this one.
-LARGEST_INTEGER = 2**53 - 1
 _LONGEST_SHOWN = 80
 _LARGE = 1e38
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}

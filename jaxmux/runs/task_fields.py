@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jaxmux.data import Source
 from jaxmux.data.file_kinds import JSONL_SUFFIXES
 from jaxmux.data.forms import all_fields
-from jaxmux.field_checks import field_schema
+from jaxmux.field_checks import LARGEST_INTEGER, field_schema
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import (
@@ -33,7 +33,7 @@ from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES, TABLES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
 
 from .specification_limits import SpecificationLimits
-from .strict_json import LARGEST_INTEGER, types_of
+from .strict_json import types_of
 
 # The part of a JSON object that names the class of an adapter or an optimizer.
 KIND = "kind"
@@ -84,8 +84,6 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
     """
     (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
     schema = field_schema(field) or {}
-    if "integer" in types_of(schema):
-        schema["maximum"] = LARGEST_INTEGER
     schema |= _narrower(limits).get((cls, name), {})
     texts = schema.get("items", schema)
     is_free_text = "string" in types_of(texts) and not {"pattern", "enum"} & texts.keys()

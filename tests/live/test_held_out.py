@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import slot
+from jaxmux.engine import TaskProgress, slot, train_on
 from jaxmux.optimizers import SGD
 from tests.engine.conftest import random_samples
 
@@ -139,3 +139,30 @@ def test_a_task_ends_when_its_time_is_over_and_waiting_does_not_count(
     assert 6 <= status.step <= 10
     assert "trained for" in status.reason
     assert np.isfinite(status.held_out_loss)
+
+
+def test_a_task_that_is_often_interrupted_ends_when_its_time_is_over(
+    live_of, make_measured, monkeypatch
+):
+    """A round takes a second."""
+    seconds = 0.0
+    monkeypatch.setattr(slot, "time", SimpleNamespace(monotonic=lambda: seconds))
+    live = live_of(make_measured("m", steps=1000, max_seconds=6))
+    for i in range(100):
+        if not live.statuses() or live.status("m").state != "succeeded":
+            seconds += 1
+            live.step()
+            settle(live)
+            if i > 4:
+                (live.pause, live.resume)[i % 2]("m")
+    assert live.status("m").state == "succeeded" and live.status("m").step <= 14
+
+
+def test_more_steps_do_not_help_a_task_whose_time_is_over(make_measured):
+    task = make_measured("m", steps=3, max_seconds=6).task
+    progress = TaskProgress(status="succeeded", step=3, seconds=7.0)
+    train_on(progress, task)
+    assert (progress.status, progress.stopped_early) == ("succeeded", "trained for 7 s")
+    progress = TaskProgress(status="succeeded", step=3, seconds=5.0)
+    train_on(progress, task)
+    assert progress.status == "running"

@@ -128,6 +128,10 @@ class ServerModel:
         # extended.
         self._rates: dict[tuple[str, int], float] = {}
         self._round = 0
+        # By task whose end is in the journal, its status then; and the tasks of which a server that
+        # was started has found the end, perhaps in a checkpoint only.
+        self._ended: dict[str, TaskStatus] = {}
+        self._in_checkpoint: set[str] = set()
         # By task, what it was seen to have used last.
         self._used: dict[str, Meter] = {}
 
@@ -187,12 +191,30 @@ class ServerModel:
         self._round = 0
         for status in live.statuses():
             name = status.name
+            if before := self._ended.get(name):
+                assert status == before, (status, before)
+            elif status.state in ENDED:
+                self._in_checkpoint.add(name)
             if not self.tasks[name].cancelled:
                 self._last[name] = status.step
                 self._begun.add((name, status.step + 1))
             elif name not in self.unkept:
                 # Its steps may fall back, but it has used what it had used before.
                 assert status.meter == self._used.get(name, status.meter), status
+
+    def end_without_saving(self, live: LiveTraining) -> None:
+        """A server ends. What its journal tells of tasks that have ended holds for ever; a
+        checkpoint may be damaged.
+
+        Args:
+          live: the server.
+        """
+        for status in live.statuses():
+            if status.name in live._tasks.ends:
+                if status.state == "cancelled":
+                    self.unkept.add(status.name)
+            elif status.state in ENDED and status.name not in self._in_checkpoint:
+                self._ended[status.name] = status
 
     def end_server(self, live: LiveTraining) -> None:
         """A server has saved its state for the last time, and waited for the rounds under way.

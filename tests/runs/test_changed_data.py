@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import threading
 import time
 import zlib
@@ -151,9 +152,10 @@ def test_folders_without_files_of_tasks_are_opened(
     ends.set()
     with serve(tmp_path / "server") as server:
         assert finish(server)[0] == "succeeded"
-    with serve(tmp_path / "journaled") as server:
+    with serve(tmp_path / "left") as server:
         server.register(mine)
         server.step()
+        shutil.copytree(tmp_path / "left", tmp_path / "journaled")
     (segment,) = (tmp_path / "journaled" / "journal").iterdir()
     command = json.loads(segment.read_bytes())["command"]
     assert list(command.pop("files")) == [mine.data.path]

@@ -362,7 +362,7 @@ def test_a_task_that_the_server_has_forgotten_does_not_begin_anew(watch, put, tm
         name = server.live._tasks._ended.popleft()
         del server.live._tasks._tasks[name]
         server.live._forget(name)
-        server.live._unsaved = True
+        server.live._saving.changed = True
         server.poll(4)
         assert server.state("acme/one") == "cancelled"
     with watch(tmp_path) as server:
@@ -566,6 +566,23 @@ def test_a_status_is_written_at_most_once_a_second(watch, put, tmp_path, monkeyp
         while time.monotonic() < end:
             server.poll()
         assert len(written) <= 1
+
+
+def test_a_status_that_cannot_be_written_is_written_later_and_told_once(watch, put, tmp_path):
+    blocked = tmp_path / "inbox" / "acme" / "one.status.json"
+    put("acme/two", steps=400)
+    with watch(tmp_path) as server:
+        server.watcher._status_files._every = 0.0
+        server.until("acme/two", "running")
+        blocked.mkdir()
+        put("acme/one")
+        server.poll_until(lambda: "acme.one" in [own.name for own in server.live.statuses()])
+        server.poll_until(lambda: server.live.status("acme.one").state == "succeeded")
+        server.poll(4)
+        blocked.rmdir()
+        # The task has ended, so nothing else would have its file written.
+        assert server.until("acme/one", "succeeded")["step"] == 3
+        assert sum("status files cannot be written" in line for line in server.said) == 1
 
 
 def test_a_disk_that_cannot_be_written_is_waited_for(watch, put, tmp_path, monkeypatch):

@@ -92,8 +92,9 @@ def test_a_damaged_only_checkpoint_gives_way_to_the_beginning(serve, task, tmp_p
         server.save()
         server.set_priority("a", 4)
         step(server)
-    (folder / "checkpoints" / "1" / "run" / "metadata").write_text("{")
-    with serve(folder, said) as server:
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "checkpoints" / "1" / "run" / "metadata").write_text("{")
+    with serve(copy, said) as server:
         assert server.status("a").priority == 4
         finish(server)
         status = server.status("a")
@@ -208,14 +209,16 @@ def test_steps_that_are_computed_a_third_time_count_as_recomputed(serve, task, t
     with serve(folder, checkpoint_every=1000) as server:
         server.register(task("a"))
         step(server, 6)
-    with serve(folder, checkpoint_every=1000) as server:
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    with serve(copy, checkpoint_every=1000) as server:
         settle(server)
         step(server, 3)
         assert 0 < server.status("a").step < 4
-    with serve(folder) as server:
+        last = shutil.copytree(copy, tmp_path / "last")
+    with serve(last) as server:
         finish(server)
         meter = server.status("a").meter
-    events = [json.loads(line) for line in (folder / "events.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (last / "events.jsonl").read_text().splitlines()]
     first = [event for event in events if event["kind"] == "update"][:4]
     assert meter.recomputed_tokens >= sum(event["computed_tokens"] for event in first)
 

@@ -440,7 +440,7 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
     assert seconds < 10
     assert error.splitlines()[-1].startswith("stopped by SIGTERM; ")
     assert "Traceback" not in error
-    assert out.startswith("no --gin_file: serving the bundled demo's model (")
+    assert out.startswith("no --gin_file: serving the demo's model (")
     # What was trained is saved.
     assert "state saved, the same command continues from here" in error
     assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())

@@ -275,7 +275,7 @@ def test_what_has_ended_is_saved_before_the_server_waits(tasks, serve, tmp_path)
         for event in events:
             if event.kind == "state" and event.fields["state"] == "succeeded":
                 break
-        while server._unsaved:
+        while server._saving.changed:
             time.sleep(0.01)
         server._store._writer.submit(lambda: None).result()
         copy = shutil.copytree(tmp_path / "server", tmp_path / "copy")

@@ -1,0 +1,150 @@
+"""A task that has ended stays as it is, whatever ends the server; and a server ends in order."""
+
+import dataclasses
+import json
+import shutil
+import threading
+
+import pytest
+
+from jaxmux import AdamW, Bottleneck, Schedule
+from jaxmux.field_checks import LARGEST_INTEGER
+from jaxmux.tasks import Task, TaskError
+
+from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+
+
+def test_ends_survive_a_kill(serve, task, adapter_bytes, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder, checkpoint_every=1000) as server:
+        server.register(task("good"))
+        server.register(task("bad", data="missing.jsonl"))
+        server.register(task("lasting", steps=1000))
+        server.register(task("cancelled", steps=1000))
+        step(server)
+        while server.status("good").state != "succeeded":
+            step(server)
+        server.cancel("cancelled")
+        # What they have used is known when the results of the last round have arrived.
+        step(server, 3)
+        ended = [server.status(name) for name in ("good", "bad", "cancelled")]
+        copy = shutil.copytree(folder, tmp_path / "copy")
+        adapter = adapter_bytes(copy / "adapters" / "good")
+    assert not any((copy / "checkpoints").iterdir())
+    told = (copy / "events.jsonl").read_text()
+    with serve(copy, checkpoint_every=1000) as server:
+        assert [server.status(own.name) for own in ended] == ended
+        step(server, 3)
+        assert [server.status(own.name) for own in ended] == ended
+        server.cancel("lasting")
+        step(server)
+    assert adapter_bytes(copy / "adapters" / "good") == adapter
+    # After a server that has ended in order, nothing that has ended is told again.
+    with serve(copy) as server:
+        step(server)
+    later = (copy / "events.jsonl").read_text().removeprefix(told).splitlines()
+    again = [event["task"] for event in map(json.loads, later) if event.get("state") == "succeeded"]
+    assert again == ["good"]
+
+
+def test_a_name_that_is_used_again_belongs_to_the_new_task(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder, most_ended=1, checkpoint_every=1000) as server:
+        for name, steps in (("a", 2), ("b", 1), ("a", 4)):
+            server.register(task(name, steps=steps))
+            finish(server)
+        step(server)
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    with serve(copy, most_ended=1) as server:
+        assert (server.status("a").state, server.status("a").steps) == ("succeeded", 4)
+
+
+def test_leaving_a_server_saves_what_steps_have_trained(serve, task, tmp_path):  # noqa: F811
+    with serve(tmp_path, checkpoint_every=1000) as server:
+        server.register(task("a", steps=50))
+        step(server, 5)
+        events = server.events()
+        waiting = server.pause("a")
+        server.close()
+        # Nobody waits for a thread that does not exist.
+        assert "before the command" in str(waiting.exception(timeout=0))
+        assert list(events) == []
+    with serve(tmp_path) as server:
+        assert server.status("a").step == 4
+
+
+def test_only_the_thread_that_trains_saves(serve, task, tmp_path):  # noqa: F811
+    with serve(tmp_path) as server:
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        server.register(task("a")).result()
+        with pytest.raises(RuntimeError, match="`run` saves by itself"):
+            server.save()
+        server.close()
+        thread.join()
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnTask(Task):
+    owner: str = "me"
+
+
+class OwnAdamW(AdamW):
+    pass
+
+
+def test_what_cannot_be_read_back_is_refused(serve, task, tmp_path):  # noqa: F811
+    plain = task("a")
+    fields = {field.name: getattr(plain, field.name) for field in dataclasses.fields(plain)}
+    with serve(tmp_path) as server:
+        for own in (OwnTask(**fields), dataclasses.replace(plain, optimizer=OwnAdamW(1e-3))):
+            refused = server.register(own)
+            step(server)
+            with pytest.raises(TaskError, match="task 'a': .* of a subclass"):
+                refused.result(timeout=0)
+    with serve(tmp_path) as server:
+        assert not server.statuses()
+
+
+def test_numbers_and_names_of_commands_are_checked(serve, task, tmp_path):  # noqa: F811
+    with serve(tmp_path) as server:
+        warm = AdamW(1e-3, schedule=Schedule("linear", warmup_ratio=0.1))
+        server.register(task("a", optimizer=warm))
+        step(server, 2)
+        for wrong in (LARGEST_INTEGER + 1, 10**5000):
+            for change in (server.extend, server.set_priority):
+                with pytest.raises(ValueError, match=r"at most 2\^53 - 1"):
+                    change("a", wrong)
+            with pytest.raises(TaskError, match=r"batch_size should be at most 2\^53 - 1"):
+                task("b", batch_size=wrong)
+        with pytest.raises(TypeError, match="name of a task should be a string"):
+            server.cancel(["a"])
+        extended = server.extend("a", LARGEST_INTEGER)
+        step(server)
+        assert extended.result(timeout=0) is None
+        server.register(task("large", batch_size=LARGEST_INTEGER))
+        step(server, 2)
+        assert server.status("a").state == "running"
+
+
+def test_an_adapter_of_another_kind_replaces_all_files(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    options = {"most_ended": 1, "reserved_adapters": (Bottleneck(size=8),)}
+    with serve(folder, **options) as server:
+        for name, fields in (("a", {}), ("b", {}), ("a", {"adapter": Bottleneck(size=8)})):
+            server.register(task(name, steps=1, **fields))
+            finish(server)
+        settle(server)
+    assert sorted(path.name for path in (folder / "adapters" / "a").glob("*.safetensors")) == [
+        "adapter.safetensors"
+    ]
+
+
+def test_reasons_quote_only_the_beginning_of_what_is_wrong(serve, task, tmp_path):  # noqa: F811
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"x" * 100_000: 1}) + "\n")
+    with serve(tmp_path / "server") as server:
+        server.register(task("a", data=str(data)))
+        step(server, 2)
+        reason = server.status("a").reason
+    assert "xxx" in reason and len(reason) < 2100
