@@ -70,7 +70,8 @@ def test_leaving_a_server_saves_what_steps_have_trained(serve, task, tmp_path): 
         assert "before the command" in str(waiting.exception(timeout=0))
         assert list(events) == []
     with serve(tmp_path) as server:
-        assert server.status("a").step == 4
+        # The first round may have begun in the first step or in the second.
+        assert server.status("a").step in (4, 5)
 
 
 def test_only_the_thread_that_trains_saves(serve, task, tmp_path):  # noqa: F811
