@@ -9,6 +9,7 @@ import pytest
 
 from jaxmux import AdamW, Bottleneck, Schedule
 from jaxmux.field_checks import LARGEST_INTEGER
+from jaxmux.live import At, Command
 from jaxmux.tasks import Task, TaskError
 
 from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
@@ -45,6 +46,23 @@ def test_ends_survive_a_kill(serve, task, adapter_bytes, tmp_path):  # noqa: F81
     later = (copy / "events.jsonl").read_text().removeprefix(told).splitlines()
     again = [event["task"] for event in map(json.loads, later) if event.get("state") == "succeeded"]
     assert again == ["good"]
+
+
+def test_what_earlier_versions_have_kept_of_ends_counts(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder, checkpoint_every=1000) as server:
+        server.register(task("a", steps=50))
+        step(server, 4)
+        server.cancel("a")
+        step(server, 3)
+        status = server.status("a")
+        used = dataclasses.replace(status.meter, effective_tokens=12_345)
+        last = status.history[-1].time
+        server._store.record([Command("used", "a", None, last, At(status.step, used))])
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    with serve(copy) as server:
+        assert server.status("a") == status._replace(meter=used)
+        assert server.totals() == used
 
 
 def test_a_name_that_is_used_again_belongs_to_the_new_task(serve, task, tmp_path):  # noqa: F811
