@@ -31,10 +31,13 @@ class Computed(NamedTuple):
     Attributes:
       turns: what rounds have computed of training samples.
       held_out: by name of the task, number of tokens of chunks with held-out samples.
+      measured: the same of the measurements that have been completed, whose first turns may have
+        been computed before. Those that were begun and are begun again do not count.
     """
 
     turns: list[ComputedTurn]
     held_out: dict[str, int]
+    measured: dict[str, int]
 
     @property
     def by_task(self) -> dict[str, int]:
@@ -54,6 +57,7 @@ class ComputedTokens:
         """Starts without tokens."""
         self._turns: list[ComputedTurn] = []
         self._held_out: Counter[str] = Counter()
+        self._measured: Counter[str] = Counter()
 
     def count(self, number: int, slot: Slot, plan: RoundPlan) -> None:
         """Counts the turn of a task in a round, but for the parts of it that have been counted.
@@ -90,7 +94,7 @@ class ComputedTokens:
             self._turns.append(ComputedTurn(slot.name, step, slot.computed[step], tokens))
 
     def count_held_out(self, slot: Slot, tokens: int) -> None:
-        """Counts a measurement of the held-out loss.
+        """Counts a turn of a measurement of the held-out loss.
 
         Args:
           slot: the task.
@@ -98,10 +102,19 @@ class ComputedTokens:
         """
         self._held_out[slot.name] += tokens
 
+    def count_measured(self, slot: Slot, tokens: int) -> None:
+        """Counts a measurement whose turns have all been counted.
+
+        Args:
+          slot: the task.
+          tokens: number of tokens of all turns.
+        """
+        self._measured[slot.name] += tokens
+
     def take(self) -> Computed:
         """What has been counted since the last call."""
-        taken = Computed(self._turns, dict(self._held_out))
-        self._turns, self._held_out = [], Counter()
+        taken = Computed(self._turns, dict(self._held_out), dict(self._measured))
+        self._turns, self._held_out, self._measured = [], Counter(), Counter()
         return taken
 
     def _add(self, slot: Slot, step: int, tokens: int) -> None:

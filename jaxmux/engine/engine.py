@@ -536,7 +536,7 @@ class Engine(RoundLoop):
         if self._position.begun_ahead or self._results.awaits(slot):
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
-        slot.progress = progress
+        slot.restore(progress)
         slot.lose_gradients()
         own, slot.best = without_best(arrays)
         self._slots.write(name, own)

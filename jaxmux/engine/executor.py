@@ -9,7 +9,7 @@ from .due_updates import DueUpdates, UpdateStats
 from .prepared_task import PreparedTask
 from .replica_input import ReplicaInput
 from .round_record import DispatchedPass
-from .rounds import Dispatch, RoundPlan
+from .rounds import Dispatch, RoundPlan, SampleIndices
 
 
 class RoundOutcome(NamedTuple):
@@ -31,9 +31,10 @@ class Measurement(NamedTuple):
     """A measurement of held-out losses that has been dispatched.
 
     Attributes:
-      losses: function that waits for the losses: float32 [T], the mean cross entropy in nats per
-        target token; NaN if the forward pass was not finite.
-      tokens: by slot, number of tokens of the chunks that hold the task's samples, with padding.
+      losses: function that waits for the losses: float32 [T], the sum of the cross entropies of the
+        measured samples in nats, divided by the number of target tokens of all held-out samples of
+        the task; NaN if the forward pass was not finite.
+      tokens: by slot, number of tokens of the chunks that hold the measured samples, with padding.
     """
 
     losses: Callable[[], np.ndarray]
@@ -119,12 +120,13 @@ class Executor(Protocol):
         become empty, and from now on layers recompute more."""
         ...
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
-        """Dispatches a measurement of the losses of the held-out samples of tasks, with their
-        current adapters, without dropout.
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+        """Dispatches a measurement of the losses of held-out samples of tasks, with their current
+        adapters, without dropout.
 
         Args:
           tasks: by slot, the tasks.
+          samples: by slot, the indices of the held-out samples that are measured.
         """
         ...
 

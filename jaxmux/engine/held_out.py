@@ -1,19 +1,37 @@
 """When held-out losses are measured, and when tasks stop because of their time."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Executor as Threads
+
+import numpy as np
+
+from jaxmux.data.stored_samples import stream_lengths
 
 from .executor import Executor
 from .results import DispatchedEvaluation, Results
 from .rounds import RoundPlan
+from .slot import Measuring, Slot
 from .slots import Slots
+from .turns import turn_from
 
 
 class HeldOut:
     """Dispatches the measurements of held-out losses. Their results arrive with those of updates,
-    which decide whether a task stops early."""
+    which decide whether a task stops early.
 
-    def __init__(self, slots: Slots, results: Results, executor: Executor, copies: Threads):
+    A task with more held-out data than a turn may have is measured in several turns, one in a
+    round, as a large global batch is trained. It trains on when all have been dispatched. The
+    others need not wait for it.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        results: Results,
+        executor: Executor,
+        copies: Threads,
+        most_tokens: int | None,
+    ):
         """Starts without measurements.
 
         Args:
@@ -21,13 +39,36 @@ class HeldOut:
           results: gets what has been dispatched.
           executor: runs the measurements.
           copies: the thread that waits for copies on their way to the host.
+          most_tokens: most tokens of a turn, as for `Turns`.
         """
         self._slots, self._results = slots, results
         self._executor, self._copies = executor, copies
+        self._most_tokens = most_tokens
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The slots of measurements that have not been dispatched as a whole."""
+        return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
+
+    def delays(self, number: int, step: int | None) -> bool:
+        """Whether a task waits for its measurement before it trains on.
+
+        Args:
+          number: number of its slot.
+          step: number of its steps after a round that is being dispatched and completes a global
+            batch; None if there is no such round.
+        """
+        slot = self._slots[number]
+        if slot.measuring or step is None or not slot.is_measured_after(step):
+            return slot.measuring is not None
+        return self._most_tokens is not None and self._length(slot) > self._most_tokens
+
+    def _length(self, slot: Slot) -> int:
+        return int(stream_lengths(slot.prepared.eval_samples).sum(dtype=np.int64))
 
     def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
-        """Stops tasks that have trained for their longest time, and measures those tasks whose
-        turn it is.
+        """Stops tasks that have trained for their longest time, begins to measure those whose turn
+        it is, and goes on with the measurements that have begun.
 
         Args:
           plan: the round that has been dispatched.
@@ -36,32 +77,61 @@ class HeldOut:
         """
         self._stop_in_time(plan, begun)
         updated = {n: plan.steps[n] for n in plan.steps if n in plan.ends and self._slots.runs(n)}
-        due = [n for n, step in updated.items() if self._slots[n].is_measured_after(step + 1)]
-        self.measure(due, rounds)
+        self._begin(n for n, step in updated.items() if self._slots[n].is_measured_after(step + 1))
+        self.go_on(rounds)
 
     def measure(self, numbers: Sequence[int], rounds: int) -> None:
         """Begins to measure the held-out losses of tasks, with the adapters that they have after
-        everything that has been dispatched.
+        everything that has been dispatched, and dispatches the first turns.
 
         Args:
           numbers: slots of the tasks. Tasks without held-out samples are left out.
           rounds: number of rounds that have been dispatched.
         """
-        tasks = {n: self._slots[n] for n in numbers if self._slots[n].prepared.eval_samples}
-        if not tasks:
+        self._begin(n for n in numbers if self._slots[n].prepared.eval_samples)
+        self._dispatch([n for n in self.unfinished if n in numbers], rounds)
+
+    def go_on(self, rounds: int) -> None:
+        """Dispatches the next turn of every measurement that has begun.
+
+        Args:
+          rounds: number of rounds that have been dispatched.
+        """
+        self._dispatch(self.unfinished, rounds)
+
+    def _begin(self, numbers: Iterable[int]) -> None:
+        """Lets measurements begin with the next turn, unless they have begun."""
+        for slot in map(self._slots.__getitem__, numbers):
+            step = slot.progress.step + self._results.steps_awaited(slot)
+            slot.measuring = slot.measuring or Measuring(step)
+
+    def _dispatch(self, numbers: Sequence[int], rounds: int) -> None:
+        """Dispatches a turn of the measurements of tasks."""
+        if not numbers:
             return
-        steps = {
-            n: slot.progress.step + self._results.steps_awaited(slot) for n, slot in tasks.items()
-        }
-        adapters = {
-            n: self._copies.submit(self._slots.copy_to_host(slot.name, ("adapter",))).result
-            for n, slot in tasks.items()
-            if slot.prepared.task.keep_best and steps[n]
-        }
-        measured = self._executor.evaluate({n: slot.prepared for n, slot in tasks.items()})
+        tasks = {n: self._slots[n] for n in numbers}
+        measured = {n: slot.measuring for n, slot in tasks.items()}
+        turns = {n: self._next_turn(slot) for n, slot in tasks.items()}
+        prepared = {n: slot.prepared for n, slot in tasks.items()}
+        dispatched = self._executor.evaluate(prepared, turns)
+        ended, adapters = [], {}
+        for n, slot in tasks.items():
+            slot.measuring.samples = turns[n].stop
+            if turns[n].stop < len(slot.prepared.eval_samples):
+                continue
+            ended.append(n)
+            if slot.prepared.task.keep_best and slot.measuring.step:
+                copied = self._slots.copy_to_host(slot.name, ("adapter",))
+                adapters[n] = self._copies.submit(copied).result
+            slot.measuring = None
         self._results.add_evaluation(
-            DispatchedEvaluation(rounds, steps, tasks, adapters, *measured)
+            DispatchedEvaluation(rounds, tasks, measured, frozenset(ended), adapters, *dispatched)
         )
+
+    def _next_turn(self, slot: Slot) -> range:
+        """The held-out samples of the next turn of a task."""
+        lengths = stream_lengths(slot.prepared.eval_samples)
+        return turn_from(slot.measuring.samples, lengths, self._most_tokens)
 
     def _stop_in_time(self, plan: RoundPlan, begun: RoundPlan | None) -> None:
         """Lets tasks stop that have trained for their longest time: after the step that has been

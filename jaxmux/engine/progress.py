@@ -39,8 +39,8 @@ class TaskProgress:
       best_step: number of steps after which it was measured; None before the first.
       evaluations_since_best: number of measurements since then.
       seconds: seconds for which the task has been trained.
-      status: "running", "succeeded" (all steps are trained, or the task has stopped early) or
-        "failed".
+      status: "running", "succeeded" (all steps are trained and the held-out loss is measured, or
+        the task has stopped early) or "failed".
       error: reason for the status "failed"; otherwise None.
       stopped_early: why the task has succeeded before its last step; None if it has not.
       rung_losses: losses of the held-out data at the rungs of successive halving that the task has
@@ -223,7 +223,7 @@ def _stop_if_patience_ended(progress: TaskProgress, patience: int | None) -> Non
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
     """Enters the result of a global batch into its task's progress, and decides whether the task
-    has succeeded or failed.
+    has failed.
 
     Args:
       progress: the task's progress; it is changed.
@@ -252,5 +252,3 @@ def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_
         )
     elif last and not math.isfinite(done.loss):
         progress.status, progress.error = "failed", "loss not finite at the last step"
-    elif last:
-        progress.status = "succeeded"

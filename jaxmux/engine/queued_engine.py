@@ -73,9 +73,9 @@ class QueuedEngine(Engine):
 
     @property
     def finished(self) -> bool:
-        """True if every task has ended or has had its last step dispatched."""
-        return not self._live() and not any(
-            slot.running and self._steps_of(slot) < slot.steps
+        """True if every task has ended or has had its last step and measurement dispatched."""
+        return super().finished and not any(
+            slot.running and (self._steps_of(slot) < slot.steps or slot.measuring)
             for slot in map(self._slot, self._order)
         )
 
@@ -140,7 +140,7 @@ class QueuedEngine(Engine):
         """Puts a registered task without a place back to the moment at which its checkpoint was
         taken. It gets a place when the next round begins."""
         slot = self._outside[name].slot
-        slot.progress = progress
+        slot.restore(progress)
         own, slot.best = without_best(arrays)
         self._outside[name] = SuspendedTask(slot, lambda: own, accumulated)
         self._new.discard(name)
@@ -186,7 +186,8 @@ class QueuedEngine(Engine):
         return not known and not self._results.awaits(slot)
 
     def _wants_place(self, slot: Slot) -> bool:
-        return self._has_steps(slot) or self._is_unmeasured(slot)
+        measured = slot.running and slot.measuring is not None
+        return self._has_steps(slot) or measured or self._is_unmeasured(slot)
 
     def _give_places(self) -> None:
         """Gives places to waiting tasks: free ones, then those of tasks that have nothing to train

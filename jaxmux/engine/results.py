@@ -21,7 +21,7 @@ from .progress import (
     stop_in_time,
 )
 from .rounds import RoundPlan
-from .slot import Slot
+from .slot import Measuring, Slot
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,21 +67,23 @@ class DispatchedTurns:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedEvaluation:
-    """A measurement of held-out losses whose results have not been fetched.
+    """Turns of measurements of held-out losses whose results have not been fetched.
 
     Attributes:
       index: number of rounds that have been dispatched.
-      steps: by slot number, the steps of the task that have been dispatched.
       tasks: by slot number, the tasks.
+      measured: by slot number, the measurement to which the turn belongs.
+      ended: the slots whose measurements end with these turns.
       adapters: by slot number, function that waits for the measured adapter and returns its arrays
-        by path, for tasks that keep their best adapter.
-      losses: function that waits for the losses by slot.
+        by path, for tasks of `ended` that keep their best adapter.
+      losses: function that waits for the losses by slot, as in `Measurement`.
       tokens: by slot number, number of tokens of the chunks with held-out samples.
     """
 
     index: int
-    steps: Mapping[int, int]
     tasks: Mapping[int, Slot]
+    measured: Mapping[int, Measuring]
+    ended: frozenset[int]
     adapters: Mapping[int, Callable[[], SlotArrays]]
     losses: Callable[[], np.ndarray]
     tokens: Mapping[int, int]
@@ -108,14 +110,14 @@ class Results:
         self._fetched: list[TaskUpdate] = []
         self._evaluations: list[TaskEvaluation] = []
         # What has been computed in the rounds whose updates were taken last.
-        self._taken = Computed([], {})
+        self._taken = Computed([], {}, {})
 
     def add(self, dispatched: DispatchedUpdate | DispatchedTurns) -> None:
         """Adds an update, or turns, that have been dispatched."""
         self._dispatched.append(dispatched)
 
     def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
-        """Adds a measurement of held-out losses that has been dispatched after all updates."""
+        """Adds turns of measurements that have been dispatched after all updates."""
         self._measured.append(evaluation)
 
     def steps_awaited(self, slot: Slot) -> int:
@@ -169,7 +171,7 @@ class Results:
     def take_computed(self) -> Computed:
         """What has been computed in the rounds whose updates the last call of `take` returned; what
         is not taken before the next call is forgotten."""
-        taken, self._taken = self._taken, Computed([], {})
+        taken, self._taken = self._taken, Computed([], {}, {})
         return taken
 
     def take_evaluations(self) -> list[TaskEvaluation]:
@@ -196,8 +198,8 @@ class Results:
             )
             slot.count_seconds()
             record_update(slot.progress, done, slot.steps, self._max_bad_steps)
-            if slot.progress.status == "succeeded" and slot.steps < slot.prepared.steps:
-                stop_in_time(slot.progress)
+            if not slot.prepared.eval_samples:
+                _succeed_after(done.task_step, slot)
             self._fetched.append(done)
 
     def _record_turns(self, turns: DispatchedTurns) -> None:
@@ -220,18 +222,42 @@ class Results:
 
     def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
         for number, slot in evaluation.tasks.items():
-            progress, task = slot.progress, slot.prepared.task
+            measured = evaluation.measured[number]
+            measured.loss += float(losses[number])
+            measured.tokens += evaluation.tokens[number]
             self.computed.count_held_out(slot, evaluation.tokens[number])
-            if progress.status == "failed":
-                continue
-            step, loss = evaluation.steps[number], float(losses[number])
-            best = progress.best_loss is None or loss < progress.best_loss
-            best = step > 0 and math.isfinite(loss) and best
-            tokens = slot.held_out_tokens
-            done = TaskEvaluation(evaluation.index, slot.name, step, loss, tokens, best)
-            record_evaluation(progress, done, task.patience, task.keep_best)
-            if step == slot.pause_after:
-                progress.rung_losses.append(loss if math.isfinite(loss) else None)
-            if best and number in evaluation.adapters:
-                slot.best = evaluation.adapters[number]
-            self._evaluations.append(done)
+            if number in evaluation.ended:
+                self.computed.count_measured(slot, measured.tokens)
+                if slot.progress.status != "failed":
+                    adapter = evaluation.adapters.get(number)
+                    self._record_loss(slot, measured, evaluation.index, adapter)
+
+    def _record_loss(
+        self,
+        slot: Slot,
+        measured: Measuring,
+        index: int,
+        adapter: Callable[[], SlotArrays] | None,
+    ) -> None:
+        """Records the result of a whole measurement."""
+        progress, task, step = slot.progress, slot.prepared.task, measured.step
+        finite = math.isfinite(measured.loss)
+        best = progress.best_loss is None or measured.loss < progress.best_loss
+        best = step > 0 and finite and best
+        tokens = slot.held_out_tokens
+        done = TaskEvaluation(index, slot.name, step, measured.loss, tokens, best)
+        _succeed_after(step, slot)
+        record_evaluation(progress, done, task.patience, task.keep_best)
+        if step == slot.pause_after:
+            progress.rung_losses.append(measured.loss if finite else None)
+        if best and adapter:
+            slot.best = adapter
+        self._evaluations.append(done)
+
+
+def _succeed_after(step: int, slot: Slot) -> None:
+    """Notes that a task has succeeded if this was its last step, and it has not failed."""
+    if slot.running and step == slot.steps:
+        slot.progress.status = "succeeded"
+        if slot.steps < slot.prepared.steps:
+            stop_in_time(slot.progress)

@@ -27,7 +27,7 @@ from .results import DispatchedTurns, DispatchedUpdate, Results
 from .round_position import RoundPosition
 from .round_record import RoundRecord
 from .round_stream import RoundStream
-from .rounds import RoundPlan
+from .rounds import RoundPlan, all_samples
 from .single_device import SingleDevice
 from .size_ahead import SizeAhead
 from .slot import Slot
@@ -84,7 +84,7 @@ class RoundLoop:
         self._executor = self._make_executor(programs)
         self._stream = RoundStream(self._slots, options, self._executor)
         self._position = RoundPosition(self._stream)
-        self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
+        self._held_out = self._measure_held_out()
         self._round: RoundRecord | None = None
         # By the slots of an update that is being dispatched, the learning rate of each slot.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
@@ -100,6 +100,11 @@ class RoundLoop:
 
         ahead = programs.programs if isinstance(programs, MeshSizeAhead) else None
         return SeveralDevices(self._replicas, self.options, self._slots.stored, ahead)
+
+    def _measure_held_out(self) -> HeldOut:
+        """What measures held-out losses with the present options and executor."""
+        given = self._slots, self._results, self._executor, self._copies
+        return HeldOut(*given, self.options.round_tokens)
 
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
@@ -119,7 +124,7 @@ class RoundLoop:
         self._stream = self._stream.resized(options, self._executor, numbers)
         self._position.renumber(numbers, self._stream)
         self._position.prepare(self._live())
-        self._held_out = HeldOut(self._slots, self._results, self._executor, self._copies)
+        self._held_out = self._measure_held_out()
         if not self._executor.try_memory(self._slots.pool.dropout):
             self._warm_up()
 
@@ -133,9 +138,9 @@ class RoundLoop:
 
     @property
     def finished(self) -> bool:
-        """True if every task has succeeded, has failed or has had its last step dispatched. The
-        results of the last round may still have to be fetched with `drain`."""
-        return not self._live()
+        """True if every task has succeeded, has failed or has had its last step and measurement
+        dispatched. The results of the last round may still have to be fetched with `drain`."""
+        return not self._live() and not self._held_out.unfinished
 
     @property
     def seconds_waited(self) -> float:
@@ -156,7 +161,8 @@ class RoundLoop:
         before it.
 
         The call returns before the device has finished the round. It compiles the programs if
-        necessary. If no task is live, it only calls `drain`.
+        necessary. If no task is live, it calls `drain`, and goes on with the measurements of
+        held-out losses that have begun.
 
         Args:
           stop: function without arguments that is called after every microbatch, for example to
@@ -183,7 +189,9 @@ class RoundLoop:
         """
         position = self._position
         if position.current is None and not self._live():
-            return self.drain()
+            drained = self.drain()
+            self._held_out.go_on(self.rounds)
+            return drained
         while True:
             current = position.begin(self._live())
             done, before = position.done, len(position.done)
@@ -369,8 +377,10 @@ class RoundLoop:
 
     def begin_evaluation(self, names: Sequence[str]) -> None:
         """Begins to measure the held-out losses of tasks with their current adapters. The results
-        arrive with those of the next round, or with `drain`. The engine does this by itself after a
-        task's last step, and every `Task.eval_every` steps.
+        arrive with those of the next round, or with `drain`. A measurement of more than
+        `options.round_tokens` tokens has a turn in each of the next rounds, and its task does not
+        train until it is over. The engine does this by itself after a task's last step, and every
+        `Task.eval_every` steps.
 
         Args:
           names: names of registered tasks. Those without held-out samples are left out.
@@ -382,6 +392,17 @@ class RoundLoop:
         """
         self._refuse_unfinished_round()
         self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
+
+    def measures(self, name: str) -> bool:
+        """Whether a task trains on only after further turns of a measurement.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        return self._slots.named(name).measuring is not None
 
     def take_evaluations(self) -> list[TaskEvaluation]:
         """The held-out losses whose results have arrived since the last call, also of tasks that
@@ -419,7 +440,8 @@ class RoundLoop:
         tasks = {slot: task for slot, task in named.items() if task.eval_samples}
         if not tasks:
             return {}
-        found = self._executor.evaluate(tasks).losses()
+        samples = all_samples({slot: task.eval_samples for slot, task in tasks.items()})
+        found = self._executor.evaluate(tasks, samples).losses()
         return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
 
     def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
@@ -429,9 +451,9 @@ class RoundLoop:
           after: a round that is being dispatched, whose steps count as trained; None if there is
             none.
         """
-        trained = {} if after is None else after.steps
+        trained, ends = (after.steps, after.ends) if after else ({}, frozenset())
         steps = {
-            number: trained[number] + (number in after.ends)
+            number: trained[number] + (number in ends)
             if number in trained
             else slot.progress.step + self._results.steps_awaited(slot)
             for number, slot in self._slots
@@ -439,7 +461,9 @@ class RoundLoop:
         return {
             number: step
             for number, step in steps.items()
-            if self._slots.runs(number) and step < self._slots[number].steps_for_now
+            if self._slots.runs(number)
+            and step < self._slots[number].steps_for_now
+            and not self._held_out.delays(number, step if number in ends else None)
         }
 
     def _refuse_unfinished_round(self) -> None:

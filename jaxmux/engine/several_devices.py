@@ -28,7 +28,7 @@ from .rounds import (
     Dispatch,
     PackedMicrobatch,
     RoundPlan,
-    all_samples,
+    SampleIndices,
     empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
@@ -325,14 +325,14 @@ class SeveralDevices:
                 slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
                 copy.send_gradients(slots)
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
         self._refresh()
         if self._measured_for != self._stored.layout:
             # While stages exchange arrays nothing may be compiled.
             self._wait()
             self._measured_for = self._stored.layout
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
+        shares = shares_of_replicas(batches, samples, self.dispatch)
         tokens: Counter[int] = Counter()
 
         def microbatches() -> Iterator[PackedMicrobatch]:

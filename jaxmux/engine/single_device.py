@@ -29,7 +29,7 @@ from .replica_input import ReplicaInput
 from .round_record import DispatchedPass
 from .rounds import (
     RoundPlan,
-    all_samples,
+    SampleIndices,
     empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
@@ -182,7 +182,7 @@ class SingleDevice:
         self._forward = None
         self._stored.empty_accumulators()
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask]) -> Measurement:
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
         if self._programs:
             self._programs.wait_for_evaluation()
         backbone, capacity = self._backbone, len(self._state.loss)
@@ -190,7 +190,7 @@ class SingleDevice:
         table = jax.device_put(slot_table(tasks, None, capacity))
         losses, tokens = np.zeros(capacity, np.float32), Counter()
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
-        shares = shares_of_replicas(batches, all_samples(batches), self.dispatch)
+        shares = shares_of_replicas(batches, samples, self.dispatch)
         for microbatch in fill_microbatches(batches, self.replicas, shares):
             weights, adapters = backbone.weights, self._state.adapters
             arguments = weights, adapters, losses, _placed(microbatch.arrays), table

@@ -14,6 +14,23 @@ from .train_state import SlotKind
 
 
 @dataclasses.dataclass
+class Measuring:
+    """A measurement of the held-out loss of a task that has not been dispatched as a whole.
+
+    Attributes:
+      step: number of steps of the task, whose adapter is measured.
+      samples: number of held-out samples that have been dispatched.
+      loss: sum of the losses of these samples whose results have arrived.
+      tokens: number of tokens of the chunks with these samples, with padding.
+    """
+
+    step: int
+    samples: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+
+
+@dataclasses.dataclass
 class Slot:
     """The task in a slot, and its progress.
 
@@ -27,6 +44,8 @@ class Slot:
       timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`, or
         when it was given a place since then; None until the first results have arrived, because
         what comes before is mostly compilation.
+      measuring: the measurement that has to be over before the task trains on; None if there is
+        none.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
       computed: by step that has not been updated, number of tokens, with padding, that have been
@@ -40,6 +59,7 @@ class Slot:
     stop_after: int | None = None
     pause_after: int | None = None
     timed_since: float | None = None
+    measuring: Measuring | None = None
     best: Callable[[], SlotArrays] | None = None
     computed: Counter[int] = dataclasses.field(default_factory=Counter)
     part_of_turn: int = 0
@@ -80,6 +100,20 @@ class Slot:
         return bool(self.prepared.eval_samples) and (
             step in lasts or (every is not None and step % every == 0)
         )
+
+    def restore(self, progress: TaskProgress) -> None:
+        """Goes on from a moment that was saved. If the held-out loss was being measured then, it is
+        measured once more.
+
+        Args:
+          progress: the progress of the task at that moment.
+        """
+        self.progress, self.measuring = progress, None
+        step = progress.step
+        # The number of held-out tokens is known since the first measurement.
+        known = progress.eval_step == step if step else progress.eval_target_tokens
+        if self.prepared.eval_samples and not known and (not step or self.is_measured_after(step)):
+            self.measuring = Measuring(step)
 
     def lose_gradients(self) -> None:
         """Notes that the current global batch begins again."""

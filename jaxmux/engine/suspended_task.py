@@ -45,7 +45,9 @@ class SuspendedTask(NamedTuple):
             arrays on the host.
         """
         own, best = without_best(arrays())
-        return cls(Slot(prepared, progress, best=best), lambda: own)
+        slot = Slot(prepared, TaskProgress(), best=best)
+        slot.restore(progress)
+        return cls(slot, lambda: own)
 
     def with_best(self) -> Callable[[], SlotArrays]:
         """What has to be kept of the task, as from `Engine.with_best`."""

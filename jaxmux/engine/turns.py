@@ -1,7 +1,6 @@
 """The turn of each task in a round: its global batch, or as much of it as a round may train."""
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 from jaxmux.data import Sample
@@ -92,13 +91,27 @@ def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
     Returns:
       For each turn, the indices of its samples.
     """
-    begins, tokens = [0], 0
-    for i, length in enumerate(lengths):
-        tokens += length
-        if most_tokens is not None and i > begins[-1] and tokens > most_tokens:
-            begins.append(i)
-            tokens = length
-    return [range(*ends) for ends in pairwise([*begins, len(lengths)])]
+    turns, begin = [], 0
+    while begin < len(lengths):
+        turns.append(turn_from(begin, lengths, most_tokens))
+        begin = turns[-1].stop
+    return turns
+
+
+def turn_from(begin: int, lengths: Sequence[int], most_tokens: int | None) -> range:
+    """The turn that begins with a sample, as `divide` has it.
+
+    Args:
+      begin: index of the sample.
+      lengths, most_tokens: as for `divide`.
+    """
+    if most_tokens is None:
+        return range(begin, len(lengths))
+    tokens, end = int(lengths[begin]), begin + 1
+    while end < len(lengths) and tokens + int(lengths[end]) <= most_tokens:
+        tokens += int(lengths[end])
+        end += 1
+    return range(begin, end)
 
 
 def _not_over(turns: list[Turn], accumulated: Sequence[int]) -> list[Turn]:

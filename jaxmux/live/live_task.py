@@ -18,6 +18,9 @@ from .preparation import Reading
 from .saved_task import Extension, SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, StateChange
 
+# Why a task that trains makes no steps.
+_MEASURED = "its held-out loss is being measured"
+
 
 class TaskStatus(NamedTuple):
     """What can be seen of a task; it does not change.
@@ -81,6 +84,7 @@ class LiveTask:
       reached: number of steps that it had trained before training was started again.
       extensions: the commands that have extended it, as `SavedTask.extensions`.
       counted: index of the last global batch of which tokens have been counted, and their number.
+      measured: whether it trains on only when its held-out loss has been measured.
     """
 
     task: Task
@@ -102,6 +106,7 @@ class LiveTask:
     reached: int = 0
     extensions: list[Extension] = dataclasses.field(default_factory=list)
     counted: tuple[int, int] = (0, 0)
+    measured: bool = False
 
     @classmethod
     def of(cls, saved: SavedTask) -> "LiveTask":
@@ -305,17 +310,18 @@ class LiveTask:
         """What others may see of the task now."""
         progress = self.progress or TaskProgress()
         measured = progress.best_step is not None or progress.evaluations_since_best > 0
+        runs = self.state == RUNNING
         return TaskStatus(
             self.name,
             self.state,
-            self.reason,
+            self.reason or (_MEASURED if runs and self.measured else None),
             self.priority,
             progress.step,
             self.steps,
             progress.train_loss_last,
             progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
-            self.share if self.state == RUNNING else 0.0,
+            self.share if runs else 0.0,
             self.meter.copy(),
             tuple(self.history),
         )

@@ -325,9 +325,9 @@ class LiveTasks:
         for update in updates:
             for meter in (self[update.task].meter, self.totals):
                 meter.add_update(update)
-        for name, tokens in computed.held_out.items():
+        for name, tokens in computed.measured.items():
             self[name].meter.held_out_tokens += tokens
-        self.totals.held_out_tokens += sum(computed.held_out.values())
+        self.totals.held_out_tokens += sum(computed.measured.values())
         self.totals.device_seconds += seconds
         for name, share in shares_of(computed.by_task).items():
             self[name].share = share
@@ -336,6 +336,7 @@ class LiveTasks:
                 self.ends[name] = None
         for name in self._engine.names:
             progress = self._engine.progress(name)
+            self[name].measured = self._engine.measures(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
         # A name may be used again when no result of its task is still on its way, and its end has

@@ -401,7 +401,7 @@ class LiveTraining:
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
             self._store.tell_round(record, now - self._dispatched_at)
-            self._dispatched_at = now
+        self._dispatched_at = now
 
     def _leave_slots(self, error: OutOfDeviceMemory) -> None:
         """Goes on with half of the slots, or fewer, because the device has too little memory."""

@@ -20,8 +20,8 @@ class Meter:
         task left a round that had begun. They do not count as computed a second time.
       trained_tokens: target tokens (tokens that count in the loss) of the updates that were
         applied.
-      held_out_tokens: tokens of the chunks with held-out samples that have been computed, with
-        padding.
+      held_out_tokens: tokens of the chunks with held-out samples, with padding, of the
+        measurements that have been completed.
       device_seconds: the task's part of the time of its rounds, in proportion to all tokens that
         were computed in them, held-out ones included.
     """

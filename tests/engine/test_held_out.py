@@ -1,11 +1,13 @@
 """Held-out losses during training: when they are measured, early stopping, and the best adapter."""
 
 import dataclasses
+from collections import Counter
 
 import numpy as np
 import pytest
 
 from jaxmux.engine import SuspendedTask, TaskProgress
+from jaxmux.engine.turns import divide
 from jaxmux.optimizers import SGD
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task, TaskError
@@ -169,6 +171,120 @@ def test_a_loss_that_is_not_finite_is_never_the_best(make_measured, make_engine)
     progress = engine.progress("a")
     assert progress.status == "failed"
     assert progress.best_loss is None or np.isfinite(progress.best_loss)
+
+
+# A global batch is one turn of so many tokens. The held-out samples, six times each, are several.
+TURNS = {"shape": SMALL, "round_tokens": 540}
+
+
+@pytest.fixture(scope="module")
+def make_long(make_measured):
+    """Makes a task whose held-out loss takes turns, and is that of `make_measured` to rounding."""
+
+    def make(**fields):
+        measured = make_measured("a", **{"eval_every": 1, "keep_best": True} | fields)
+        return dataclasses.replace(measured, eval_samples=6 * measured.eval_samples)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def turns(make_long):
+    """Number of turns of a measurement."""
+    lengths = [own.stream_length for own in make_long().eval_samples]
+    return len(divide(lengths, TURNS["round_tokens"]))
+
+
+@pytest.fixture(scope="module")
+def divided(make_long, make_engine):
+    """An engine that has measured the task "a" in turns after every step, and what it has found."""
+    engine = make_engine(make_long(), **TURNS)
+    engine.begin_evaluation(["a"])
+    return engine, end(engine)
+
+
+def test_a_measurement_in_turns_is_that_of_all_samples_together(divided, curve, assert_same_bits):
+    engine, found = divided
+    losses, adapters = curve
+    assert [done.task_step for done in found] == list(range(1, 13))
+    assert [done.loss for done in found] == pytest.approx(losses, rel=1e-5)
+    assert_same_bits(engine.adapter("a"), adapters[-1])
+    assert_same_bits(engine.result("a")(), adapters[engine.progress("a").best_step - 1])
+    assert engine.progress("a").status == "succeeded"
+
+
+def test_the_others_train_while_a_task_is_measured(
+    divided, turns, make_long, make_narrow_task, make_engine, assert_same_bits
+):
+    """And what is measured does not depend on them."""
+    expected, losses = divided
+    engine = make_engine(make_long(), make_narrow_task("b", steps=90), **TURNS)
+    engine.begin_evaluation(["a"])
+    steps, found, held_out = [], [], []
+    while not engine.finished:
+        engine.train_round()
+        steps.append((engine.progress("a").step, engine.progress("b").step))
+        found += [done for done in engine.take_evaluations() if done.task_step]
+        held_out.append(engine.take_computed().held_out.get("a", 0))
+    # The first of the turns is dispatched with the step, and the task trains in none of the rounds
+    # of the others.
+    by_step = Counter(step for step, _ in steps)
+    assert turns > 2 and all(by_step[step] == turns for step in range(1, 12))
+    assert [b for _, b in steps] == [*range(len(steps))]
+    # At most a turn in a round, but for the first two before training.
+    assert max(held_out[1:]) < 1.5 * TURNS["round_tokens"] < sum(held_out) / 13
+    assert [done.loss for done in found] == [done.loss for done in losses]
+    assert_same_bits(engine.result("a")(), expected.result("a")())
+
+
+@pytest.mark.parametrize("restore", [False, True])
+def test_a_measurement_that_is_interrupted_is_completed(
+    restore, divided, turns, make_long, make_engine, assert_same_bits
+):
+    """A task that has been suspended goes on with the next turn; one that was saved is measured
+    once more."""
+    expected, losses = divided
+    engine = make_engine(make_long(), **TURNS)
+    engine.begin_evaluation(["a"])
+    found, held_out, measured = [], Counter(), Counter()
+
+    def take():
+        found.extend(engine.take_evaluations())
+        computed = engine.take_computed()
+        held_out.update(computed.held_out)
+        measured.update(computed.measured)
+
+    while not engine.finished:
+        suspended = engine.suspend("a")
+        if restore:
+            saved = suspended.with_best()()
+            engine.drain()
+            take()
+            progress = TaskProgress.from_json(suspended.slot.progress.to_json())
+            prepared = suspended.slot.prepared
+            suspended = SuspendedTask.of(prepared, progress, lambda saved=saved: saved)
+        engine.resume(suspended)
+        for _ in range(turns + 1 if restore else 1):
+            engine.train_round()
+            take()
+    engine.drain()
+    take()
+    assert [(d.task_step, d.loss) for d in found if d.task_step] == [
+        (d.task_step, d.loss) for d in losses
+    ]
+    assert held_out["a"] > measured["a"] if restore else held_out == measured
+    assert engine.progress("a").best_step == expected.progress("a").best_step
+    assert_same_bits(engine.result("a")(), expected.result("a")())
+
+
+def test_a_task_can_be_extended_while_its_last_step_is_measured(make_long, make_engine):
+    engine = make_engine(make_long(steps=2, eval_every=None, keep_best=False), **TURNS)
+    while engine.progress("a").step < 2:
+        engine.train_round()
+    assert engine.progress("a").status == "running" and not engine.finished
+    engine.extend("a", 4)
+    assert [done.task_step for done in end(engine)] == [2, 4]
+    assert engine.progress("a").status == "succeeded"
 
 
 @pytest.mark.parametrize(

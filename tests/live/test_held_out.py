@@ -111,6 +111,30 @@ def test_a_task_that_stops_early_gives_its_best_adapter_and_its_place(
     )
 
 
+def test_a_task_that_is_measured_for_several_rounds_says_so(make_live, make_measured, tasks, curve):
+    """Its neighbour trains on, and it ends when its last measurement is complete."""
+    measured = make_measured("m")
+    tasks["m"] = dataclasses.replace(measured, eval_samples=6 * measured.eval_samples)
+    live, shown = make_live(engine_options={"round_tokens": 540}), []
+    for name in "ma":
+        live.register(tasks[name].task)
+    while not shown or shown[-1][0].state != "succeeded":
+        live.step()
+        settle(live)
+        statuses = {status.name: status for status in live.statuses()}
+        if "a" in statuses:
+            shown.append((statuses["m"], statuses["a"]))
+    before = [(m, a) for m, a in shown if m.step == 0 and m.reason]
+    assert {m.reason for m, _ in before} == {"its held-out loss is being measured"}
+    assert len({a.step for _, a in before}) > 1
+    after = [m for m, _ in shown if m.step == STEPS]
+    assert [m.state for m in after] == ["running"] * (len(after) - 1) + ["succeeded"]
+    assert len(after) > 2 and after[-1].reason is None
+    assert after[-1].held_out_loss == pytest.approx(curve[STEPS][0], rel=1e-5)
+    lengths = [own.stream_length for own in tasks["m"].eval_samples]
+    assert after[-1].meter.held_out_tokens >= 2 * sum(lengths)
+
+
 def test_a_task_ends_when_its_time_is_over_and_waiting_does_not_count(
     live_of, make_measured, monkeypatch
 ):
