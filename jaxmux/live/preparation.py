@@ -229,9 +229,8 @@ class Preparation:
     def _read_data(self, reading: Reading) -> None:
         slowly = False
         try:
-            result: PreparedTask | Exception = read_unchanged(
-                self._prepare, reading.task, reading.files
-            )
+            prepare = self._prepare if reading.begins else self._prepare_again
+            result: PreparedTask | Exception = read_unchanged(prepare, reading.task, reading.files)
             slowly = reading.begins and self._begins_slowly(result)
             if reading.begins and not slowly:
                 result = self._begin(result)
@@ -248,6 +247,11 @@ class Preparation:
                 self._ended.append(Prepared(reading, result))
             self._start_threads()
         self._changed()
+
+    def _prepare_again(self, task: Task) -> PreparedTask:
+        """Prepares a task that has begun, so that the adapter with which it began may be gone."""
+        prepared = self._prepare(dataclasses.replace(task, resume_from=None))
+        return dataclasses.replace(prepared, task=task)
 
     def _compute(self, reading: Reading, prepared: PreparedTask) -> None:
         try:

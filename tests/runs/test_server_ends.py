@@ -92,6 +92,21 @@ def test_leaving_a_server_saves_what_steps_have_trained(serve, task, tmp_path): 
         assert server.status("a").step in (4, 5)
 
 
+def test_the_adapter_with_which_a_task_has_begun_may_go(serve, task, tmp_path):  # noqa: F811
+    with serve(tmp_path / "server") as server:
+        server.register(task("first", steps=1))
+        finish(server)
+        start = shutil.copytree(tmp_path / "server" / "adapters" / "first", tmp_path / "start")
+        server.register(task("second", steps=3, resume_from=str(start)))
+        step(server)
+        while not server.status("second").step:
+            step(server)
+    shutil.rmtree(start)
+    with serve(tmp_path / "server") as server:
+        finish(server)
+        assert server.status("second").state == "succeeded"
+
+
 def test_only_the_thread_that_trains_saves(serve, task, tmp_path):  # noqa: F811
     with serve(tmp_path) as server:
         thread = threading.Thread(target=server.run)
