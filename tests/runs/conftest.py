@@ -115,6 +115,7 @@ def data(tmp_path_factory) -> dict[str, str]:
         "long.eval": [{"prompt": words(3, 9), "completion": " " + words(4, 12)} for _ in range(3)],
         # Training on fruits makes them now more, now less likely.
         "letters.eval": [{"prompt": "apple", "completion": " O O O"}],
+        "more_letters.eval": [{"prompt": "apple", "completion": " O O O"}] * 25,
         "chat": [
             {
                 "messages": [

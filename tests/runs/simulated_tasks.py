@@ -66,7 +66,10 @@ KINDS = {
     "large": Kind("long", 3, AdamW(5e-3), {"batch_size": 9, "seed": 3}),
     "epochs": Kind("short", 2, AdamW(2e-2), {"batch_size": 5, "epochs": 2}),
     "dropout": Kind("short", 2, AdamW(1e-2), {"batch_size": 4, "seed": 7}, dropout=0.3),
-    "best": Kind("short", 2, AdamW(3e-2), MEASURED | {"keep_best": True}, held_out="letters.eval"),
+    # It is measured in several rounds.
+    "best": Kind(
+        "short", 2, AdamW(3e-2), MEASURED | {"keep_best": True}, held_out="more_letters.eval"
+    ),
     "patient": Kind("short", 2, AdamW(3e-2), MEASURED | {"patience": 2}, held_out="letters.eval"),
     # The rate of every step but the first tells the number of steps.
     "cosine": Kind("short", 2, AdamW(2e-2, schedule=Schedule("cosine")), {"batch_size": 4}),
