@@ -16,7 +16,8 @@ from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.peft import Adapter
 from jaxmux.tasks import Task, TaskError
 
-from .commands import Command, CommandQueue, Waiting
+from .command_runner import CommandRunner
+from .commands import Command, CommandQueue
 from .data_files import file_identities
 from .elastic_size import ElasticSize
 from .events import Event, EventStream
@@ -27,6 +28,7 @@ from .preparation import Preparation
 from .saved_task import SavedTask
 from .saving import Saving
 from .states import PREPARING, SUCCEEDED
+from .status_board import StatusBoard
 from .store import MemoryStore, Store
 
 _log = logging.getLogger("jaxmux")
@@ -118,15 +120,13 @@ class LiveTraining:
             lambda prepared: prepared.begins_slowly,
         )
         self._events = EventStream()
-        # What other threads see of the tasks.
-        self._lock = threading.Lock()
-        self._statuses: dict[str, TaskStatus] = {}
+        self._board = StatusBoard()
         self._tasks = LiveTasks(
             engine,
             self._preparation,
             self._store.export,
             self._show_state,
-            self._forget,
+            self._board.forget,
             clock,
             most_ended,
         )
@@ -138,14 +138,14 @@ class LiveTraining:
             self._tasks.totals.replace(Meter(), own.meter)
         if totals is not None:
             self._tasks.totals = totals.copy()
-        self._arrivals = 1 + max((own.arrival for own in saved), default=-1)
+        arrivals = 1 + max((own.arrival for own in saved), default=-1)
         for command in commands:
             try:
                 self._tasks.check(command, again=True)
-                self._tasks.carry_out(command, self._arrivals, again=True)
+                self._tasks.carry_out(command, arrivals, again=True)
             except TaskError as e:
                 _log.warning("%s: not carried out again: %s", command.kind, e)
-            self._arrivals += 1
+            arrivals += 1
         self._tasks.go_on()
         self._telling = True
         # What the last commands have changed may not have been told.
@@ -154,10 +154,9 @@ class LiveTraining:
             own.reached = max(own.reached, reached.get(own.name, 0))
             if own.name in changed or own.state == PREPARING:
                 self._show_state(own)
-        self._totals = self._tasks.totals.copy()
+        self._board.show_totals(self._tasks.totals)
         self._saving.changed = bool(commands)
-        # The commands that are being carried out.
-        self._taken: Sequence[Waiting] = ()
+        self._runner = CommandRunner(self._commands, self._tasks, self._store, arrivals)
         # The thread that owns the engine, and the exception that has ended `run`.
         self._owner: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -255,21 +254,16 @@ class LiveTraining:
         Raises:
           TaskError: there is no such task.
         """
-        with self._lock:
-            if name in self._statuses:
-                return self._statuses[name]
-        raise TaskError(f"task {name!r}: there is no such task")
+        return self._board.status(name)
 
     def statuses(self) -> list[TaskStatus]:
         """What can be seen of all tasks, in the order in which they were registered."""
-        with self._lock:
-            return list(self._statuses.values())
+        return self._board.statuses()
 
     def totals(self) -> Meter:
         """What all tasks have used together, as of the last end of a round: those that this
         training knows, and those that it has forgotten."""
-        with self._lock:
-            return self._totals.copy()
+        return self._board.totals()
 
     def events(self) -> Iterator[Event]:
         """Iterates over what happens from now on. The iterator waits for further events until
@@ -354,10 +348,7 @@ class LiveTraining:
     def _end(self) -> None:
         """Ends the commands that have not been carried out, and all iterators over events."""
         self._take_no_more()
-        why = "training has ended" if self._failure else "training was closed"
-        for _, future in (*self._taken, *self._commands.take()):
-            if not future.done():
-                future.set_exception(RuntimeError(f"{why} before the command"))
+        self._runner.end("training has ended" if self._failure else "training was closed")
         self._events.close()
         self._has_ended = True
 
@@ -368,7 +359,8 @@ class LiveTraining:
           False if there was nothing to train.
         """
         self._owner = threading.current_thread()
-        self._carry_out(self._commands.take())
+        if self._runner.carry_out():
+            self._saving.changed = True
         for prepared in self._preparation.take():
             self._tasks.enter_prepared(prepared.reading, prepared.result)
         self._tasks.tell_waiting(self._preparation.waiting, self._preparation.waiting_to_begin)
@@ -441,48 +433,6 @@ class LiveTraining:
             raise TypeError(f"the name of a task should be a string, found {name!r}")
         return self._commands.put(Command(kind, name, value, self._clock()))
 
-    def _carry_out(self, waiting: Sequence[Waiting]) -> None:
-        """Carries out commands: first those up to the second one for the same task, and so on.
-        These do not depend on each other, so they are checked and recorded together."""
-        self._taken = waiting
-        # Tasks that are registered at the same end of a round have arrived together.
-        self._arrivals += bool(waiting)
-        while waiting:
-            names: set[str] = set()
-            independent = 0
-            for command, _ in waiting:
-                if command.task in names:
-                    break
-                names.add(command.task)
-                independent += 1
-            self._carry_out_independent(waiting[:independent])
-            waiting = waiting[independent:]
-        self._taken = ()
-
-    def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
-        permitted: list[Waiting] = []
-        for command, future in waiting:
-            try:
-                self._tasks.check(command)
-                if command.kind == "register":
-                    self._store.check(command.value[0])
-            except TaskError as e:
-                future.set_exception(e)
-            else:
-                permitted.append((command, future))
-        recorded = [self._tasks.with_at(command) for command, _ in permitted]
-        try:
-            if recorded:
-                self._store.record(recorded)
-        except OSError as e:
-            for _, future in permitted:
-                future.set_exception(e)
-            return
-        for command, (_, future) in zip(recorded, permitted, strict=True):
-            self._saving.changed = True
-            self._tasks.carry_out(command, self._arrivals)
-            future.set_result(None)
-
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
         """Enters the results of updates."""
         now, seconds = time.monotonic(), 0.0
@@ -508,8 +458,7 @@ class LiveTraining:
         for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
-        with self._lock:
-            self._totals = self._tasks.totals.copy()
+        self._board.show_totals(self._tasks.totals)
 
     def _keep_ends(self) -> None:
         """Keeps how tasks have ended, and what they have used since. A task that has succeeded has
@@ -534,14 +483,9 @@ class LiveTraining:
     def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
         self._store.tell(self._events.add(self._clock(), name, kind, fields))
 
-    def _forget(self, name: str) -> None:
-        with self._lock:
-            del self._statuses[name]
-
     def _show(self, own: LiveTask) -> None:
         """Shows the present status of a task."""
-        with self._lock:
-            self._statuses[own.name] = own.status()
+        self._board.show(own.status())
 
 
 def _integer(what: str, value: Any) -> int:

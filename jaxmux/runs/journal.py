@@ -25,8 +25,7 @@ class Journal:
 
     A segment holds the commands after the checkpoint of its number, and before the next one. A
     command is a line of JSON with a checksum, and with what its task had done and used by then. A
-    line at the end of a segment that is not complete
-    was never carried out.
+    line at the end of a segment that is not complete was never carried out.
     """
 
     def __init__(self, folder: Path):

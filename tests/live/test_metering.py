@@ -78,7 +78,7 @@ def sum_of(meters):
 
 def read_data(live):
     """Lets the data of new tasks be read before the next round."""
-    live._carry_out(live._commands.take())
+    live._runner.carry_out()
     settle(live)
 
 

@@ -271,7 +271,7 @@ class Simulation(SimulatedServer):
         future = getattr(self._live, kind)(*given)
         if then:
             then()
-        self._live._carry_out(self._live._commands.take())
+        self._live._runner.carry_out()
         error = future.exception(timeout=0)
         if refused:
             assert isinstance(error, TaskError), (kind, name, value, error)

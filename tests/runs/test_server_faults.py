@@ -116,7 +116,7 @@ def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
         assert (server.status("a").state, server.status("a").step) == ("running", 1)
         if lost == "place":
             server.register(task("b", steps=3), priority=1)
-            server._carry_out(server._commands.take())
+            server._runner.carry_out()
             settle(server)
         else:
             server.pause("a")

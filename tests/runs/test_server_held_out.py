@@ -72,7 +72,7 @@ def calm(serve, tasks, tmp_path_factory, adapter_bytes):
     with serve(folder) as server:
         for task in tasks:
             server.register(task)
-        server._carry_out(server._commands.take())
+        server._runner.carry_out()
         settle(server)
         while any(status.state not in ENDED for status in server.statuses()):
             step(server)

@@ -85,7 +85,7 @@ def test_a_cancelled_task_has_used_the_same_after_a_crash(kind, damaged, serve, 
         saved = server.status("a").meter
         step(server, 8)
         server.cancel("a")
-        server._carry_out(server._commands.take())
+        server._runner.carry_out()
         early, cancelled = crashed(folder, tmp_path), server.status("a").meter
         step(server, 2)
         used = server.status("a").meter
@@ -339,7 +339,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
         server.register(make_kind("adamw", "b", 30, data))
         server.register(make_kind("adamw", "c", 30, data))
         # So that they begin in their order.
-        server._carry_out(server._commands.take())
+        server._runner.carry_out()
         settle(server)
         step_until(server, "a", 2)
         while not server._saving._copied:

@@ -163,7 +163,7 @@ def test_before_anything_was_trained_a_signal_need_not_wait(served, specify, mon
     def round_of_compilation(self):
         begun.set()
         ended.wait(20)
-        self._carry_out(self._commands.take())
+        self._runner.carry_out()
         return False
 
     monkeypatch.setattr("jaxmux.live.LiveTraining.step", round_of_compilation)
