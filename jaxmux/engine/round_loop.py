@@ -392,6 +392,10 @@ class RoundLoop:
         """
         self._refuse_unfinished_round()
         self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
+        position = self._position
+        if position.begun_ahead and position.current.steps.keys() & self._held_out.unfinished:
+            # The tasks must not be updated by the round that has begun.
+            self._settle()
 
     def measures(self, name: str) -> bool:
         """Whether a task trains on only after further turns of a measurement.

@@ -269,6 +269,25 @@ def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
     assert min(step for step, _ in ends.values()) < 12
 
 
+def test_a_task_of_a_round_that_has_begun_keeps_its_adapter_while_it_is_measured(
+    make_narrow_task, make_engine
+):
+    """And it is measured for several rounds."""
+    task = make_narrow_task("a", steps=12, batch_size=8, optimizer=SGD(0.8), eval_data="random")
+    task = dataclasses.replace(task, eval_samples=6 * random_samples(99, 5, (20, 90)))
+    engine = make_engine(task, layers=(3, 1), round_tokens=540)
+    for _ in range(3):
+        engine.train_round()
+    assert engine._position.begun_ahead
+    expected = engine.evaluate(["a"])["a"]
+    engine.begin_evaluation(["a"])
+    while not (found := engine.take_evaluations()):
+        assert engine.measures("a") or engine.progress("a").step == 3
+        engine.train_round()
+    assert (found[0].task_step, found[0].loss) == (3, pytest.approx(expected, rel=1e-5))
+    engine.close()
+
+
 def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
     make_narrow_task, make_engine, compiles
 ):
