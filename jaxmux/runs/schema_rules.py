@@ -8,13 +8,13 @@ from typing import Any
 
 from jaxmux.data import Source
 from jaxmux.data.forms import REQUIRED_FIELDS, fields_of
-from jaxmux.peft import DoRA, LoRA, PromptTuning
+from jaxmux.peft import SPECIFICATIONS, DoRA, LoRA, PromptTuning
 from jaxmux.peft.lora import ZERO_PRODUCTS
 from jaxmux.peft.targets import TABLES
 from jaxmux.tasks import Task
 
 from .specification_limits import SpecificationLimits
-from .task_fields import CALIBRATED, refused_default
+from .task_fields import CALIBRATED, KIND, refused_default
 
 _Schema = dict[str, Any]
 _NO_TABLES = {"not": {"enum": sorted(TABLES)}, "items": {"not": {"enum": sorted(TABLES)}}}
@@ -52,8 +52,12 @@ def rules(cls: type, limits: SpecificationLimits) -> list[_Schema]:
 
 
 def _of_task() -> list[_Schema]:
+    low_rank = {
+        KIND: {"enum": [kind for kind, own in SPECIFICATIONS.items() if issubclass(own, LoRA)]}
+    }
     held_out = [_has_value("eval_data"), _has_value("validation_fraction")]
     return [
+        _if(_has_value("resume_from"), {"properties": {"adapter": {"properties": low_rank}}}),
         {"oneOf": [_has_value("epochs"), _has_value("steps")]},
         *_at_most_one(*held_out),
         _if(_has_value("eval_every"), {"anyOf": held_out}),

@@ -15,7 +15,7 @@ from typing import Any
 from jaxmux.data import Source
 from jaxmux.left_out import why_left_out
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.peft import kind_of
+from jaxmux.peft import LoRA, kind_of
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
@@ -105,6 +105,11 @@ def task_from_fields(
         raise TaskError(
             f"{where}: adapter: its arrays would have rank {rank}{with_it}; expected at most "
             f"{limits.rank}"
+        )
+    if task.resume_from is not None and not isinstance(task.adapter, LoRA):
+        raise TaskError(
+            f"{where}: resume_from: only tasks with adapters of the kinds 'lora' and 'dora' can go "
+            f"on from an adapter, found {fields['adapter'][KIND]!r}"
         )
     if name not in (None, task.name):
         raise TaskError(

@@ -202,11 +202,6 @@ class _Files:
         except ValueError as e:
             raise TaskError(f"{where}: {e}") from None
         kind = kind_of(self.task.adapter)
-        if not isinstance(self.task.adapter, LoRA):
-            raise TaskError(
-                f"{where}: only tasks with adapters of the kinds 'lora' and 'dora' can go on from "
-                "an adapter"
-            )
         wanted = kind.as_stored(self.task.adapter)
         if not kind.recognise(settings):
             hint = _hint(self.task.adapter, wanted) if kind_of(wanted).recognise(settings) else ""

@@ -205,6 +205,10 @@ REFUSED = {
     "eval_every of nothing": ({"eval_every": 1}, "eval_every needs eval_data or validation_fract"),
     "adapter of a hub": ({"resume_from": "org/../name"}, "'..' could lead out"),
     "adapter elsewhere": ({"resume_from": "/adapters/a"}, "paths are relative"),
+    "adapter of another kind": (
+        {"resume_from": "other", "adapter": {"kind": "ia3"}},
+        "resume_from: only tasks with adapters of the kinds 'lora' and 'dora' can go on from an",
+    ),
     "missing data": ({"data": "other.jsonl"}, "data: 'other.jsonl' cannot be opened (No such"),
     "missing held-out data": ({"eval_data": "other.jsonl"}, "eval_data: 'other.jsonl' cannot be"),
     "missing adapter": ({"resume_from": "other"}, "resume_from: 'other/adapter_config.json'"),

@@ -96,6 +96,7 @@ TIED = {
     "calibration_tokens": [1, 100, 8192],
     "form": ["auto", "messages", "alpaca", "text"],
     "columns": [{}, {"tools": "a"}, {"text": "a"}, {"text": "a", "tools": "b"}, {"input": "b"}],
+    "resume_from": [None, "a/b"],
     "epochs": [None, 2, 2**53],
     "steps": [None, 2],
     "eval_data": [None, "b.json"],
