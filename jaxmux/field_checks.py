@@ -217,7 +217,9 @@ def choice(default: Any, known: Sequence[str | None], pattern: str = "", in_word
         return _field(default, expected, accept, {"enum": list(known)})
     expected = f"{expected}, {in_words}"
     whole = f"^(?:{'|'.join([*map(re.escape, filter(None, known)), pattern])})$"
-    schema = {"type": "string", "pattern": whole, "$comment": expected}
+    # The examples are for editors, and for hints at misspelt values.
+    examples = list(filter(None, known))
+    schema = {"type": "string", "pattern": whole, "examples": examples, "$comment": expected}
     return _field(default, expected, accept, schema)
 
 

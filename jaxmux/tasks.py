@@ -134,10 +134,8 @@ class Task:
             known = ", ".join(o.__name__ for o in OPTIMIZERS.values())
             raise self._error(f"unknown optimizer {self.optimizer!r}; known: {known}")
         if (self.epochs is None) == (self.steps is None):
-            raise self._error(
-                "give epochs or steps, one of the two; "
-                f"found epochs={self.epochs}, steps={self.steps}"
-            )
+            found = "neither" if self.steps is None else "both"
+            raise self._error(f"give epochs or steps, one of the two; found {found}")
 
         if self.eval_every is None:
             for field in ("keep_best", "patience"):

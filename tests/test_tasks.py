@@ -49,8 +49,8 @@ def test_other_names_are_refused(name):
         ({"validation_seed": 1}, "validation_seed needs validation_fraction"),
         ({"optimizer": "adamw"}, "unknown optimizer 'adamw'; known: AdamW, SGD, Lion"),
         ({"optimizer": AdamW}, "unknown optimizer"),
-        ({"steps": None}, "epochs=None, steps=None"),
-        ({"epochs": 2}, "epochs=2, steps=5"),
+        ({"steps": None}, "epochs or steps, one of the two; found neither"),
+        ({"epochs": 2}, "one of the two; found both"),
         ({"steps": 0}, "steps should be an integer of at least 1 or None, found 0"),
         (
             {"steps": None, "epochs": 0},

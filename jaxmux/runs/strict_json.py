@@ -2,16 +2,16 @@
 
 import json
 import math
+import operator
 import re
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 from jaxmux.field_checks import LARGEST_INTEGER
 
 # A specification nests its optimizer, and in it a schedule; adapter_config.json of PEFT nests less.
 _DEEPEST = 8
 _LONGEST_SHOWN = 80
-_LARGE = 1e38
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
@@ -25,7 +25,8 @@ def parse_object(text: str | bytes, most_bytes: int) -> dict[str, Any]:
     Raises:
       ValueError: the document is too large, not UTF-8, not JSON or not an object; it nests deeply,
         names a key twice, or holds NaN, an infinity, a number that float64 or exact JSON integers
-        cannot express, or half of a surrogate pair. The message says what was found.
+        cannot express, or half of a surrogate pair. The message says what was found, and under
+        which key.
     """
     # Every character is at least one byte, so a long text need not be encoded to be refused.
     if len(text) > most_bytes:
@@ -45,13 +46,13 @@ def parse_object(text: str | bytes, most_bytes: int) -> dict[str, Any]:
             object_pairs_hook=_without_duplicates,
             parse_int=_integer,
             parse_float=_finite,
-            parse_constant=_refuse_constant,
+            parse_constant=lambda name: _Refused(f"{name}; expected finite numbers"),
         )
     except json.JSONDecodeError as e:
         raise ValueError(f"is no JSON: {e.msg}, line {e.lineno}, column {e.colno}") from None
+    _refuse_inexpressible(found)
     if not isinstance(found, dict):
         raise ValueError(f"should be a JSON object, found {shown(found)}")
-    _refuse_surrogates(found)
     return found
 
 
@@ -72,28 +73,30 @@ def refusal(value: Any, schema: Mapping[str, Any]) -> str | None:
     """
     if _permits(value, schema):
         return None
-    return f"should be {in_words(schema)}, found {shown(value)}"
+    return f"should be {in_words(schema, value)}, found {shown(value)}"
 
 
-def in_words(schema: Mapping[str, Any]) -> str:
+def in_words(schema: Mapping[str, Any], value: Any = None) -> str:
     """The values that the schema of one field permits, in words, as they follow "should be".
 
     Args:
       schema: as for `refusal`.
+      value: a value that the schema refuses. A bound that this value exceeds is told even where
+        nobody would ask for it, such as the largest integer.
     """
+    told = schema.get("$comment", "")
     if "enum" in schema:
-        return f"one of {', '.join(map(json.dumps, schema['enum']))}"
-    if "$comment" in schema:
-        expected = [schema["$comment"]]
-    else:
-        expected = [_TYPE_WORDS[name] for name in types_of(schema) if name != "null"]
-    bounds = [
-        word.format(schema[key])
-        for key, word in _BOUND_WORDS.items()
-        # Nobody who writes a specification asks for a number beyond float32.
-        if key in schema and abs(schema[key]) < _LARGE
+        return told or f"one of {', '.join(map(json.dumps, schema['enum']))}"
+    exceeded = [
+        bound.in_words(schema[key])
+        for key, bound in _BOUNDS.items()
+        if key in schema
+        and (schema[key] or not told)  # comments say that a list is empty
+        and (bound.refuses(value, schema[key]) or (not told and abs(schema[key]) < LARGEST_INTEGER))
     ]
-    words = f"{' or '.join(expected)} {' and '.join(bounds)}".strip()
+    words = told or " or ".join(_TYPE_WORDS[name] for name in types_of(schema) if name != "null")
+    bounds = " and ".join(exceeded)
+    words += f"{',' * bool(told)} {bounds}" if bounds else ""
     return f"{words}, or null" if "null" in types_of(schema) else words
 
 
@@ -125,14 +128,41 @@ _TYPE_WORDS = {
     "object": "an object",
     "string": "a string",
 }
-_BOUND_WORDS = {
-    "minimum": "of at least {:g}",
-    "exclusiveMinimum": "above {:g}",
-    "maximum": "of at most {:.17g}",
-    "exclusiveMaximum": "below {:g}",
-    "minLength": "of at least {} characters",
-    "maxLength": "of at most {} characters",
-    "maxItems": "of at most {} entries",
+
+
+class _Bound(NamedTuple):
+    """A keyword that bounds values.
+
+    Attributes:
+      types: the types that it bounds.
+      permits: function (number or size of the value, bound) that says whether the value is inside.
+      words: the bound in words, with a place for its number.
+    """
+
+    types: Any
+    permits: Callable[[Any, Any], bool]
+    words: str
+
+    def refuses(self, value: Any, bound: float) -> bool:
+        if not isinstance(value, self.types) or isinstance(value, bool):
+            return False
+        return not self.permits(value if isinstance(value, int | float) else len(value), bound)
+
+    def in_words(self, bound: float) -> str:
+        text = str(bound) if isinstance(bound, int) else f"{bound:g}"
+        return self.words.format(text).replace(" 1 entries", " 1 entry")
+
+
+_BOUNDS = {
+    "minimum": _Bound(int | float, operator.ge, "of at least {}"),
+    "exclusiveMinimum": _Bound(int | float, operator.gt, "above {}"),
+    "maximum": _Bound(int | float, operator.le, "of at most {}"),
+    "exclusiveMaximum": _Bound(int | float, operator.lt, "below {}"),
+    "minLength": _Bound(str, operator.ge, "not empty"),
+    "maxLength": _Bound(str, operator.le, "of at most {} characters"),
+    "minItems": _Bound(list, operator.ge, "of at least {} entries"),
+    "maxItems": _Bound(list, operator.le, "of at most {} entries"),
+    "maxProperties": _Bound(dict, operator.le, "of at most {} entries"),
 }
 
 
@@ -141,37 +171,27 @@ def _permits(value: Any, schema: Mapping[str, Any]) -> bool:
         # Python takes True for 1; the enumerations of fields hold strings and null.
         return isinstance(value, str | None) and value in schema["enum"]
     types = types_of(schema)
+    # Lengths are checked first, so that no pattern works on a long text.
+    if any(bound.refuses(value, schema[key]) for key, bound in _BOUNDS.items() if key in schema):
+        return False
     match value:
         case None:
             return "null" in types
         case bool():
             return "boolean" in types
         case int() | float():
-            fits = "number" in types or ("integer" in types and isinstance(value, int))
-            return (
-                fits
-                and schema.get("minimum", -math.inf) <= value <= schema.get("maximum", math.inf)
-                and schema.get("exclusiveMinimum", -math.inf) < value
-                and value < schema.get("exclusiveMaximum", math.inf)
-            )
+            return "number" in types or ("integer" in types and isinstance(value, int))
         case str():
-            # The length is checked first, so that no pattern works on a long text.
-            return (
-                "string" in types
-                and schema.get("minLength", 0) <= len(value) <= schema.get("maxLength", math.inf)
-                and _matches(schema.get("pattern", ""), value)
-            )
+            return "string" in types and _matches(schema.get("pattern", ""), value)
         case list():
             return (
                 "array" in types
-                and schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", math.inf)
                 and all(_permits(item, schema["items"]) for item in value)
                 and not (schema.get("uniqueItems") and len({*map(json.dumps, value)}) < len(value))
             )
         case dict():
             return (
                 "object" in types
-                and len(value) <= schema.get("maxProperties", math.inf)
                 and all(_permits(name, schema["propertyNames"]) for name in value)
                 and all(_permits(own, schema["additionalProperties"]) for own in value.values())
             )
@@ -208,36 +228,40 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _integer(digits: str) -> int:
+class _Refused(str):
+    """In place of a number that is refused: what was found and what was expected."""
+
+
+def _integer(digits: str) -> int | _Refused:
     # The length is checked first, because long numbers take time to convert.
     if len(digits) > 20 or abs(int(digits)) > LARGEST_INTEGER:
-        raise ValueError(
-            f"holds the integer {digits[:20]}{'…' * (len(digits) > 20)}; expected at most "
+        return _Refused(
+            f"the integer {digits[:20]}{'…' * (len(digits) > 20)}; expected at most "
             f"{LARGEST_INTEGER} (2^53 - 1), without its sign"
         )
     return int(digits)
 
 
-def _finite(digits: str) -> float:
+def _finite(digits: str) -> float | _Refused:
     number = float(digits)
     if math.isinf(number):
-        raise ValueError(f"holds the number {digits[:20]}, which float64 cannot express")
+        return _Refused(f"the number {digits[:20]}, which float64 cannot express")
     return number
 
 
-def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"holds {name}; expected finite numbers")
-
-
-def _refuse_surrogates(value: Any) -> None:
+def _refuse_inexpressible(value: Any, key: str = "") -> None:
+    """Refuses numbers and texts that JSON of other programs cannot hold; `key` leads to a value."""
+    where = f"{shown(key)} holds" if key else "holds"
     match value:
+        case _Refused():
+            raise ValueError(f"{where} {value}")
         case str():
             if any("\ud800" <= character <= "\udfff" for character in value):
-                raise ValueError(f"holds half of a surrogate pair in {shown(value)}")
+                raise ValueError(f"{where} half of a surrogate pair in {shown(value)}")
         case dict():
-            for key, part in value.items():
-                _refuse_surrogates(key)
-                _refuse_surrogates(part)
+            for name, part in value.items():
+                _refuse_inexpressible(name, key)
+                _refuse_inexpressible(part, f"{key}.{name}" if key else name)
         case list():
             for part in value:
-                _refuse_surrogates(part)
+                _refuse_inexpressible(part, key)

@@ -6,6 +6,7 @@ text: what a stranger may write into a new field is decided here first.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES, TABLES
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task
 
 from .specification_limits import SpecificationLimits
-from .strict_json import types_of
+from .strict_json import refusal, types_of
 
 # The part of a JSON object that names the class of an adapter or an optimizer.
 KIND = "kind"
@@ -70,6 +71,13 @@ PARTS: Mapping[str, Part] = {
     "schedule": Part({"": Schedule}, "kind"),
 }
 
+# By class, the field and its value with which the backbone reads `calibration_tokens` tokens.
+CALIBRATED: Mapping[type, tuple[str, str]] = {
+    LoRA: ("initialisation", "eva"),
+    DoRA: ("initialisation", "eva"),
+    SparseDiff: ("mask", "gradient"),
+}
+
 
 def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str, Any]:
     """The values that a specification may give to a field that is no part, as JSON Schema.
@@ -85,6 +93,9 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
     (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
     schema = field_schema(field) or {}
     schema |= _narrower(limits).get((cls, name), {})
+    if "additionalProperties" in schema:
+        schema["additionalProperties"] = _exact(schema["additionalProperties"])
+    schema = _exact(schema)
     texts = schema.get("items", schema)
     is_free_text = "string" in types_of(texts) and not {"pattern", "enum"} & texts.keys()
     is_free_text |= "object" in types_of(schema) and "propertyNames" not in schema
@@ -96,15 +107,43 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
     return schema
 
 
-def required_fields(cls: type) -> Iterator[str]:
-    """The names of the fields without a default.
+def required_fields(cls: type, limits: SpecificationLimits) -> Iterator[str]:
+    """The names of the fields without a default that the limits permit.
+
+    `calibration_tokens` is not among them, because few tasks read it; `CALIBRATED` names them.
 
     Args:
       cls: the class of a specification.
+      limits: the largest values.
     """
     for field in dataclasses.fields(cls):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             yield field.name
+        elif field.name != "calibration_tokens" and refused_default(cls, field.name, limits):
+            yield field.name
+
+
+@functools.cache
+def refused_default(cls: type, name: str, limits: SpecificationLimits) -> str:
+    """Why the limits do not permit the default of a field; empty if they do, or if it has none.
+
+    Args:
+      cls: the class of the specification.
+      name: name of the field.
+      limits: the largest values.
+    """
+    (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
+    default = field.default
+    if default in (dataclasses.MISSING, None):
+        return ""
+    if name in PARTS:
+        own = type(default)
+        found = ((n, refused_default(own, n, limits)) for n in required_fields(own, limits))
+        return next((f"{inner} {problem}" for inner, problem in found), "")
+    schema = value_schema(cls, name, limits)
+    if isinstance(default, tuple):
+        default = dict(default) if "object" in types_of(schema) else list(default)
+    return refusal(default, schema) or ""
 
 
 def to_json(specification: Any) -> dict[str, Any]:
@@ -163,6 +202,18 @@ def part_to_json(field: str, part: Any) -> dict[str, Any]:
     return ({KIND: kind} if kind else {}) | to_json(part)
 
 
+def _exact(schema: dict[str, Any]) -> dict[str, Any]:
+    """The schema of numbers without those beyond exact integers, with which programs that read JSON
+    differ: a schema cannot refuse 9007199254740992 and permit 9007199254740992.0."""
+    found = dict(schema)
+    if "maximum" in schema:
+        found["maximum"] = min(schema["maximum"], LARGEST_INTEGER)
+    if "minimum" in schema:
+        found["minimum"] = max(schema["minimum"], -LARGEST_INTEGER)
+    return found
+
+
+@functools.cache
 def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, Any]]:
     """By class and field, what a tenant may ask for where the class permits more.
 
@@ -187,6 +238,8 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
         "$comment": f"{ALL_LINEAR!r}, the name of a linear such as 'q_proj' or of a table such as "
         "'lm_head', or a list of names (no regular expression)",
     }
+    linears["examples"] = [ALL_LINEAR, *(name for name in sorted(MODULE_NAMES) if "." not in name)]
+    with_tables["examples"] = [*linears["examples"], *sorted(TABLES)]
     any_tokens = {
         "items": {"type": "integer", "minimum": 0, "maximum": LARGEST_INTEGER},
         "maxItems": limits.rank,
@@ -219,17 +272,21 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "minLength": 1,
             "maxLength": 100,
         },
-        "$comment": "an object with names of fields without control characters, by the fields of a "
-        f"form: {', '.join(all_fields())}",
+        "$comment": "an object that gives fields of a form their names in the records (without "
+        f"control characters); the fields are {', '.join(all_fields())}",
     }
     alphas = by_linear | {"$comment": "an object with a number by the name of a linear"}
+    once = {
+        "enum": [None],
+        "$comment": "null, because repeated samples would not count in the limits of data",
+    }
     return {
         (Task, "name"): {
             "type": "string",
             "pattern": f"^{TASK_NAME}$",
             "maxLength": LONGEST_NAME,
             "$comment": "a name of letters, digits, '.', '_' and '-' that begins with a letter or "
-            "digit,",
+            "digit",
         },
         (Task, "batch_size"): {"maximum": limits.batch_size},
         (Task, "max_length"): {"maximum": limits.max_length},
@@ -247,19 +304,28 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "$comment": f"a {' or '.join(JSONL_SUFFIXES)} file ({_PATH_RULE})",
         },
         # Only data sets of the hub have other splits.
-        (Source, "split"): {"enum": ["train"]},
+        (Source, "split"): {
+            "enum": ["train"],
+            "$comment": '"train", because files have no splits',
+        },
         (Source, "columns"): columns,
         # A template is a program, whose memory nothing bounds.
-        (Source, "chat_template"): {"enum": [None]},
-        # Repeated samples would not count in the limits of data.
-        (Source, "repeat"): {"enum": [None]},
-        (Source, "weight"): {"enum": [None]},
+        (Source, "chat_template"): {
+            "enum": [None],
+            "$comment": "null, because a template is a program and nothing bounds its memory",
+        },
+        (Source, "repeat"): once,
+        (Source, "weight"): once,
         (LoRA, "rank"): {"maximum": limits.rank},
         (LoRA, "target_modules"): with_tables,
         (LoRA, "rank_pattern"): ranks,
         (LoRA, "alpha_pattern"): alphas,
         (LoRA, "trained_tokens"): tokens | {"minItems": 0},
-        (DoRA, "trained_tokens"): tokens | {"minItems": 0, "maxItems": 0},
+        (DoRA, "trained_tokens"): {
+            "items": any_tokens["items"],
+            "maxItems": 0,
+            "$comment": "an empty list, because DoRA trains linears only",
+        },
         (DoRA, "rank_pattern"): ranks,
         (DoRA, "alpha_pattern"): alphas,
         (DoRA, "rank"): {"maximum": limits.rank},
@@ -271,7 +337,7 @@ def _narrower(limits: SpecificationLimits) -> dict[tuple[type, str], dict[str, A
             "items": {"type": "string", "enum": list(NORMS)},
             "minItems": 1,
             "maxItems": len(NORMS),
-            "$comment": "the name of a norm, or a list of names: " + ", ".join(NORMS),
+            "$comment": "the name of a norm, or a list of names; the names are " + ", ".join(NORMS),
         },
         (Bottleneck, "size"): {"maximum": limits.rank},
         (DiffPruning, "columns"): {"maximum": limits.rank},

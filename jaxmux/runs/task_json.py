@@ -6,21 +6,32 @@ tenant's folder, and it cannot ask for more than `SpecificationLimits` permit.
 """
 
 import dataclasses
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxmux.data import Source
 from jaxmux.left_out import why_left_out
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.peft import kind_of
+from jaxmux.peft import LoRA, kind_of
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
 from .confined_files import read_bytes, why_outside
 from .specification_limits import SpecificationLimits
 from .strict_json import parse_object, refusal, shown
-from .task_fields import KIND, PARTS, Part, required_fields, to_json, value_schema
+from .task_fields import (
+    CALIBRATED,
+    KIND,
+    PARTS,
+    Part,
+    refused_default,
+    required_fields,
+    to_json,
+    value_schema,
+)
 from .tenant_files import check_files, relative_to, with_paths
 
 _SUFFIX = ".json"
@@ -64,7 +75,10 @@ def task_from_json(
 
 
 def task_from_fields(
-    fields: Mapping[str, Any], name: str | None, limits: SpecificationLimits
+    fields: Mapping[str, Any],
+    name: str | None,
+    limits: SpecificationLimits,
+    other_keys: Iterable[str] = (),
 ) -> Task:
     """Makes a task from the fields of a specification whose author is not trusted. Its files are
     not looked at.
@@ -73,6 +87,7 @@ def task_from_fields(
       fields: the JSON object, from `parse_object`.
       name: as for `task_from_json`.
       limits: the most that the specification may ask for.
+      other_keys: further keys that the JSON object may have, as refusals of unknown keys name them.
 
     Returns:
       The task, with paths relative to the tenant's folder.
@@ -81,13 +96,20 @@ def task_from_fields(
       TaskError: the specification is refused.
     """
     where = name_of_specification(name)
-    task = _Reader(where, limits).specification(Task, fields)
+    task = _Reader(where, limits, tuple(other_keys)).specification(Task, fields)
     kind = kind_of(task.adapter)
     rank = max(kind.rank(task.adapter), kind.rank_in(LOW_RANK_KIND, task.adapter))
     if rank > limits.rank:
+        how = getattr(task.adapter, "initialisation", "")
+        with_it = f" with the initialisation {how!r}" if how else ""
         raise TaskError(
-            f"{where}: adapter: its arrays would have rank {rank}, and at most {limits.rank} is "
-            "permitted"
+            f"{where}: adapter: its arrays would have rank {rank}{with_it}; expected at most "
+            f"{limits.rank}"
+        )
+    if task.resume_from is not None and not isinstance(task.adapter, LoRA):
+        raise TaskError(
+            f"{where}: resume_from: only tasks with adapters of the kinds 'lora' and 'dora' can go "
+            f"on from an adapter, found {fields['adapter'][KIND]!r}"
         )
     if name not in (None, task.name):
         raise TaskError(
@@ -167,26 +189,55 @@ class _Reader:
     Attributes:
       where: the specification, for error messages.
       limits: the most that it may ask for.
+      other_keys: further keys that the task's JSON object may have.
     """
 
     where: str
     limits: SpecificationLimits
+    other_keys: tuple[str, ...] = ()
 
     def specification(self, cls: type, fields: Mapping[str, Any], at: str = "") -> Any:
         """The instance of a class with these fields; `at` is the key of the object with a dot."""
         names = [field.name for field in dataclasses.fields(cls)]
         for key in fields:
             if key not in names:
-                hint = why_left_out(key) or did_you_mean(key, names)
-                hint = hint or f"the keys are {', '.join(names)}"
-                raise self._error(f"{shown(at + key)} is no key of a specification; {hint}")
-        if missing := [name for name in required_fields(cls) if name not in fields]:
-            raise self._error(f"{at}{missing[0]} is missing")
+                raise self._error(
+                    f"{shown(at + key)} is no key of a specification; {self._hint(key, cls, at)}"
+                )
+        self._require_fields(cls, fields, at)
         values = {name: self._value(cls, name, value, at) for name, value in fields.items()}
         try:
             return cls(**values)
         except ValueError as e:
-            raise self._error(f"{at.removesuffix('.')}: {e}" if at else str(e)) from None
+            # These classes begin messages with the task's name and the path, which `where` and the
+            # key tell already.
+            own = {Task: f"task {values.get('name')!r}: ", Source: f"{values.get('path')}: "}
+            message = str(e).removeprefix(own.get(cls, ""))
+            raise self._error(f"{at.removesuffix('.')}: {message}" if at else message) from None
+
+    def _hint(self, key: str, cls: type, at: str) -> str:
+        """What the author of an unknown key may have meant."""
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in names:
+            classes = PARTS[name].classes.values() if name in PARTS else ()
+            if any(key == field.name for own in classes for field in dataclasses.fields(own)):
+                return f"it is a key of {at}{name}"
+        has_kind = any(
+            kind and own is cls for part in PARTS.values() for kind, own in part.classes.items()
+        )
+        names += [*([KIND] if has_kind else []), *(self.other_keys if cls is Task else [])]
+        hint = why_left_out(key) or did_you_mean(key, names)
+        return hint or f"the keys are {', '.join(names)}"
+
+    def _require_fields(self, cls: type, fields: Mapping[str, Any], at: str) -> None:
+        required = list(required_fields(cls, self.limits))
+        if cls in CALIBRATED and fields.get(CALIBRATED[cls][0]) == CALIBRATED[cls][1]:
+            required.append("calibration_tokens")
+        for name in required:
+            problem = refused_default(cls, name, self.limits)
+            if name not in fields and (problem or name != "calibration_tokens"):
+                default = f", and its default is not permitted: {problem}" if problem else ""
+                raise self._error(f"{at}{name} is missing{default}")
 
     def _value(self, cls: type, name: str, value: Any, at: str) -> Any:
         if (part := PARTS.get(name)) is None:
@@ -199,12 +250,17 @@ class _Reader:
         if isinstance(value, str) and part.short:
             ((_, short_for),) = part.classes.items()
             return short_for(self._checked(value, short_for, part.short, at + name))
-        expected = "a string or an object" if part.short else f"an object with {KIND!r}"
-        raise self._error(f"{at}{name} should be {expected}, found {shown(value)}")
+        example = json.dumps({KIND: next(iter(part.classes))})
+        expected = "a string or an object" if part.short else f"an object such as {example}"
+        hint = "; a specification names its one file" if isinstance(value, list) else ""
+        raise self._error(f"{at}{name} should be {expected}, found {shown(value)}{hint}")
 
     def _part(self, part: Part, value: dict[str, Any], key: str) -> Any:
         if "" in part.classes:
             return self.specification(part.classes[""], value, f"{key}.")
+        if KIND not in value:
+            known = ", ".join(map(json.dumps, part.classes))
+            raise self._error(f"{key}.{KIND} is missing; it is one of {known}")
         kind, fields = value.get(KIND), {k: v for k, v in value.items() if k != KIND}
         if problem := refusal(kind, {"enum": list(part.classes)}):
             hint = did_you_mean(kind, part.classes) if isinstance(kind, str) else ""
@@ -217,8 +273,12 @@ class _Reader:
         if problem := refusal(value, schema):
             is_path = isinstance(value, str) and name in ("path", "resume_from")
             reason = why_outside(value) if is_path else ""
-            if isinstance(value, str) and "enum" in schema:
-                reason = did_you_mean(value, filter(None, schema["enum"]))
+            known = [*schema.get("enum", []), *schema.get("examples", [])]
+            if isinstance(value, str):
+                reason = reason or did_you_mean(value, filter(None, known))
+            if isinstance(value, dict) and "enum" in schema.get("propertyNames", {}):
+                known = schema["propertyNames"]["enum"]
+                reason = next((did_you_mean(own, known) for own in value if own not in known), "")
             reason = (why_left_out(value) if name == "initialisation" else "") or reason
             raise self._error(f"{key} {problem}{reason and f'; {reason}'}")
         return value

@@ -7,6 +7,7 @@ from typing import Any
 
 from jaxmux.tasks import Task
 
+from .schema_rules import rules
 from .specification_limits import SpecificationLimits
 from .task_fields import KIND, PARTS, Part, part_to_json, required_fields, value_schema
 
@@ -26,8 +27,7 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the specifications that `task_from_json` accepts.
 
     It is made from the fields of `Task` and of its parts: their checks, defaults and descriptions.
-    It cannot express that files exist or which `columns` go together, and permits 16.0 where
-    `task_from_json` requires 16.
+    docs/task_files.md lists what it cannot express.
 
     Args:
       limits: the largest values; None for the defaults of `SpecificationLimits`.
@@ -39,14 +39,6 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
         "title": "A fine-tuning task of jaxmux",
         "description": "Where a description says None, True or False, write null, true or false.",
         **_object(Task, "", limits),
-        "oneOf": [_given("epochs", "steps"), _given("steps", "epochs")],
-        "allOf": [
-            _needs({"eval_every": {"type": "integer"}}, "eval_data", "validation_fraction"),
-            _needs({"patience": {"type": "integer"}}, "eval_every"),
-            _needs({"keep_best": {"const": True}}, "eval_every"),
-            _needs({"validation_seed": {"type": "integer"}}, "validation_fraction"),
-            {"not": {"allOf": [_has_value("eval_data"), _has_value("validation_fraction")]}},
-        ],
         "$defs": {name: _object(cls, kind, limits) for name, (kind, cls) in sorted(parts.items())},
     }
 
@@ -55,32 +47,15 @@ def _of(part: Part) -> list[tuple[str, type]]:
     return list(part.classes.items())
 
 
-def _given(one: str, other: str) -> dict[str, Any]:
-    """Exactly one of two fields is given; null gives none."""
-    types = {one: {"type": "integer"}, other: {"type": "null"}}
-    return {"required": [one], "properties": types}
-
-
-def _needs(given: dict[str, Any], *others: str) -> dict[str, Any]:
-    """Where a field has a value, one of the others has to be given."""
-    condition = {"properties": given, "required": list(given)}
-    not_null = [_has_value(other) for other in others]
-    return {"if": condition, "then": {"anyOf": not_null} if len(others) > 1 else not_null[0]}
-
-
-def _has_value(field: str) -> dict[str, Any]:
-    return {"properties": {field: {"not": {"type": "null"}}}, "required": [field]}
-
-
 def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]:
     """The schema of a specification, with its kind if it has one."""
     descriptions = _descriptions(cls)
     properties: dict[str, Any] = {KIND: {"const": kind}} if kind else {}
-    required = [KIND] if kind else []
+    needed = list(required_fields(cls, limits))
     for field in dataclasses.fields(cls):
         part = PARTS.get(field.name)
         schema = _part(part, field, limits) if part else value_schema(cls, field.name, limits)
-        if field.default is not dataclasses.MISSING:
+        if field.name not in needed and field.default is not dataclasses.MISSING:
             is_part = dataclasses.is_dataclass(field.default)
             default = part_to_json(field.name, field.default) if is_part else field.default
             schema["default"] = dict(default) if schema.get("type") == "object" else default
@@ -89,8 +64,9 @@ def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]
     return {
         "type": "object",
         "properties": properties,
-        "required": [*required, *required_fields(cls)],
+        "required": [*([KIND] if kind else []), *needed],
         "additionalProperties": False,
+        **({"allOf": tied} if (tied := rules(cls, limits)) else {}),
     }
 
 

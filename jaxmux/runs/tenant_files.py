@@ -105,7 +105,7 @@ def copy_files(
       OSError: the copies cannot be written, for example because the disk is full.
     """
     root, store = Path(folder).resolve(), Path(store).absolute()
-    where = f"task {task.name!r}"
+    where = f"{task.name}.json"
     task = relative_to(task, root)
     if store.exists():
         raise FileExistsError(f"{store}: exists already")
@@ -202,8 +202,6 @@ class _Files:
         except ValueError as e:
             raise TaskError(f"{where}: {e}") from None
         kind = kind_of(self.task.adapter)
-        if not isinstance(self.task.adapter, LoRA):
-            raise TaskError(f"{where}: only LoRA adapters can be gone on from")
         wanted = kind.as_stored(self.task.adapter)
         if not kind.recognise(settings):
             hint = _hint(self.task.adapter, wanted) if kind_of(wanted).recognise(settings) else ""
@@ -217,13 +215,19 @@ class _Files:
             found = settings.get(field) or {}
             of_task = getattr(wanted, field)
             if not isinstance(found, dict) or tuple(found.items()) != of_task:
-                raise TaskError(f"{where}: {field} should be that of the task")
+                raise TaskError(
+                    f"{where}: {field} should be that of the task, {shown(dict(of_task))}, found "
+                    f"{shown(found)}"
+                )
         try:
             tokens = token_indices(settings)
         except ValueError as e:
             raise TaskError(f"{where}: {e}") from None
         if tokens != self.task.adapter.trained_tokens:
-            raise TaskError(f"{where}: trainable_token_indices should be those of the task")
+            raise TaskError(
+                f"{where}: trainable_token_indices should be those of the task, "
+                f"{shown(wanted.trained_tokens)}, found {shown(tokens)}"
+            )
         schema = value_schema(LoRA, "target_modules", self.limits)
         if problem := refusal(settings.get("target_modules"), schema):
             raise TaskError(f"{where}: target_modules {problem}")

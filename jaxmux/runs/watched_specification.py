@@ -57,7 +57,7 @@ def watched_specification(data: bytes, name: str, limits: TenantLimits) -> Watch
     for key, value in own.items():
         if problem := refusal(value, _schema_of(key, limits)):
             raise TaskError(f"{where}: {key} {problem}")
-    return WatchedSpecification(task_from_fields(fields, name, limits), **own)
+    return WatchedSpecification(task_from_fields(fields, name, limits, _DESCRIPTIONS), **own)
 
 
 def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:

@@ -159,7 +159,7 @@ def test_data_that_come_after_the_specification_are_noticed(watch, put, tmp_path
     with watch(tmp_path) as server:
         error = server.until("acme/one", "refused")["error"]
         assert error == (
-            "task 'one': data: 'data/later.jsonl' cannot be opened (No such file or directory)"
+            "one.json: data: 'data/later.jsonl' cannot be opened (No such file or directory)"
         )
         server.poll(3)
         folder = tmp_path / "inbox" / "acme" / "data"

@@ -16,6 +16,8 @@ MALFORMED = {
     "beyond float64": ('{"a": 1e999}', "holds the number 1e999, which float64 cannot express"),
     "huge integer": ('{"a": ' + "9" * 5000 + "}", "holds the integer 99999999999999999999…"),
     "inexact integer": (f'{{"a": {LARGEST_INTEGER + 1}}}', "2^53 - 1"),
+    "inner number": ('{"a": {"b": [1, 1e999]}}', '"a.b" holds the number 1e999'),
+    "long key": ('{"' + "a" * 5000 + '": NaN}', "a…"),
     "key twice": ('{"rank": 1, "rank": 2}', 'names the key "rank" twice'),
     "inner key twice": ('{"a": {"b": 1, "b": 1}}', 'names the key "b" twice'),
     "key twice by escapes": ('{"a": 1, "\\u0061": 2}', 'names the key "a" twice'),
@@ -115,6 +117,15 @@ def test_patterns_match_the_whole_text():
     assert refusal("aaa\n", schema) == 'should be some a\'s, found "aaa\\n"'
 
 
-def test_bounds_of_float32_are_left_out_in_words():
-    schema = {"type": "number", "maximum": 3.4e38, "exclusiveMinimum": 0}
-    assert in_words(schema) == "a number above 0"
+def test_bounds_of_all_numbers_are_told_of_what_exceeds_them():
+    schema = {"type": "number", "maximum": LARGEST_INTEGER, "exclusiveMinimum": 0}
+    assert in_words(schema) == in_words(schema, -1) == "a number above 0"
+    assert in_words(schema, 1e300) == "a number above 0 and of at most 9007199254740991"
+
+
+def test_bounds_of_what_a_comment_describes_are_told_of_what_exceeds_them():
+    schema = {"type": ["array", "null"], "items": {"type": "integer"}, "$comment": "a list of ids"}
+    schema |= {"minItems": 1, "maxItems": 2}
+    assert refusal([0.5], schema) == "should be a list of ids, or null, found [0.5]"
+    assert refusal([], schema) == "should be a list of ids, of at least 1 entry, or null, found []"
+    assert "a list of ids, of at most 2 entries, or null" in refusal([1, 2, 3], schema)

@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -42,16 +43,23 @@ REFUSED = {
     "no data": ({"data": ...}, "data is missing"),
     "no path": ({"data": {}}, "data.path is missing"),
     "neither epochs nor steps": ({"steps": ...}, "give epochs or steps, one of the two"),
-    "epochs and steps": ({"epochs": 2}, "epochs=2, steps=5"),
+    "epochs and steps": (
+        {"epochs": 2},
+        "specification: give epochs or steps, one of the two; found both",
+    ),
     "name of a path": ({"name": "../up"}, "name should be a name of letters, digits, "),
     "name with a line break": ({"name": "tiny\n"}, 'found "tiny\\n"'),
     "name of a number": ({"name": 3}, "name should be a name"),
     "long name": ({"name": "a" * 101}, "of at most 100 characters"),
     "chat template": (
         {"data": {"path": "train.jsonl", "chat_template": "{{ messages }}"}},
-        "data.chat_template should be one of null",
+        "data.chat_template should be null, because a template is a program and nothing bounds its "
+        "memory, found",
     ),
-    "weight": ({"data": {"path": "train.jsonl", "weight": 2}}, "data.weight should be one of null"),
+    "weight": (
+        {"data": {"path": "train.jsonl", "weight": 2}},
+        "data.weight should be null, because",
+    ),
     "rank as text": (
         {"adapter": LORA | {"rank": "16"}},
         'adapter.rank should be an integer of at least 1 and of at most 256, found "16"',
@@ -63,13 +71,16 @@ REFUSED = {
     "rank of null": ({"adapter": LORA | {"rank": None}}, "found null"),
     "adapter without a kind": (
         {"adapter": {"rank": 4}},
-        'adapter.kind should be one of "lora", "dora", "ia3", "ln_tuning", "bottleneck", '
-        '"diff_pruning", "vera", "sparse_diff", "prompt_tuning", "trained_tokens", found null',
+        'adapter.kind is missing; it is one of "lora", "dora", "ia3", "ln_tuning", "bottleneck", '
+        '"diff_pruning", "vera", "sparse_diff", "prompt_tuning", "trained_tokens"',
     ),
     "unknown adapter": ({"adapter": {"kind": "lroa"}}, 'found "lroa"; did you mean lora?'),
     "kind as a list": ({"adapter": {"kind": ["lora"]}}, 'found ["lora"]'),
-    "adapter as text": ({"adapter": "lora"}, "adapter should be an object with 'kind'"),
-    "adapter of null": ({"adapter": None}, "adapter should be an object with 'kind'"),
+    "adapter as text": (
+        {"adapter": "lora"},
+        'adapter should be an object such as {"kind": "lora"}',
+    ),
+    "adapter of null": ({"adapter": None}, 'adapter should be an object such as {"kind": "lora"}'),
     "reference of gin": ({"adapter": "@tiny/LoRA()"}, 'found "@tiny/LoRA()"'),
     "unknown optimizer": (
         {"optimizer": {"kind": "adafactor"}},
@@ -85,7 +96,7 @@ REFUSED = {
     ),
     "rate beyond float32": (
         {"optimizer": ADAMW | {"learning_rate": 1e39}},
-        "optimizer.learning_rate should be",
+        "optimizer.learning_rate should be a number of at least 0 and of at most 9007199254740991",
     ),
     "negative rate": ({"optimizer": ADAMW | {"learning_rate": -1}}, "found -1"),
     "unknown schedule": (
@@ -103,12 +114,27 @@ REFUSED = {
     "long samples": ({"max_length": 8193}, "max_length should be"),
     "endless training": ({"steps": 100_001}, "steps should be"),
     "negative seed": ({"seed": -1}, "seed should be an integer of at least 0"),
-    "huge seed": ({"seed": HUGE}, "holds the integer 9007199254740992"),
+    "huge seed": ({"seed": HUGE}, '"seed" holds the integer 9007199254740992'),
+    "endless seconds": ({"max_seconds": 1e300}, "of at most 9007199254740991, or null, found 1e+3"),
+    "key of a part": ({"rank": 8}, '"rank" is no key of a specification; it is a key of adapter'),
+    "misspelt initialisation": (
+        {"adapter": LORA | {"initialisation": "pisa"}},
+        "did you mean pissa?",
+    ),
+    "misspelt linear": ({"adapter": LORA | {"target_modules": "qproj"}}, "did you mean q_proj?"),
+    "twice the rank": (
+        {"adapter": LORA | {"initialisation": "pissa", "rank": 129}},
+        "its arrays would have rank 258 with the initialisation 'pissa'; expected at most 256",
+    ),
+    "tokens of DoRA": (
+        {"adapter": {"kind": "dora", "trained_tokens": [1]}},
+        "should be an empty list, because DoRA trains linears only, found [1]",
+    ),
     "regular expression": (
         {"adapter": LORA | {"target_modules": "(.*)*x"}},
         "adapter.target_modules should be 'all-linear', the name of a linear such as 'q_proj' or "
-        "of a table such as 'lm_head', or a list of names (no regular expression) of at most 1024 "
-        'entries, found "(.*)*x"',
+        "of a table such as 'lm_head', or a list of names (no regular expression), found "
+        '"(.*)*x"',
     ),
     "expression in a list": ({"adapter": LORA | {"target_modules": [".*"]}}, 'found [".*"]'),
     "no modules": ({"adapter": LORA | {"target_modules": []}}, "found []"),
@@ -141,9 +167,9 @@ REFUSED = {
     "compressed by zstd": ({"data": "train.json.zst"}, "a small compressed file can expand"),
     "table": ({"data": "train.csv"}, "limits count lines, and a row may have several"),
     "pattern": ({"data": "part-*.jsonl"}, "a specification names its one file"),
-    "another split": ({"data": {"path": "train.jsonl", "split": "test"}}, 'one of "train"'),
+    "another split": ({"data": {"path": "train.jsonl", "split": "test"}}, 'be "train", because'),
     "split of a hub": ({"data": {"path": "train.jsonl", "split": "train[:9]"}}, "data.split"),
-    "data as a list": ({"data": ["train.jsonl"]}, "data should be a string or an object"),
+    "data as a list": ({"data": ["train.jsonl"]}, "a specification names its one file"),
     "data of null": ({"data": None}, "data should be a string or an object, found null"),
     "unknown form": (
         {"data": {"path": "train.jsonl", "form": "messsages"}},
@@ -151,8 +177,12 @@ REFUSED = {
     ),
     "columns of no form": (
         {"data": {"path": "train.jsonl", "columns": {"zzz": "a"}}},
-        "data.columns should be an object with names of fields without control characters, by the "
-        "fields of a form: messages, tools, prompt, completion",
+        "data.columns should be an object that gives fields of a form their names in the records "
+        "(without control characters); the fields are messages, tools, prompt, completion",
+    ),
+    "misspelt column": (
+        {"data": {"path": "train.jsonl", "columns": {"promt": "a"}}},
+        "did you mean prompt?",
     ),
     "columns of a terminal": (
         {"data": {"path": "train.jsonl", "columns": {"text": "\x1b[2J"}}},
@@ -164,7 +194,7 @@ REFUSED = {
     ),
     "columns of two forms": (
         {"data": {"path": "train.jsonl", "columns": {"text": "a", "prompt": "b"}}},
-        "columns: no form has the fields text, prompt",
+        "specification: data: columns: no form has the fields text, prompt",
     ),
     "no samples": ({"data": {"path": "train.jsonl", "max_samples": 0}}, "data.max_samples should"),
     "whole validation": ({"validation_fraction": 1}, "validation_fraction should be a number"),
@@ -175,6 +205,10 @@ REFUSED = {
     "eval_every of nothing": ({"eval_every": 1}, "eval_every needs eval_data or validation_fract"),
     "adapter of a hub": ({"resume_from": "org/../name"}, "'..' could lead out"),
     "adapter elsewhere": ({"resume_from": "/adapters/a"}, "paths are relative"),
+    "adapter of another kind": (
+        {"resume_from": "other", "adapter": {"kind": "ia3"}},
+        "resume_from: only tasks with adapters of the kinds 'lora' and 'dora' can go on from an",
+    ),
     "missing data": ({"data": "other.jsonl"}, "data: 'other.jsonl' cannot be opened (No such"),
     "missing held-out data": ({"eval_data": "other.jsonl"}, "eval_data: 'other.jsonl' cannot be"),
     "missing adapter": ({"resume_from": "other"}, "resume_from: 'other/adapter_config.json'"),
@@ -197,6 +231,31 @@ def test_refused_with_the_key_and_what_is_expected(changes, problem, folder):
     message = str(error.value)
     assert message.startswith("specification: ") and problem in message
     assert message.isprintable() and len(message) < 1000
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "problem"),
+    [
+        (
+            {"max_length": 512},
+            {},
+            "max_length is missing, and its default is not permitted: should",
+        ),
+        ({"rank": 8}, {}, "adapter is missing, and its default is not permitted: rank should be"),
+        ({"rank": 8}, {"adapter": LORA}, "adapter.rank is missing, and its default"),
+        ({"calibration_tokens": 99}, {"adapter": LORA}, None),
+        (
+            {"calibration_tokens": 99},
+            {"adapter": LORA | {"initialisation": "eva"}},
+            "adapter.calibration_tokens is missing, and its default is not permitted: should be an "
+            "integer of at least 1 and of at most 99, found 2048",
+        ),
+    ],
+)
+def test_defaults_obey_the_limits(limits, fields, problem, folder):
+    text, limits = json.dumps(LEAST | fields), SpecificationLimits(**limits)
+    with pytest.raises(TaskError, match=problem) if problem else nullcontext():
+        task_from_json(text, folder, limits=limits)
 
 
 def test_a_specification_of_nothing_else_takes_the_defaults_of_tasks(folder):

@@ -48,6 +48,20 @@ def test_the_schema_permits_exactly_the_priorities_that_the_reader_permits(value
     assert Draft202012Validator(watched_schema()).is_valid(fields) == permitted
 
 
+@pytest.mark.parametrize(
+    ("key", "hint"),
+    [
+        ("prioritty", "did you mean priority"),
+        ("pausd", "did you mean paused"),
+        ("zzz", "the keys are name, .*, priority, paused$"),
+    ],
+)
+def test_the_keys_of_scheduling_are_among_those_that_a_refusal_names(key, hint):
+    fields = {"name": "a", "data": "a.jsonl", "steps": 1, key: 1}
+    with pytest.raises(TaskError, match=f'^a.json: "{key}" is no key of a specification; {hint}'):
+        watched_specification(json.dumps(fields).encode(), "a", TenantLimits())
+
+
 CHANGES = {
     "name": "b",
     "data": "b.jsonl",
