@@ -143,7 +143,7 @@ def test_a_server_trains_until_a_signal_comes_and_goes_on_later(served, specify,
         re.fullmatch(r"acme.short: succeeded after 3 steps, loss \d\.\d{4}", x) for x in lines
     )
     assert f"adapter acme.short: {server}/adapters/acme.short" in lines
-    assert sum("wrong.json: steps should be" in line for line in lines) == 1
+    assert sum("wrong.json: refused: steps should be" in line for line in lines) == 1
     assert "stopping after this round; a second signal stops at once" in lines
     assert len(lines) <= 8
     assert (server / "config.gin").read_text() == "# x\n"
