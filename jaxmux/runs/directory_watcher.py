@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -149,8 +149,13 @@ class DirectoryWatcher:
             for place, own in self._watched.items()
         )
         ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
+        ended = self._newly_ended(by_name)
         self._status_files.write((*shown, *ignored))
-        self._note_ends(by_name)
+        self._note_ends(ended)
+        for name in self._accepted.finished - by_name.keys():
+            if _place_of(name) not in self._watched:
+                # Neither the server nor the tenant knows of it any more.
+                self._accepted.forget(name)
 
     def _is_new(
         self, place: Place, own: WatchedTask, signature: Signature, status: TaskStatus | None
@@ -339,21 +344,24 @@ class DirectoryWatcher:
         place = place if status else None
         return Shown(own.task, status, place, None, own.error, copies, own.waits)
 
-    def _note_ends(self, by_name: Mapping[str, TaskStatus]) -> None:
-        """Deletes the copies of the tasks that cannot go on any more, whatever happens, and forgets
-        those of which nobody else knows."""
-        for name in self._accepted.unfinished:
-            status = by_name.get(name)
-            if status and status.state in ENDED and self._live.ended.is_kept(name):
-                try:
-                    self._accepted.end(name, status.state)
-                except OSError as e:
-                    # The next poll tries it again.
-                    _log.debug("task %s: its end cannot be kept yet (%s)", name, e.strerror)
-                    break
-        for name in self._accepted.finished - by_name.keys():
-            if _place_of(name) not in self._watched:
-                self._accepted.forget(name)
+    def _newly_ended(self, by_name: Mapping[str, TaskStatus]) -> list[TaskStatus]:
+        """The tasks that have ended, whatever happens, and whose ends have not been noted."""
+        found = (by_name.get(name) for name in self._accepted.unfinished)
+        return [s for s in found if s and s.state in ENDED and self._live.ended.is_kept(s.name)]
+
+    def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
+        """Notes the ends of tasks, and deletes the copies of their files. The server may forget the
+        tasks then, so their status files come first."""
+        for status in ended:
+            place = _place_of(status.name)
+            if place in self._watched and not self._status_files.tells(place, status):
+                continue
+            try:
+                self._accepted.end(status.name, status.state)
+            except OSError as e:
+                # The next poll tries it again.
+                _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)
+                return
 
     def _note_change(self, place: Place, own: WatchedTask, what: str) -> None:
         """Tells a tenant of a file that changes all the time."""

@@ -410,16 +410,20 @@ def known(live) -> dict[str, str]:
 def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, tmp_path):
     """Whenever the server is killed: it forgets no task before the watcher has noted its end."""
     names = "abc"
-    paths = [put(f"acme/{name}", steps=1) for name in names]
+    paths = [put(f"acme/{name}", steps=20) for name in names]
     with watch(tmp_path, most_ended=1) as server:
-        server.poll_until(lambda: len(known(server.live)) == 3)
+        server.poll_until(lambda: all(server.state(f"acme/{name}") for name in names))
+        server.watcher._status_files._every = 1000.0
         while any(state not in ENDED for state in known(server.live).values()):
             server.live.step()
         server.live.save()
         server.live._store._writer.submit(lambda: None).result()
         for _ in range(5):
             server.live.step()
+        server.poll(2)
+        # Nor before their status files tell it.
         assert len(known(server.live)) == 3
+        server.watcher._status_files._every = 0.0
         killed_before = shutil.copytree(server.folder, tmp_path / "before")
         server.poll_until(lambda: len(known(server.live)) == 1)
         server.live._saving.changed = True
@@ -437,7 +441,7 @@ def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, t
             assert trained == [] and len(known(server.live)) == 1
     with watch(tmp_path, most_ended=1) as server:
         (forgotten, *_) = (p for p in paths if f"acme.{p.stem}" not in known(server.live))
-        put(f"acme/{forgotten.stem}", steps=2)
+        put(f"acme/{forgotten.stem}", steps=21)
         server.poll_until(lambda: "has ended (succeeded)" in "".join(server.said))
         forgotten.unlink()
         server.poll(4)
