@@ -10,6 +10,8 @@ from .watched_directory import Place
 
 # Lines about specifications that are printed in a minute; tenants can cause any number.
 _LINES_A_MINUTE = 10
+# A problem with a folder is told again if it was gone for so many seconds.
+_SECONDS_GONE = 60
 
 
 class WatchLines:
@@ -24,8 +26,8 @@ class WatchLines:
         """
         self._directory, self._say = directory, say
         self._count, self._since = 0, float("-inf")
-        # By tenant, what was told of the folder in the last look.
-        self._problems: dict[str, str] = {}
+        # The problems of tenants' folders, and when they were there last.
+        self._seen: dict[tuple[str, str], float] = {}
 
     def say_refused(self, place: Place, error: str, waits: bool) -> None:
         """Says why a specification is refused, or what it waits for.
@@ -47,12 +49,14 @@ class WatchLines:
             self._say("more specifications are refused or wait; their status files tell why")
 
     def say_problems(self, problems: Mapping[str, str]) -> None:
-        """Says what was not said of the look before.
+        """Says what has not been there for some time.
 
         Args:
           problems: by tenant, what is wrong with the folder; "" stands for the directory.
         """
+        now = time.monotonic()
+        self._seen = {own: at for own, at in self._seen.items() if now - at < _SECONDS_GONE}
         for name, problem in problems.items():
-            if self._problems.get(name) != problem:
+            if (name, problem) not in self._seen:
                 self._say(f"{self._directory}{name and '/'}{name}: {problem}")
-        self._problems = dict(problems)
+            self._seen[name, problem] = now

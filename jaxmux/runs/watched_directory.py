@@ -263,10 +263,10 @@ class WatchedDirectory:
         # Messages without numbers of files, which a tenant could let change again and again.
         if is_whole:
             scan.problems[tenant] = f"has more than {most} specifications; the others are not read"
-            why = f"a tenant may have {most} specifications, and {tenant} has more; delete others"
+            why = f"is not read: a tenant may have {most} specifications; delete others"
         else:
             scan.problems[tenant] = f"has more than {entries} files; no new specification is read"
-            why = f"a tenant's folder may hold {entries} files, and {tenant} has more; delete some"
+            why = f"is not read: a tenant's folder may hold {entries} files; delete some"
         places = sorted(found, key=lambda place: (place not in known, place not in ignored, place))
         count = max(most if is_whole else 0, sum(place in known for place in places))
         scan.files.update((place, found[place]) for place in places[:count])

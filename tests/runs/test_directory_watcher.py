@@ -604,7 +604,7 @@ def test_in_a_folder_with_too_many_files_known_tasks_go_on_and_new_ones_are_refu
         assert server.status(f"acme/{refused.removesuffix('.status.json')}") == {
             "task": f"acme.{refused.removesuffix('.status.json')}",
             "state": "refused",
-            "error": "a tenant's folder may hold 50 files, and acme has more; delete some",
+            "error": "is not read: a tenant's folder may hold 50 files; delete some",
         }
         (folder / "one.json").unlink()
         server.until("acme/one", "cancelled")
@@ -626,7 +626,7 @@ def test_of_more_specifications_than_permitted_some_are_read(watch, put, tmp_pat
         assert all("steps should be" in status["error"] for status in states[1:])
         # As many others are told that they are not read; with millions, the rest learn nothing.
         assert len(found) == 5 and {status["error"] for status in found.values()} == {
-            "a tenant may have 5 specifications, and acme has more; delete others"
+            "is not read: a tenant may have 5 specifications; delete others"
         }
         path.unlink()
         server.until("acme/z", "cancelled")
