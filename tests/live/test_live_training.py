@@ -345,14 +345,16 @@ def test_an_idle_training_keeps_an_end_when_its_adapter_has_been_written(
     live = make_live(store=store)
     owner = threading.Thread(target=live.run)
     owner.start()
-    live.register(tasks["e"].task).result()
-    wait_until(lambda: live.status("e").state == "succeeded")
-    wait_until(lambda: live._saving.wanted is False)
-    assert not live.ended.is_kept("e")
-    store.exporting = False
-    wait_until(lambda: live.ended.is_kept("e"))
-    live.close()
-    owner.join()
+    try:
+        live.register(tasks["e"].task).result()
+        wait_until(lambda: live.status("e").state == "succeeded")
+        wait_until(lambda: live._saving.wanted is False)
+        assert not live.ended.is_kept("e")
+        store.exporting = False
+        wait_until(lambda: live.ended.is_kept("e"))
+    finally:
+        live.close()
+        owner.join()
 
 
 def test_a_command_that_its_caller_gave_up_is_not_carried_out(make_live, tasks):
