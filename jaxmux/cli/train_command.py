@@ -25,8 +25,9 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `InputError` for input that cannot be used.
     """
-    # Orbax logs warnings about its own metadata when training resumes.
-    logging.getLogger("absl").setLevel(logging.ERROR)
+    # Orbax logs warnings about its own metadata when training resumes, and errors when one of its
+    # threads reads a file of them that another one is writing. What fails is raised besides.
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
     if options.watch:
         with _page(options):
             _serve(options)

@@ -1,6 +1,5 @@
 """The tasks of a live training, and what commands and results do to them."""
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from jaxmux.engine import (
@@ -17,7 +16,8 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.tasks import TaskError
 
-from .commands import At, Command, End
+from .commands import At, Command
+from .ended_tasks import EndedTasks
 from .live_task import LiveTask
 from .meter import Meter, shares_of
 from .preparation import Preparation, Reading
@@ -40,8 +40,7 @@ class LiveTasks:
       changed: whether the choice of the tasks that train has to be made anew.
       totals: what all tasks have used together, those included that are not known any more. It is
         counted by itself, and equals the sum of their meters.
-      ends: names of the tasks whose ends have not been kept, or that have used more since; the
-        values have no meaning.
+      ended: the tasks that have ended.
       growing: number of places for which programs are being compiled; None if there are none.
     """
 
@@ -70,13 +69,11 @@ class LiveTasks:
         self.changed = False
         self.growing: int | None = None
         self.totals = Meter()
-        self.ends: dict[str, None] = {}
+        self.ended = EndedTasks(most_ended)
         self._engine, self._preparation, self._export = engine, preparation, export
         self._show, self._clock = show, clock
-        self._forget, self._most_ended = forget, most_ended
+        self._forget = forget
         self._tasks: dict[str, LiveTask] = {}
-        # The tasks that have ended, in the order of their ends.
-        self._ended: deque[str] = deque()
         # Of the readings that wait, what for and behind how many, when its task was told last.
         self._told: dict[Reading, tuple[str, int]] = {}
 
@@ -169,10 +166,9 @@ class LiveTasks:
         if command.kind in ("cancel", "end", "used"):
             self.totals.replace(own.meter, at.meter)
             own.meter = at.meter.copy()
-        if command.kind == "end":
-            self._end_again(own, command.value)
-            return
-        if command.kind == "used":
+        if command.kind in ("end", "used"):
+            if command.kind == "end":
+                own.end = command.value
             self._show(own)
             return
         self.changed = True
@@ -205,15 +201,12 @@ class LiveTasks:
           saved: the task.
         """
         own = self._tasks[saved.task.name] = LiveTask.of(saved)
-        if own.ended:
-            self._ended.append(own.name)
         self._show(own)
 
     def go_on(self) -> None:
         """Lets the tasks go on that have not ended: their data are read again."""
-        self._ended = deque(sorted(self._ended, key=lambda name: self[name].history[-1].time))
-        # They had been kept.
-        self.ends.clear()
+        ended = sorted((own for own in self if own.ended), key=lambda own: own.history[-1].time)
+        self.ended.restore(own.name for own in ended)
         for own in self:
             if not own.ended:
                 if own.state != PAUSED:
@@ -333,27 +326,21 @@ class LiveTasks:
             self[name].share = share
             self[name].meter.device_seconds += share * seconds
             if self[name].ended:
-                self.ends[name] = None
+                self.ended.add(name)
         for name in self._engine.names:
             progress = self._engine.progress(name)
             self[name].measured = self._engine.measures(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
-        # A name may be used again when no result of its task is still on its way, and its end has
-        # been kept.
-        while len(self._ended) > self._most_ended and not self._is_needed(self._ended[0]):
-            self._drop(self._ended[0])
+        # A name may be used again when no result of its task is still on its way.
+        while (first := self.ended.forgettable) and first not in self._engine.awaited:
+            self._drop(first)
 
     def _drop(self, name: str) -> None:
         """Forgets a task that has ended."""
-        self._ended.remove(name)
+        self.ended.forget(name)
         del self._tasks[name]
-        self.ends.pop(name, None)
         self._forget(name)
-
-    def _is_needed(self, name: str) -> bool:
-        """Whether a task that has ended cannot be forgotten yet."""
-        return name in self._engine.awaited or name in self.ends
 
     @property
     def candidates(self) -> list[LiveTask]:
@@ -456,13 +443,6 @@ class LiveTasks:
         self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True
 
-    def _end_again(self, own: LiveTask, end: End) -> None:
-        """Ends a task as it had ended before training was started again."""
-        if not own.ended:
-            self._ended.append(own.name)
-        own.end = end
-        self._show(own)
-
     def _enter(
         self,
         own: LiveTask,
@@ -474,8 +454,7 @@ class LiveTasks:
         """Lets a task enter a state, now unless a time is given."""
         if own.enter(state, reason, self._clock() if time is None else time, note):
             if own.ended:
-                self._ended.append(own.name)
-                self.ends[own.name] = None
+                self.ended.add(own.name)
                 if own.reading:
                     self._preparation.drop(own.reading)
                     own.reading = None

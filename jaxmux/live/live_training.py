@@ -52,6 +52,9 @@ class LiveTraining:
     train yet waits, and its status tells why; a running task makes room for one of higher priority
     and goes on later with the same bits. A task that does not fit into the engine's pool and
     microbatches even alone is refused, so programs are never compiled again.
+
+    Attributes:
+      ended: the tasks that have ended.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class LiveTraining:
             clock,
             most_ended,
         )
+        self.ended = self._tasks.ended
         self._saving = Saving(engine, self._tasks, self._store, save_every)
         # What is restored has been told before.
         self._telling = False
@@ -324,7 +328,8 @@ class LiveTraining:
                         # Nothing else is kept as long as nothing happens.
                         self.save(wait=False)
                         longest = self._preparation.seconds_left
-                        self._commands.wait(_RETRY if self._saving.wanted else longest)
+                        left = self._saving.wanted or self.ended.unkept
+                        self._commands.wait(_RETRY if left else longest)
                 if self._owner:
                     self.save()
             except BaseException as e:
@@ -464,13 +469,13 @@ class LiveTraining:
         """Keeps how tasks have ended, and what they have used since. A task that has succeeded has
         its adapter on disk by then. What cannot be kept is tried again after the next round."""
         now, tasks = self._clock(), self._tasks
-        names = [name for name in tasks.ends if not self._store.is_exporting(name)]
+        names = [name for name in self.ended.unkept if not self._store.is_exporting(name)]
         ends = [Command("end", name, tasks[name].end, now) for name in names]
         with suppress(OSError):
             if ends:
                 self._store.record([tasks.with_at(command) for command in ends])
             for name in names:
-                del tasks.ends[name]
+                self.ended.note_kept(name)
 
     def _show_state(self, own: LiveTask) -> None:
         """Shows that a task's state, reason, priority or length has changed."""

@@ -2,15 +2,15 @@
 
 The folder of the server gets two folders for this. "specifications/NAME.json" is what the tenant
 asked for when the task was accepted, and how it ended: the server forgets tasks some time after
-their ends, and they must not begin anew. "inputs/NAME/" has the copies, which are deleted when no
-one needs them.
+their ends, and they must not begin anew. "inputs/NAME/" has the copies, which are deleted when the
+task has ended.
 """
 
 import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import suppress
 from pathlib import Path
 
@@ -26,7 +26,8 @@ _SUFFIX = ".json"
 
 
 class AcceptedTasks:
-    """The tasks by the names that they have in the server. One thread uses it."""
+    """The tasks by the names that they have in the server. One thread uses it, and any thread may
+    call `is_unfinished`."""
 
     def __init__(self, folder: Path):
         """Reads what an earlier server has accepted in the same folder.
@@ -41,8 +42,8 @@ class AcceptedTasks:
         self._tasks: dict[str, Task] = {}
         # By name, the states in which tasks have ended for good.
         self._ends: dict[str, str] = {}
-        # By name, the bytes of the copies that there are.
-        self._copied: dict[str, int] = {}
+        # By name of a task that has not ended, the bytes of its copies.
+        self._copied: dict[str, int]
         self._count: Counter[str] = Counter()
         for own in (self._specifications, self._inputs):
             own.mkdir(exist_ok=True)
@@ -50,10 +51,9 @@ class AcceptedTasks:
             # Files whose names begin with a dot were not complete when a server ended.
             if not path.name.startswith("."):
                 self._keep(path.name.removesuffix(_SUFFIX), *_read(path))
+        self._copied = {n: _size(self.copies(n)) for n in self._tasks if n not in self._ends}
         for path in self._inputs.iterdir():
-            if path.name in self._tasks and path.name not in self._ends:
-                self._copied[path.name] = _size(path)
-            else:
+            if path.name not in self._copied:
                 shutil.rmtree(path, ignore_errors=True)
 
     def __contains__(self, name: str) -> bool:
@@ -67,9 +67,23 @@ class AcceptedTasks:
         return self._tasks[name]
 
     @property
-    def with_copies(self) -> list[str]:
-        """The names of the tasks whose files are still there."""
+    def unfinished(self) -> list[str]:
+        """The names of the tasks that may still go on: `end` has not been called. Their copies are
+        still there."""
         return list(self._copied)
+
+    @property
+    def finished(self) -> Set[str]:
+        """The names of the tasks that have ended for good."""
+        return self._ends.keys()
+
+    def is_unfinished(self, name: str) -> bool:
+        """Whether a task is one of `unfinished`.
+
+        Args:
+          name: the name of the task in the server.
+        """
+        return name in self._copied
 
     def copies(self, name: str) -> Path:
         """Path of the folder with the copies of a task's files.
@@ -80,7 +94,7 @@ class AcceptedTasks:
         return self._inputs / name
 
     def copied_bytes(self, tenant: str) -> int:
-        """Bytes of the copies of a tenant's files.
+        """Bytes of the copies of a tenant's files, for tasks that have not ended.
 
         Args:
           tenant: name of the tenant.

@@ -4,73 +4,47 @@ The files say what is wanted, and every poll compares this with what the server 
 So nothing has to be remembered of changes that came while nobody watched.
 """
 
-import dataclasses
 import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from jaxmux.errors import first_line
 from jaxmux.live import LiveTraining, TaskStatus
-from jaxmux.live.states import CANCELLED, ENDED, PAUSED
+from jaxmux.live.states import ENDED, PAUSED
 from jaxmux.tasks import TaskError
 
 from .accepted_tasks import AcceptedTasks, tenant_of
-from .copies_needed import CopiesNeeded
 from .intake import Intake, TryLater
 from .status_file import Shown, places_in_queue
 from .status_files import StatusFiles
 from .tenant_limits import TenantLimits
-from .watched_directory import Place, Signature, WatchedDirectory
-from .watched_specification import WatchedSpecification, refused_change, watched_specification
+from .watch_lines import WatchLines
+from .watched_directory import Place, Scan, Signature, WatchedDirectory
+from .watched_specification import (
+    WatchedSpecification,
+    came_too_late,
+    refused_change,
+    watched_specification,
+)
+from .watched_task import WatchedTask
 
 _log = logging.getLogger("jaxmux")
 
 # A file that is missing in so many polls is deleted. Some editors move a file away and write it
 # anew, so it is missing for a moment.
 _POLLS_OF_DELETION = 2
+# A tenant is told of a file that has changed in so many polls in a row.
+_POLLS_OF_CHANGE = 10
 # A poll takes in tasks for at most so many seconds.
 _SECONDS_A_POLL = 0.5
 _SECONDS_TO_RETRY = 10.0
 _SECONDS_TO_RESUME = 60.0
 # At most this share of a core is spent on polls.
 _SHARE = 0.1
-# Lines about refused specifications that are printed in a minute; tenants can cause any number.
-_REFUSALS_A_MINUTE = 10
-
-
-@dataclasses.dataclass
-class _Watched:
-    """A specification and what has become of it.
-
-    Attributes:
-      task: the name of its task in the server.
-      seen: its signature in the last poll; None if it was missing.
-      missing: number of polls in a row in which it was missing.
-      read: its signature when it was read; None before.
-      wanted: what it asks for; None if it is refused as it is.
-      files: the files that it names, with their signatures in the last poll.
-      refused: `files` as they were when they were refused.
-      retry_at: the time before which nothing is tried again.
-      resume_at: the time before which a task is not resumed that the server has paused.
-      error: why it is refused, or a change of it.
-      commands: the commands that have been given and have no answer yet.
-    """
-
-    task: str
-    seen: Signature | None = None
-    missing: int = 0
-    read: Signature | None = None
-    wanted: WatchedSpecification | None = None
-    files: Mapping[str, Signature | None] | None = None
-    refused: Mapping[str, Signature | None] | None = None
-    retry_at: float = 0.0
-    resume_at: float = 0.0
-    error: str | None = None
-    commands: list[tuple[str, Future[None]]] = dataclasses.field(default_factory=list)
 
 
 class DirectoryWatcher:
@@ -99,40 +73,42 @@ class DirectoryWatcher:
           RunDirectoryError: a specification that was accepted is damaged.
         """
         self._directory, self._live, self._limits = directory, live, limits
-        self._say, self._every = say, every
+        self._lines, self._every = WatchLines(directory.path, say), every
         self._status_files = StatusFiles(directory, folder / "adapters", say, every)
         self._accepted = AcceptedTasks(folder)
-        self._copies = CopiesNeeded(folder / "checkpoints")
+        # A task that the server has forgotten must not be taken for one that it never knew.
+        live.ended.know_while(self._accepted.is_unfinished)
         self._intake = Intake(directory, self._accepted, limits)
         self._stopped = threading.Event()
-        # By tenant, why the folder was not read in the last poll.
-        self._problems: dict[str, str] = {}
-        self._refusals, self._refusals_since = 0, float("-inf")
-        self._watched: dict[Place, _Watched] = {}
+        # The specifications that were not read in the last poll because there are too many.
+        self._ignored: dict[Place, str] = {}
+        self._watched: dict[Place, WatchedTask] = {}
         registered = {status.name for status in live.statuses()}
         for name in self._accepted:
             if name in registered or self._accepted.ended(name):
-                self._watched[Place(*name.split(".", 1))] = _Watched(name)
+                self._watched[_place_of(name)] = WatchedTask(name)
             else:
                 # The process ended after the task was accepted, before it was registered.
                 self._accepted.forget(name)
 
     def run(self) -> None:
         """Polls until `stop` is called."""
+        failed = None
         while not self._stopped.is_set():
             # Waiting for a disk disturbs nobody, so it does not count.
             began = time.thread_time()
             try:
                 self.poll()
+                failed = None
             except OSError as e:
-                self._tell_problems({"": f"cannot be read ({e.strerror}); tasks go on"})
+                self._lines.say_problems({"": f"cannot be read ({e.strerror}); tasks go on"})
             except Exception as e:
                 # A server that has failed takes no more commands, and soon calls `stop`.
                 if self._stopped.wait(self._every):
                     return
-                if str(e) not in self._problems.values():
+                if str(e) != failed:
                     _log.exception("a look at the watched directory failed; tasks go on")
-                self._problems = {"": str(e)}
+                failed = str(e)
             seconds = time.thread_time() - began
             self._stopped.wait(max(self._every, seconds / _SHARE))
 
@@ -147,11 +123,11 @@ class DirectoryWatcher:
           OSError: the directory cannot be read. Nothing has been done.
           RuntimeError: the server takes no more commands.
         """
-        scan = self._directory.scan(self._watched.keys())
-        self._tell_problems(scan.problems)
+        scan = self._directory.scan(self._watched.keys(), self._ignored.keys())
+        self._lines.say_problems(scan.problems)
         for place in scan.files:
             if place not in self._watched:
-                self._watched[place] = _Watched(place.task)
+                self._watched[place] = WatchedTask(place.task)
         statuses = self._live.statuses()
         by_name = {status.name: status for status in statuses}
         new: list[Place] = []
@@ -160,21 +136,29 @@ class DirectoryWatcher:
                 continue
             signature = scan.files.get(place)
             if signature is None:
-                if place.tenant not in scan.problems:
+                if place.tenant not in scan.unread:
                     self._miss(place, own, by_name.get(own.task))
             elif self._is_new(place, own, signature, by_name.get(own.task)):
                 new.append(place)
             own.seen = signature
         self._take_in(new, by_name)
+        self._note_ignored(scan)
         places = places_in_queue(statuses)
-        self._status_files.write(
+        shown = (
             (place, self._shown(own, by_name, places.get(own.task)))
             for place, own in self._watched.items()
         )
-        self._note_ends(by_name)
+        ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
+        ended = self._newly_ended(by_name)
+        self._status_files.write((*shown, *ignored))
+        self._note_ends(ended)
+        for name in self._accepted.finished - by_name.keys():
+            if _place_of(name) not in self._watched:
+                # Neither the server nor the tenant knows of it any more.
+                self._accepted.forget(name)
 
     def _is_new(
-        self, place: Place, own: _Watched, signature: Signature, status: TaskStatus | None
+        self, place: Place, own: WatchedTask, signature: Signature, status: TaskStatus | None
     ) -> bool:
         """Reads a specification that has changed, and gives the commands that it asks for. Returns
         whether its task is to be taken in."""
@@ -182,8 +166,9 @@ class DirectoryWatcher:
         if signature != own.read:
             if signature != own.seen:
                 # Perhaps somebody still writes it.
+                self._note_change(place, own, "the file")
                 return False
-            own.read, own.refused, own.retry_at = signature, None, 0.0
+            own.read, own.refused, own.retry_at, own.changes = signature, None, 0.0, 0
             own.wanted = self._read(place, own)
             if own.wanted and own.task in self._accepted:
                 self._check_change(place, own, status)
@@ -195,7 +180,7 @@ class DirectoryWatcher:
             self._command(place, own, status)
         return False
 
-    def _read(self, place: Place, own: _Watched) -> WatchedSpecification | None:
+    def _read(self, place: Place, own: WatchedTask) -> WatchedSpecification | None:
         try:
             self._intake.check_name(place)
             data = self._directory.read(place)
@@ -211,18 +196,18 @@ class DirectoryWatcher:
         own.error = None
         return wanted
 
-    def _check_change(self, place: Place, own: _Watched, status: TaskStatus | None) -> None:
+    def _check_change(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
         """Refuses a change that is not permitted; then nothing of the specification holds."""
         old, new = self._accepted[own.task], own.wanted.task
         problem = refused_change(old, new, status.steps if status else None)
         state = status.state if status else self._accepted.ended(own.task)
-        if old != new and state in ENDED:
+        if state in ENDED and (old != new or (status and came_too_late(own.wanted, status))):
             problem = f"has ended ({state}); give the file and the task another name"
         if problem:
             own.wanted = None
             self._refuse(place, own, f"{place.name}.json: {problem}")
 
-    def _command(self, place: Place, own: _Watched, status: TaskStatus) -> None:
+    def _command(self, place: Place, own: WatchedTask, status: TaskStatus) -> None:
         """Gives the commands without which a task is not as its specification wants it."""
         wanted, name = own.wanted, own.task
         if time.monotonic() < own.retry_at:
@@ -247,7 +232,7 @@ class DirectoryWatcher:
                 extended = self._live.extend(name, wanted.task.steps)
                 own.commands.append(("steps", extended))
 
-    def _answered(self, place: Place, own: _Watched) -> bool:
+    def _answered(self, place: Place, own: WatchedTask) -> bool:
         """Takes note of the answers to commands; returns whether all have been answered."""
         if any(not future.done() for _, future in own.commands):
             return False
@@ -260,20 +245,25 @@ class DirectoryWatcher:
                 self._accepted.forget(own.task)
             if isinstance(error, OSError):
                 own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                self._refuse(place, own, f"{what} cannot be kept yet ({error.strerror})")
-            # A task that has ended meanwhile needs no further command.
-            elif isinstance(error, TaskError) and not self._has_ended(own.task):
-                own.wanted = None
-                self._refuse(place, own, str(error))
+                why = f"{what} cannot be kept yet ({error.strerror})"
+                self._refuse(place, own, why, waits=True)
+            elif isinstance(error, TaskError):
+                status = self._status(own.task)
+                if not (status and status.state in ENDED):
+                    own.wanted = None
+                    self._refuse(place, own, str(error))
+                elif own.wanted:
+                    # It has ended meanwhile, so what the command was for came too late.
+                    self._check_change(place, own, status)
         return True
 
-    def _has_ended(self, name: str) -> bool:
-        try:
-            return self._live.status(name).state in ENDED
-        except TaskError:
-            return False
+    def _status(self, name: str) -> TaskStatus | None:
+        """What the server says now of a task that was accepted."""
+        with suppress(TaskError):
+            return self._live.status(name) if name in self._accepted else None
+        return None
 
-    def _miss(self, place: Place, own: _Watched, status: TaskStatus | None) -> None:
+    def _miss(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
         """A specification is not there."""
         own.missing += 1
         if own.missing < _POLLS_OF_DELETION:
@@ -286,12 +276,18 @@ class DirectoryWatcher:
             own.commands.append(("cancel", self._live.cancel(own.task)))
         elif status is None and self._accepted.ended(own.task):
             # The server knows nothing of it any more, and nobody wants it.
-            self._accepted.forget(own.task)
             self._status_files.forget(place)
             del self._watched[place]
         elif own.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
             self._status_files.forget(place)
             del self._watched[place]
+
+    def _note_ignored(self, scan: Scan) -> None:
+        """Takes note of the specifications that are not read, for their status files."""
+        for place in self._ignored.keys() - scan.ignored.keys() - self._watched.keys():
+            if place.tenant not in scan.unread:
+                self._status_files.remove(place)
+        self._ignored = scan.ignored
 
     def _take_in(self, places: list[Place], by_name: Mapping[str, TaskStatus]) -> None:
         """Takes in tasks, those of different tenants in turns."""
@@ -306,21 +302,28 @@ class DirectoryWatcher:
         for place in self._intake.in_turns(places):
             own = self._watched[place]
             files = self._directory.files(place.tenant, own.wanted.task)
-            stable, own.files = files == own.files, files
+            before, own.files = own.files, files
+            stable = files == before
+            if not stable:
+                changed = (p for p in files if before is None or files[p] != before.get(p))
+                self._note_change(place, own, next(changed, "data"))
+                continue
+            own.changes = 0
             # Files that were refused are not read again before they change.
-            if not stable or files == own.refused:
+            if files == own.refused:
                 continue
             try:
                 task = self._intake.take(place, own.wanted.task, files, unfinished[place.tenant])
             except TryLater as e:
                 own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                self._refuse(place, own, str(e))
+                self._refuse(place, own, str(e), waits=True)
             except TaskError as e:
                 own.refused = files
                 self._refuse(place, own, str(e))
             except OSError as e:
                 own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                self._refuse(place, own, f"its files cannot be copied yet ({e.strerror or e})")
+                why = f"its files cannot be copied yet ({e.strerror or e})"
+                self._refuse(place, own, why, waits=True)
             else:
                 own.error = own.refused = None
                 unfinished[place.tenant] += 1
@@ -331,46 +334,48 @@ class DirectoryWatcher:
             if time.monotonic() > end:
                 return
 
-    def _shown(self, own: _Watched, by_name: Mapping[str, TaskStatus], place: int | None) -> Shown:
+    def _shown(
+        self, own: WatchedTask, by_name: Mapping[str, TaskStatus], place: int | None
+    ) -> Shown:
         """What the status file of a specification tells."""
         # Others than those accepted here may have registered a task of this name.
         status = by_name.get(own.task) if own.task in self._accepted else None
         copies = self._accepted.copies(own.task)
-        return Shown(own.task, status, place if status else None, None, own.error, copies)
+        place = place if status else None
+        return Shown(own.task, status, place, None, own.error, copies, own.waits)
 
-    def _note_ends(self, by_name: Mapping[str, TaskStatus]) -> None:
-        """Deletes the copies of the tasks that cannot go on any more, whatever happens."""
-        ended = {
-            name: by_name[name].state
-            for name in self._accepted.with_copies
-            if name in by_name and by_name[name].state in ENDED
-        }
-        # A command is on disk when it has been carried out, so this end cannot be undone.
-        gone = {name for name, state in ended.items() if state == CANCELLED}
-        for name in [*gone, *self._copies.not_needed(ended.keys() - gone)]:
+    def _newly_ended(self, by_name: Mapping[str, TaskStatus]) -> list[TaskStatus]:
+        """The tasks that have ended, whatever happens, and whose ends have not been noted."""
+        found = (by_name.get(name) for name in self._accepted.unfinished)
+        return [s for s in found if s and s.state in ENDED and self._live.ended.is_kept(s.name)]
+
+    def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
+        """Notes the ends of tasks, and deletes the copies of their files. The server may forget the
+        tasks then, so their status files come first."""
+        for status in ended:
+            place = _place_of(status.name)
+            if place in self._watched and not self._status_files.tells(place, status):
+                continue
             try:
-                self._accepted.end(name, ended[name])
+                self._accepted.end(status.name, status.state)
             except OSError as e:
                 # The next poll tries it again.
-                _log.debug("task %s: its end cannot be kept yet (%s)", name, e.strerror)
+                _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)
                 return
 
-    def _refuse(self, place: Place, own: _Watched, error: str) -> None:
-        if error == own.error:
-            return
-        own.error = error
-        now = time.monotonic()
-        if now - self._refusals_since > 60:
-            self._refusals, self._refusals_since = 0, now
-        self._refusals += 1
-        if self._refusals <= _REFUSALS_A_MINUTE:
-            self._say(f"{place}: refused: {error}")
-        elif self._refusals == _REFUSALS_A_MINUTE + 1:
-            self._say("more specifications are refused; their status files tell why")
+    def _note_change(self, place: Place, own: WatchedTask, what: str) -> None:
+        """Tells a tenant of a file that changes all the time."""
+        own.changes += 1
+        if own.changes >= _POLLS_OF_CHANGE:
+            why = f"{what} still changes; it is read when two looks find it the same"
+            self._refuse(place, own, why, waits=True)
 
-    def _tell_problems(self, problems: Mapping[str, str]) -> None:
-        """Prints what was not said in the poll before."""
-        for name, problem in problems.items():
-            if self._problems.get(name) != problem:
-                self._say(f"{self._directory.path}{name and '/'}{name}: {problem}")
-        self._problems = dict(problems)
+    def _refuse(self, place: Place, own: WatchedTask, error: str, waits: bool = False) -> None:
+        if error != own.error:
+            own.error, own.waits = error, waits
+            self._lines.say_refused(place, error, waits)
+
+
+def _place_of(name: str) -> Place:
+    """The place of the specification of a task."""
+    return Place(*name.split(".", 1))

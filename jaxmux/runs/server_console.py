@@ -5,9 +5,10 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from jaxmux.errors import without_task
 from jaxmux.live import TaskStatus
@@ -143,7 +144,7 @@ class ServerConsole:
         rate = sum(self._rate(name, now) for name in self._tokens)
         return _counted(statuses) + (f"; {rate:,.0f} tokens/s without padding" if rate else "")
 
-    def _table(self, statuses: Sequence[TaskStatus], now: float) -> Table:
+    def _table(self, statuses: Sequence[TaskStatus], now: float) -> Group:
         places = places_in_queue(statuses)
         shown = [status for status in statuses if status.state not in ENDED]
         shown.sort(key=lambda s: (_STATES.index(s.state), places.get(s.name, 0)))
@@ -151,7 +152,7 @@ class ServerConsole:
         caption = self._totals(statuses, now) if statuses else "no tasks yet"
         if self._tokens:
             caption += f"\ntokens/s: without padding, over the last {_WINDOW:.0f} s"
-        table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+        table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "state", "step", "loss", "tokens/s", "place"):
             is_text = column in ("task", "state")
             table.add_column(
@@ -174,7 +175,8 @@ class ServerConsole:
             )
         if len(shown) > room:
             table.add_row("…", f"{len(shown) - room} more", "", "", "", "")
-        return table
+        # A caption of the table would be as narrow as the table.
+        return Group(table, Text(caption, style="table.caption"))
 
 
 def _step_line(status: TaskStatus) -> str:

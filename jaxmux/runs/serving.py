@@ -92,9 +92,8 @@ def serve(
                     if watched.stat().st_mode & 0o002:
                         console.say(f"{watched}: anybody can write to it and take tenants' places")
                     created = " (created)" if directory.created else ""
-                    console.say(
-                        f"watching {watched}{created}: a task is a file TENANT/NAME.json in it"
-                    )
+                    console.say(f"watching {watched}{created}")
+                    console.say("a task is a file TENANT/NAME.json in it")
                     with stop.deferred(console.say, _STOPPING):
                         _serve(live, watcher, stop, console, str(run_dir / "adapters"), end_at_once)
 

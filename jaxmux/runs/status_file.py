@@ -26,6 +26,7 @@ class Shown(NamedTuple):
       adapter: the folder with the adapter of a task that has succeeded; None before.
       error: why the specification is refused, or a change of it; None if it is not.
       copies: the folder of the copies of the task's files; None if there are none.
+      waits: whether the specification is not refused, but waits for what `error` tells.
     """
 
     task: str | None
@@ -34,6 +35,7 @@ class Shown(NamedTuple):
     adapter: Path | None = None
     error: str | None = None
     copies: Path | None = None
+    waits: bool = False
 
     def is_like(self, other: "Shown | None") -> bool:
         """Whether another one says the same; quick for a status that has not changed.
@@ -44,13 +46,15 @@ class Shown(NamedTuple):
         return (
             other is not None
             and self.status is other.status
-            and (self.place, self.adapter, self.error) == (other.place, other.adapter, other.error)
+            and (self.place, self.adapter) == (other.place, other.adapter)
+            and (self.error, self.waits) == (other.error, other.waits)
         )
 
     def text(self) -> str:
         """The content of the status file."""
         status, error = self.status, self.error
-        fields: dict[str, Any] = {"task": self.task, "state": "refused", "error": error}
+        state = "waiting" if self.waits else "refused"
+        fields: dict[str, Any] = {"task": self.task, "state": state, "error": error}
         if status:
             fields |= {
                 "state": status.state,

@@ -40,18 +40,22 @@ class StatusFiles:
         self._say, self._every = say, every
         # What the file of a specification tells, and since when.
         self._shown: dict[Place, tuple[Shown, float]] = {}
+        # The places whose files have yet to tell what they should.
+        self._late: set[Place] = set()
         # The places whose files could not be written, and the tenants of whom that was told.
         self._unwritten: set[Place] = set()
         self._told: set[str] = set()
 
     def tells(self, place: Place, status: TaskStatus | None) -> bool:
-        """Whether the file tells a status, or it was tried to write it.
+        """Whether the file tells a status, and the adapter of a task that has succeeded, or it was
+        tried to write it.
 
         Args:
           place: the place of the specification.
           status: the status.
         """
-        return place in self._shown and self._shown[place][0].status is status
+        shown, _ = self._shown.get(place, (None, 0.0))
+        return shown is not None and shown.status is status and place not in self._late
 
     def forget(self, place: Place) -> None:
         """Leaves a status file as it is.
@@ -81,20 +85,22 @@ class StatusFiles:
         """
         now = time.monotonic()
         due: list[tuple[float, Place, Shown]] = []
+        self._late.clear()
         for place, shown in wanted:
             if shown.status is None and shown.error is None:
                 continue
             before, at = self._shown.get(place, (None, float("-inf")))
-            # A call may come a little earlier than the one before.
-            if now - at < 0.9 * self._every:
-                continue
             if shown.status and shown.status.state == SUCCEEDED:
                 shown = shown._replace(adapter=self._adapter(shown.status.name, before))
             if place in self._unwritten or not shown.is_like(before):
-                due.append((at, place, shown))
+                self._late.add(place)
+                # A call may come a little earlier than the one before.
+                if now - at >= 0.9 * self._every:
+                    due.append((at, place, shown))
         due.sort(key=lambda own: own[0])
         for _, place, shown in due:
             self._shown[place] = shown, now
+            self._late.discard(place)
             self._write(place, shown)
             if time.monotonic() > now + _SECONDS:
                 return

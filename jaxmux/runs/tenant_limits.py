@@ -19,10 +19,10 @@ class TenantLimits(SpecificationLimits):
       priority: the highest priority of a task; the lowest is -100. With 0, no tenant can have tasks
         trained before those of others.
       specifications: specifications that the tenant's folder may hold, and tasks of the tenant that
-        have not ended.
+        have not ended. Further ones are refused.
       tasks: tasks of the tenant that the server knows, those that have ended included.
-      folder_entries: files and folders that lie directly in the tenant's folder. A folder with more
-        is not read.
+      folder_entries: files and folders that lie directly in the tenant's folder. In a folder with
+        more, only the specifications are read that are known.
       copied_bytes: bytes of the copies of the tenant's files, for tasks that have not ended.
 
     Raises:

@@ -10,7 +10,7 @@ opened through a link, and everything is opened relative to a folder that is ope
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Set
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -65,13 +65,17 @@ class Scan(NamedTuple):
     """What a look at the directory has found.
 
     Attributes:
-      files: the specifications with their signatures.
-      problems: by tenant, why the folder was not read, or not all of it. Whether the files of such
-        a tenant are still there is not known.
+      files: the specifications that may be read, with their signatures.
+      ignored: specifications that are not to be read, with the reason; of very many, some.
+      problems: by tenant, what is wrong with the folder.
+      unread: the tenants whose folders could not be read. Whether their files are still there is
+        not known.
     """
 
     files: dict[Place, Signature]
+    ignored: dict[Place, str]
     problems: dict[str, str]
+    unread: set[str]
 
 
 class WatchedDirectory:
@@ -126,18 +130,19 @@ class WatchedDirectory:
         """
         return self.path / tenant
 
-    def scan(self, known: Collection[Place]) -> Scan:
+    def scan(self, known: Set[Place], ignored: Set[Place] = frozenset()) -> Scan:
         """Looks which specifications there are, without reading them.
 
         Args:
           known: the specifications that are found even if there are more than permitted.
+          ignored: those that were ignored in the last look, and are looked for again.
 
         Raises:
           OSError: the directory cannot be read, or another one has taken its place.
         """
         if not os.path.samestat(os.stat(self.path), os.fstat(self._fd)):
             raise OSError(None, "another folder has taken its place", str(self.path))
-        scan = Scan({}, {})
+        scan = Scan({}, {}, {}, set())
         tenants: list[str] = []
         with os.scandir(self._fd) as entries:
             for entry in entries:
@@ -154,11 +159,10 @@ class WatchedDirectory:
                     raise OSError(None, f"has more than {_MOST_TENANTS} folders", str(self.path))
         for tenant in tenants:
             try:
-                problem = self._scan_tenant(tenant, known, scan.files)
+                self._scan_tenant(tenant, known, ignored, scan)
             except OSError as e:
-                problem = f"cannot be read ({e.strerror})"
-            if problem:
-                scan.problems[tenant] = problem
+                scan.problems[tenant] = f"cannot be read ({e.strerror})"
+                scan.unread.add(tenant)
         return scan
 
     def read(self, place: Place) -> bytes:
@@ -238,35 +242,35 @@ class WatchedDirectory:
             finally:
                 os.close(folder)
 
-    def _scan_tenant(
-        self, tenant: str, known: Collection[Place], files: dict[Place, Signature]
-    ) -> str | None:
-        """Adds the specifications of a tenant; returns why not all of them could be added."""
+    def _scan_tenant(self, tenant: str, known: Set[Place], ignored: Set[Place], scan: Scan) -> None:
+        """Adds the specifications of a tenant."""
+        most, entries = self._limits.specifications, self._limits.folder_entries
         folder = os.open(tenant, _FOLDER, dir_fd=self._fd)
         try:
-            found: dict[Place, Signature] = {}
-            with os.scandir(folder) as entries:
-                for number, entry in enumerate(entries):
-                    if number >= self._limits.folder_entries:
-                        return f"has more than {number} files, so they are not read"
-                    name = entry.name
-                    if name.endswith(_SUFFIX) and not name.endswith(_STATUS) and name[0] != ".":
+            found, is_whole = _specifications(folder, tenant, entries)
+            if not is_whole:
+                for place in (*known, *ignored):
+                    if place.tenant == tenant and place not in found:
                         with suppress(FileNotFoundError):
-                            own = _signature(entry.stat(follow_symlinks=False))
-                            found[Place(tenant, name.removesuffix(_SUFFIX))] = own
+                            name = place.name + _SUFFIX
+                            own = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                            found[place] = _signature(own)
         finally:
             os.close(folder)
-        most = self._limits.specifications
-        if len(found) <= most:
-            files |= found
-            return None
-        first = sorted(found, key=lambda place: (place not in known, place))
-        files |= {place: found[place] for place in first if place in known}
-        files |= {place: found[place] for place in first[:most]}
-        return (
-            f"has {len(found)} specifications, but a tenant may have {most}; the others are not "
-            "read"
-        )
+        if is_whole and len(found) <= most:
+            scan.files.update(found)
+            return
+        # Messages without numbers of files, which a tenant could let change again and again.
+        if is_whole:
+            scan.problems[tenant] = f"has more than {most} specifications; the others are not read"
+            why = f"is not read: a tenant may have {most} specifications; delete others"
+        else:
+            scan.problems[tenant] = f"has more than {entries} files; no new specification is read"
+            why = f"is not read: a tenant's folder may hold {entries} files; delete some"
+        places = sorted(found, key=lambda place: (place not in known, place not in ignored, place))
+        count = max(most if is_whole else 0, sum(place in known for place in places))
+        scan.files.update((place, found[place]) for place in places[:count])
+        scan.ignored.update(dict.fromkeys(places[count : count + most], why))
 
     def _error(self, message: str) -> WatchedDirectoryError:
         return WatchedDirectoryError(f"watched directory {self.path}: {message}")
@@ -274,3 +278,19 @@ class WatchedDirectory:
 
 def _signature(found: os.stat_result) -> Signature:
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _specifications(folder: int, tenant: str, most: int) -> tuple[dict[Place, Signature], bool]:
+    """The specifications of a tenant, and whether these are all: no more than `most` entries of the
+    open folder are looked at."""
+    found: dict[Place, Signature] = {}
+    with os.scandir(folder) as entries:
+        for number, entry in enumerate(entries):
+            if number >= most:
+                return found, False
+            name = entry.name
+            if name.endswith(_SUFFIX) and not name.endswith(_STATUS) and name[0] != ".":
+                with suppress(FileNotFoundError):
+                    own = _signature(entry.stat(follow_symlinks=False))
+                    found[Place(tenant, name.removesuffix(_SUFFIX))] = own
+    return found, True

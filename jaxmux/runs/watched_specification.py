@@ -5,6 +5,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxmux.field_checks import flag, integer
+from jaxmux.live import TaskStatus
+from jaxmux.live.states import PAUSED
 from jaxmux.tasks import Task, TaskError
 
 from .specification_limits import SpecificationLimits
@@ -108,6 +110,20 @@ def refused_change(old: Task, new: Task, steps: int | None) -> str | None:
     if new.steps < least:
         return f"steps should be at least {least}, as registered, found {new.steps}"
     return None
+
+
+def came_too_late(wanted: WatchedSpecification, status: TaskStatus) -> bool:
+    """Whether a priority or a pause is wanted that a task which has ended did not have at its end.
+
+    Args:
+      wanted: what the specification asks for now.
+      status: the status of the task.
+    """
+    before = status.history[-2]
+    # The server pauses tasks too, and then tells why.
+    by_server = before.state == PAUSED and before.reason is not None
+    paused = wanted.paused if by_server else before.state == PAUSED
+    return (wanted.priority, wanted.paused) != (status.priority, paused)
 
 
 def _schema_of(key: str, limits: SpecificationLimits) -> dict[str, Any]:

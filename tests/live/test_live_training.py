@@ -8,6 +8,7 @@ import pytest
 
 from jaxmux.live.meter import Meter
 from jaxmux.live.states import FOLLOWING
+from jaxmux.live.store import MemoryStore
 from jaxmux.tasks import TaskError
 
 
@@ -42,6 +43,14 @@ def live_with(make_live, tasks, *together):
     settle(live)
     live.step()
     return live
+
+
+def wait_until(condition):
+    """Waits for what another thread does."""
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
 
 
 def states(live, name):
@@ -305,6 +314,47 @@ def test_tasks_that_ended_long_ago_are_forgotten_and_keep_no_data(make_live, tas
     live.register(tasks["a"].task)
     train_to_the_end(live, "a")
     assert live.status("a").state == "succeeded"
+
+
+def test_tasks_that_somebody_needs_are_not_forgotten(make_live, tasks):
+    live, needed = make_live(most_ended=0), {"a", "b"}
+    live.ended.know_while(lambda name: name in needed)
+    for name in "ab":
+        live.register(tasks[name].task)
+    train_to_the_end(live, *"ab")
+    live.step()
+    assert [status.name for status in live.statuses()] == ["a", "b"]
+    needed.discard("a")
+    live.step()
+    assert [status.name for status in live.statuses()] == ["b"]
+
+
+def test_an_idle_training_keeps_an_end_when_its_adapter_has_been_written(
+    make_live, tasks, monkeypatch
+):
+    """Also if the store has nothing else to write by then."""
+
+    class SlowStore(MemoryStore):
+        exporting = True
+
+        def is_exporting(self, name):
+            return self.exporting
+
+    monkeypatch.setattr("jaxmux.live.live_training._RETRY", 0.01)
+    store = SlowStore()
+    live = make_live(store=store)
+    owner = threading.Thread(target=live.run)
+    owner.start()
+    try:
+        live.register(tasks["e"].task).result()
+        wait_until(lambda: live.status("e").state == "succeeded")
+        wait_until(lambda: live._saving.wanted is False)
+        assert not live.ended.is_kept("e")
+        store.exporting = False
+        wait_until(lambda: live.ended.is_kept("e"))
+    finally:
+        live.close()
+        owner.join()
 
 
 def test_a_command_that_its_caller_gave_up_is_not_carried_out(make_live, tasks):

@@ -210,7 +210,7 @@ class ServerModel:
           live: the server.
         """
         for status in live.statuses():
-            if status.name in live._tasks.ends:
+            if not live.ended.is_kept(status.name):
                 if status.state == "cancelled":
                     self.unkept.add(status.name)
             elif status.state in ENDED and status.name not in self._in_checkpoint:

@@ -1,5 +1,6 @@
 """A watched directory: its files say what is wanted, and status files tell what became of it."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -21,7 +22,6 @@ OPTIONS = ServerOptions(
     **RUN,
     **POOL,
     reserved_slots=2,
-    checkpoint_every=2,
     keep_checkpoints=2,
 )
 ADAPTER = {"kind": "lora", "rank": 2, "target_modules": ["q_proj", "down_proj"]}
@@ -67,15 +67,18 @@ def watch(backbone):
     """Opens a server that watches `tmp/inbox` with the folder `tmp/server`."""
 
     @contextmanager
-    def open_server(tmp: Path, **limits):
+    def open_server(tmp: Path, most_ended=10_000, checkpoint_every=2, **limits):
         said: list[str] = []
         inbox, folder = tmp / "inbox", tmp / "server"
         limits = TenantLimits(**limits)
+        options = dataclasses.replace(
+            OPTIONS, most_ended=most_ended, checkpoint_every=checkpoint_every
+        )
         known = folder.exists()
         directory = WatchedDirectory(inbox, limits, known)
         directory.begin()
         try:
-            with tuning_server(backbone, folder, OPTIONS, say=said.append) as live:
+            with tuning_server(backbone, folder, options, say=said.append) as live:
                 watcher = DirectoryWatcher(directory, live, folder, limits, said.append, every=0)
                 yield Server(live, watcher, inbox, folder, said)
                 live.save(wait=True)
@@ -186,7 +189,10 @@ def test_a_mended_specification_is_taken_in(watch, put, tmp_path):
         )
         put("acme/one", priority=7)
         assert server.until("acme/one", "succeeded")["priority"] == 7
-    assert len([line for line in server.said if "refused" in line]) == 1
+    assert [line for line in server.said if "refused" in line] == [
+        "acme/one.json: refused: priority should be an integer of at least -100 and of at most "
+        "100, found 1000"
+    ]
 
 
 def test_changes_of_a_file_become_commands(watch, put, tmp_path):
@@ -267,6 +273,44 @@ def test_the_status_of_a_refused_file_goes_with_it(watch, put, tmp_path):
         server.poll_until(lambda: server.state("acme/one") is None)
 
 
+def test_after_the_end_of_a_task_every_change_is_refused(watch, put, tmp_path):
+    put("acme/one", priority=2)
+    put("acme/bad", data="data/bad.jsonl", paused=True)
+    (tmp_path / "inbox" / "acme" / "data" / "bad.jsonl").write_text('{"prompt": "no completion"}\n')
+    changes = ({"priority": 7}, {"priority": 2, "paused": True}, {"priority": 2, "steps": 4})
+    with watch(tmp_path) as server:
+        server.until("acme/one", "succeeded")
+        server.until("acme/bad", "failed")
+        for change in changes:
+            put("acme/one", **change)
+            server.poll_until(lambda: server.status("acme/one")["error"])
+            assert server.status("acme/one")["error"] == (
+                "one.json: has ended (succeeded); give the file and the task another name"
+            )
+            put("acme/one", priority=2)
+            server.poll_until(lambda: server.status("acme/one")["error"] is None)
+    put("acme/one", priority=-3)
+    with watch(tmp_path) as server:
+        server.poll_until(lambda: server.status("acme/one")["error"])
+        server.poll(2)
+        assert server.status("acme/bad")["error"] is None
+
+
+def test_a_change_that_comes_with_the_end_of_a_task_is_refused(watch, put, tmp_path, monkeypatch):
+    put("acme/one")
+    with watch(tmp_path) as server:
+        server.until("acme/one", "running")
+        put("acme/one", priority=4)
+        for _ in range(2):
+            server.watcher.poll()  # the command waits for the end of a round
+        monkeypatch.setattr(server.live._runner, "carry_out", lambda: False)
+        while known(server.live) != {"acme.one": "succeeded"}:
+            server.live.step()
+        monkeypatch.undo()
+        server.poll_until(lambda: server.status("acme/one")["error"])
+        assert "has ended (succeeded)" in server.status("acme/one")["error"]
+
+
 def test_waiting_tasks_are_told_their_place(watch, put, tmp_path):
     for name in "abcd":
         put(f"acme/{name}", steps=400)
@@ -292,21 +336,30 @@ def test_the_tenant_cannot_reach_the_data_of_an_accepted_task(watch, put, tmp_pa
         server.until("acme/one", "succeeded")
 
 
-def test_copies_are_deleted_when_no_checkpoint_needs_them(watch, put, tmp_path):
-    put("acme/one", steps=3)
-    with watch(tmp_path) as server:
+def test_copies_of_ended_tasks_are_deleted_though_no_checkpoint_follows(
+    watch, put, tmp_path, data, adapter_bytes
+):
+    """They do not count any more, and a server that is killed then does not need them."""
+    size = Path(data["short"]).stat().st_size
+    put("acme/one")
+    put("acme/bad", data="data/bad.jsonl")
+    (tmp_path / "inbox" / "acme" / "data" / "bad.jsonl").write_text('{"prompt": "no completion"}\n')
+    with watch(tmp_path, copied_bytes=size + 100, checkpoint_every=1000) as server:
         server.until("acme/one", "succeeded")
-        copies = server.folder / "inputs" / "acme.one"
-        server.live._store._writer.submit(lambda: None).result()
-        kept = [int(p.name) for p in (server.folder / "checkpoints").iterdir()]
-        assert copies.exists()
-        put("acme/two", steps=40)
-        server.until("acme/two", "succeeded")
-        server.live._store._writer.submit(lambda: None).result()
-        server.poll(2)
-        assert not copies.exists()
-        left = [int(p.name) for p in (server.folder / "checkpoints").iterdir()]
-        assert min(left) >= max(kept, default=0) + 2
+        server.until("acme/bad", "failed")
+        inputs = server.folder / "inputs"
+        server.poll_until(lambda: not any(inputs.iterdir()))
+        copy = shutil.copytree(server.folder, tmp_path / "copy")
+        assert not any((copy / "checkpoints").iterdir())
+        put("acme/two", steps=400)
+        server.until("acme/two", "running")
+    shutil.rmtree(server.folder)
+    copy.rename(server.folder)
+    before = adapter_bytes(server.folder / "adapters" / "acme.one")
+    with watch(tmp_path) as server:
+        server.until("acme/two", "running")
+        assert server.state("acme/one") == "succeeded" and server.state("acme/bad") == "failed"
+    assert adapter_bytes(server.folder / "adapters" / "acme.one") == before
 
 
 def test_after_a_restart_the_same_state_is_reached(watch, put, tmp_path):
@@ -348,32 +401,65 @@ def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, pu
         server.until("acme/one", "succeeded")
 
 
-def test_a_task_that_the_server_has_forgotten_does_not_begin_anew(watch, put, tmp_path):
-    """Servers forget tasks some time after their ends."""
-    put("acme/stays", steps=400)
-    path = put("acme/one", steps=400)
-    with watch(tmp_path) as server:
-        server.until("acme/one", "running", "queued")
-        path.unlink()
-        server.until("acme/one", "cancelled")
-        put("acme/one", steps=400)
-        server.poll(4)
+def known(live) -> dict[str, str]:
+    """The states of the tasks that a server knows, by name."""
+    return {status.name: status.state for status in live.statuses()}
 
-        name = server.live._tasks._ended.popleft()
-        del server.live._tasks._tasks[name]
-        server.live._forget(name)
+
+def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, tmp_path):
+    """Whenever the server is killed: it forgets no task before the watcher has noted its end."""
+    names = "abc"
+    paths = [put(f"acme/{name}", steps=20) for name in names]
+    with watch(tmp_path, most_ended=1) as server:
+        server.poll_until(lambda: all(server.state(f"acme/{name}") for name in names))
+        server.watcher._status_files._every = 1000.0
+        while any(state not in ENDED for state in known(server.live).values()):
+            server.live.step()
+        server.live.save()
+        server.live._store._writer.submit(lambda: None).result()
+        for _ in range(5):
+            server.live.step()
+        server.poll(2)
+        # Nor before their status files tell it.
+        assert len(known(server.live)) == 3
+        server.watcher._status_files._every = 0.0
+        killed_before = shutil.copytree(server.folder, tmp_path / "before")
+        server.poll_until(lambda: len(known(server.live)) == 1)
         server.live._saving.changed = True
+        server.live.save()
+        server.live._store._writer.submit(lambda: None).result()
+        killed_after = shutil.copytree(server.folder, tmp_path / "after")
+    for copy in (killed_before, killed_after):
+        shutil.rmtree(server.folder)
+        copy.rename(server.folder)
+        with watch(tmp_path, most_ended=1) as server:
+            trained = []
+            server.live._tasks._export = lambda own, _, to=trained: to.append(own.task.name)
+            server.poll(5)
+            assert {server.state(f"acme/{name}") for name in names} == {"succeeded"}
+            assert trained == [] and len(known(server.live)) == 1
+    with watch(tmp_path, most_ended=1) as server:
+        (forgotten, *_) = (p for p in paths if f"acme.{p.stem}" not in known(server.live))
+        put(f"acme/{forgotten.stem}", steps=21)
+        server.poll_until(lambda: "has ended (succeeded)" in "".join(server.said))
+        forgotten.unlink()
         server.poll(4)
-        assert server.state("acme/one") == "cancelled"
-    with watch(tmp_path) as server:
-        server.poll(4)
-        assert [status.name for status in server.live.statuses()] == ["acme.stays"]
-        put("acme/one", steps=500)
-        server.poll_until(lambda: "has ended (cancelled)" in "".join(server.said))
-        path.unlink()
-        server.poll(4)
-        put("acme/one", steps=3)
-        server.until("acme/one", "succeeded")
+        put(f"acme/{forgotten.stem}", steps=2)
+        server.poll_until(lambda: server.status(f"acme/{forgotten.stem}").get("steps") == 2)
+
+
+def test_the_watcher_forgets_what_the_server_forgets(watch, put, tmp_path):
+    """A deleted specification of a task that has ended leaves nothing, and no restart is needed."""
+    with watch(tmp_path, most_ended=1) as server:
+        for name in "ab":
+            path = put(f"acme/{name}", steps=1)
+            server.until(f"acme/{name}", "succeeded")
+            path.unlink()
+            server.poll(4)
+        server.poll_until(lambda: "acme.a" not in known(server.live))
+        server.poll()
+        kept = [path.name for path in (server.folder / "specifications").iterdir()]
+        assert kept == ["acme.b.json"] and server.watcher._watched == {}
 
 
 def test_a_task_that_the_server_has_paused_is_not_resumed_all_the_time(
@@ -497,28 +583,70 @@ def test_hostile_files_stop_neither_the_server_nor_others(watch, put, tmp_path):
         assert line.endswith("and begins with a letter or digit")
 
 
-def test_a_folder_with_too_many_files_is_not_read_and_its_tasks_go_on(watch, put, tmp_path):
-    put("acme/one", steps=400)
+def test_in_a_folder_with_too_many_files_known_tasks_go_on_and_new_ones_are_refused(
+    watch, put, tmp_path
+):
+    folder = tmp_path / "inbox" / "acme"
     with watch(tmp_path, folder_entries=50) as server:
+        put("acme/one", steps=400)
         server.until("acme/one", "running")
         for i in range(60):
-            (tmp_path / "inbox" / "acme" / f"{i}.json").write_text("{}")
-        (tmp_path / "inbox" / "acme" / "one.json").unlink()
+            (folder / f"{i}.json").write_text("{}")
+        put("acme/one", steps=400, priority=1)
+        # Writing status files changes which of the entries come first.
         server.poll(4)
-        assert server.state("acme/one") == "running"
-        assert server.said == [f"{server.inbox}/acme: has more than 50 files, so they are not read"]
+        written = {path.name for path in folder.glob("*.status.json")}
+        server.poll(4)
+        assert written == {path.name for path in folder.glob("*.status.json")}
+        assert server.status("acme/one")["priority"] == 1 and len(written) > 10
+        (refused, *_) = sorted(written - {"one.status.json"})
+        assert server.status(f"acme/{refused.removesuffix('.status.json')}") == {
+            "task": f"acme.{refused.removesuffix('.status.json')}",
+            "state": "refused",
+            "error": "is not read: a tenant's folder may hold 50 files; delete some",
+        }
+        (folder / "one.json").unlink()
+        server.until("acme/one", "cancelled")
+        assert server.said == [f"{folder}: has more than 50 files; no new specification is read"]
 
 
-def test_no_more_specifications_than_permitted_are_read(watch, put, tmp_path):
-    put("acme/z", steps=400)
+def test_of_more_specifications_than_permitted_some_are_read(watch, put, tmp_path):
+    path = put("acme/z", steps=400)
     with watch(tmp_path, specifications=5) as server:
         server.until("acme/z", "running")
-        for i in range(20):
-            put(f"acme/{i}", steps=0)
+        others = [put(f"acme/{i:02}", steps=0) for i in range(20)]
         server.poll(4)
-        found = {p.name for p in (tmp_path / "inbox" / "acme").glob("*.status.json")}
-        assert len(found) == 5 and "z.status.json" in found
-        assert "has 21 specifications, but a tenant may have 5" in "".join(server.said)
+        assert (
+            f"{path.parent}: has more than 5 specifications; the others are not read" in server.said
+        )
+        found = {p.name: json.loads(p.read_text()) for p in path.parent.glob("*.status.json")}
+        states = [found.pop(f"{name}.status.json") for name in ("z", "00", "01", "02", "03")]
+        assert states[0]["state"] == "running"
+        assert all("steps should be" in status["error"] for status in states[1:])
+        # As many others are told that they are not read; with millions, the rest learn nothing.
+        assert len(found) == 5 and {status["error"] for status in found.values()} == {
+            "is not read: a tenant may have 5 specifications; delete others"
+        }
+        path.unlink()
+        server.until("acme/z", "cancelled")
+        for other in others:
+            other.unlink()
+        server.poll(4)
+        assert [p.name for p in path.parent.glob("*.status.json")] == ["z.status.json"]
+
+
+def test_a_tenant_is_told_of_files_that_change_all_the_time(watch, put, tmp_path):
+    path, data = put("acme/one"), tmp_path / "inbox" / "acme" / "data" / "short.jsonl"
+    with watch(tmp_path) as server:
+        for changing, what in ((path, "the file"), (data, "data/short.jsonl")):
+            for _ in range(12):
+                changing.write_text(changing.read_text() + " ")
+                server.poll()
+            status = server.status("acme/one")
+            expected = f"{what} still changes; it is read when two looks find it the same"
+            assert (status["state"], status["error"]) == ("waiting", expected)
+            assert f"acme/one.json: waits: {expected}" in server.said
+        assert server.until("acme/one", "succeeded")["error"] is None
 
 
 def test_a_tenant_has_so_much_room_for_copies(watch, put, tmp_path, data):
@@ -529,7 +657,7 @@ def test_a_tenant_has_so_much_room_for_copies(watch, put, tmp_path, data):
     with watch(tmp_path, copied_bytes=size + 1) as server:
         server.until("beta/c", "running")
         server.until("acme/a", "running")
-        error = server.until("acme/b", "refused")["error"]
+        error = server.until("acme/b", "waiting")["error"]
         assert error.startswith("b.json: its files have 0.0 MiB, and those of the other tasks of ")
 
 
@@ -598,6 +726,7 @@ def test_a_disk_that_cannot_be_written_is_waited_for(watch, put, tmp_path, monke
             server.poll(4)
             error = server.status("acme/one")["error"]
             assert error == "its files cannot be copied yet (No space left on device)"
+            assert server.state("acme/one") == "waiting"
         with monkeypatch.context() as patch:
             patch.setattr("jaxmux.runs.journal.os.pwrite", full)
             server.poll(4)

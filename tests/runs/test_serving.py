@@ -137,15 +137,15 @@ def test_a_server_trains_until_a_signal_comes_and_goes_on_later(served, specify,
     inbox, server = tmp_path / "inbox", tmp_path / "server"
     printed = served(lambda: state_of(inbox / "acme" / "short") == "succeeded", config_text="# x\n")
     lines = printed.splitlines()
-    assert lines[1] == f"watching {inbox}: a task is a file TENANT/NAME.json in it"
+    assert lines[1:3] == [f"watching {inbox}", "a task is a file TENANT/NAME.json in it"]
     assert "acme.long: running, 3000 steps" in lines
     assert any(
         re.fullmatch(r"acme.short: succeeded after 3 steps, loss \d\.\d{4}", x) for x in lines
     )
     assert f"adapter acme.short: {server}/adapters/acme.short" in lines
-    assert sum("wrong.json: steps should be" in line for line in lines) == 1
+    assert sum("wrong.json: refused: steps should be" in line for line in lines) == 1
     assert "stopping after this round; a second signal stops at once" in lines
-    assert len(lines) <= 8
+    assert len(lines) <= 9
     assert (server / "config.gin").read_text() == "# x\n"
     before = json.loads((inbox / "acme" / "long.status.json").read_text())["step"]
     trained = iter(lambda: json.loads((inbox / "acme" / "long.status.json").read_text())["step"], 0)
@@ -356,7 +356,10 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     assert "FAILED t.b: why\\x1b[2Jyyy" in text and "y" * 600 not in text
     assert re.search(r"t\.x+… +running +6/9 +1\.0000 +\d+", text)
     assert re.search(r"t\.0 +queued +0/9 +1", text)
-    assert "19 more" in text and "1 running, 30 queued, 1 failed; " in text
+    assert "19 more" in text
+    # This line is longer than the table is wide.
+    totals = r"1 running, 30 queued, 1 failed; \d+ tokens/s without padding"
+    assert any(re.fullmatch(totals, line.strip()) for line in lines)
 
 
 def test_a_command_line_that_makes_no_sense_is_refused(capsys):
