@@ -176,7 +176,8 @@ class ServerConsole:
         if len(shown) > room:
             table.add_row("…", f"{len(shown) - room} more", "", "", "", "")
         # A caption of the table would be as narrow as the table.
-        return Group(table, Text(caption, style="table.caption"))
+        below = Text(caption, style="table.caption")
+        return Group(table, below) if shown else Group(below)
 
 
 def _step_line(status: TaskStatus) -> str:

@@ -362,6 +362,15 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     assert any(re.fullmatch(totals, line.strip()) for line in lines)
 
 
+def test_there_is_no_table_without_tasks_that_train_or_wait():
+    printed = io.StringIO()
+    console = ServerConsole(Console(file=printed, width=80, force_terminal=True))
+    console.start([])
+    console.show([task_status("t.a", "succeeded")], "adapters")
+    console.stop()
+    assert "1 succeeded" in printed.getvalue() and "place" not in printed.getvalue()
+
+
 def test_a_command_line_that_makes_no_sense_is_refused(capsys):
     for option, message in {
         "--restart": "a server continues, or gets a new --run_dir",
