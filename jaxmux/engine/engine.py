@@ -325,6 +325,7 @@ class Engine(RoundLoop):
             accumulated = self._position.accumulated(number)
         copied = self._copies.submit(self._slots.copy_to_host(name)).result if accumulated else None
         suspended = SuspendedTask(slot, copied or self.snapshot(name), accumulated)
+        slot.count_seconds()
         self.release(name)
         return suspended
 

@@ -62,11 +62,12 @@ class EngineOptions:
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
       unroll: True compiles every layer separately, which takes longer to compile and runs faster on
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
-      round_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own. A
-        task with larger global batches needs several rounds for each, and is updated in the last of
-        them; held-out data with more tokens are measured in several rounds, in which their task
-        does not train. Tasks with small batches then need not wait for it, and new tasks begin
-        sooner. None lets every turn be a global batch.
+      round_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own,
+        and a very short one counts as `shape.least_tokens`. A task with larger global batches needs
+        several rounds for each, and is updated in the last of them; held-out data with more tokens
+        are measured in several rounds, in which their task does not train. Tasks with small batches
+        then need not wait for it, and new tasks begin sooner. None lets every turn be a global
+        batch.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
         is skipped if the task's loss, gradient or new parameters are not finite.
       packing: function that lays out the samples of tasks that share microbatches; None packs them

@@ -1,9 +1,10 @@
 """When held-out losses are measured, and when tasks stop because of their time."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor as Threads
 
 import numpy as np
+from jaxtyping import Int
 
 from jaxmux.data.stored_samples import stream_lengths
 
@@ -61,10 +62,14 @@ class HeldOut:
         slot = self._slots[number]
         if slot.measuring or step is None or not slot.is_measured_after(step):
             return slot.measuring is not None
-        return self._most_tokens is not None and self._length(slot) > self._most_tokens
+        if self._most_tokens is None:
+            return False
+        return int(self._lengths(slot).sum(dtype=np.int64)) > self._most_tokens
 
-    def _length(self, slot: Slot) -> int:
-        return int(stream_lengths(slot.prepared.eval_samples).sum(dtype=np.int64))
+    def _lengths(self, slot: Slot) -> Int[np.ndarray, " samples"]:
+        """The tokens as which the held-out samples of a task count."""
+        least = self._executor.replicas[0].shape.least_tokens
+        return np.maximum(stream_lengths(slot.prepared.eval_samples), least)
 
     def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
         """Stops tasks that have trained for their longest time, begins to measure those whose turn
@@ -75,7 +80,8 @@ class HeldOut:
           begun: the round after it, if it has begun.
           rounds: number of rounds that have been dispatched.
         """
-        self._stop_in_time(plan, begun)
+        trained = plan.steps | (begun.steps if begun else {})
+        self._stop_in_time({n: step + 1 for n, step in trained.items()})
         updated = {n: plan.steps[n] for n in plan.steps if n in plan.ends and self._slots.runs(n)}
         self._begin(n for n, step in updated.items() if self._slots[n].is_measured_after(step + 1))
         self.go_on(rounds)
@@ -97,6 +103,8 @@ class HeldOut:
         Args:
           rounds: number of rounds that have been dispatched.
         """
+        begun = {n: self._slots[n].measuring.step for n in self.unfinished}
+        self._stop_in_time({n: step for n, step in begun.items() if step})
         self._dispatch(self.unfinished, rounds)
 
     def _begin(self, numbers: Iterable[int]) -> None:
@@ -130,17 +138,19 @@ class HeldOut:
 
     def _next_turn(self, slot: Slot) -> range:
         """The held-out samples of the next turn of a task."""
-        lengths = stream_lengths(slot.prepared.eval_samples)
-        return turn_from(slot.measuring.samples, lengths, self._most_tokens)
+        return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
 
-    def _stop_in_time(self, plan: RoundPlan, begun: RoundPlan | None) -> None:
-        """Lets tasks stop that have trained for their longest time: after the step that has been
-        dispatched, or that has begun."""
-        trained = plan.steps | (begun.steps if begun else {})
-        for number, step in trained.items():
+    def _stop_in_time(self, steps: Mapping[int, int]) -> None:
+        """Lets tasks stop that have trained for their longest time.
+
+        Args:
+          steps: by slot, the number of steps after which its task can stop: that of the step that
+            has been dispatched, or that has begun.
+        """
+        for number, step in steps.items():
             if not self._slots.runs(number):
                 continue
             slot = self._slots[number]
             longest = slot.prepared.task.max_seconds
             if longest and slot.stop_after is None and slot.progress.seconds >= longest:
-                slot.stop_after = step + 1
+                slot.stop_after = step

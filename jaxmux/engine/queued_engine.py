@@ -183,7 +183,7 @@ class QueuedEngine(Engine):
             return False
         (bracket,) = (own for own in self._brackets if slot.name in own.tasks)
         known = len(slot.progress.rung_losses) > bracket.rungs.index(slot.pause_after)
-        return not known and not self._results.awaits(slot)
+        return not (known or slot.measuring or self._results.awaits(slot))
 
     def _wants_place(self, slot: Slot) -> bool:
         measured = slot.running and slot.measuring is not None

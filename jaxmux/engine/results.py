@@ -196,7 +196,7 @@ class Results:
                 computed_tokens=slot.computed.pop(update.plan.steps[number]),
                 skipped=not stats.applied[number],
             )
-            slot.count_seconds()
+            slot.count_seconds(begins=True)
             record_update(slot.progress, done, slot.steps, self._max_bad_steps)
             if not slot.prepared.eval_samples:
                 _succeed_after(done.task_step, slot)
@@ -226,6 +226,7 @@ class Results:
             measured.loss += float(losses[number])
             measured.tokens += evaluation.tokens[number]
             self.computed.count_held_out(slot, evaluation.tokens[number])
+            slot.count_seconds()
             if number in evaluation.ended:
                 self.computed.count_measured(slot, measured.tokens)
                 if slot.progress.status != "failed":

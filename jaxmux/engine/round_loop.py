@@ -161,8 +161,8 @@ class RoundLoop:
         before it.
 
         The call returns before the device has finished the round. It compiles the programs if
-        necessary. If no task is live, it calls `drain`, and goes on with the measurements of
-        held-out losses that have begun.
+        necessary. If no task is live, it calls `drain`, and nothing is trained in the round; it is
+        one if measurements of held-out losses go on.
 
         Args:
           stop: function without arguments that is called after every microbatch, for example to
@@ -190,7 +190,10 @@ class RoundLoop:
         position = self._position
         if position.current is None and not self._live():
             drained = self.drain()
-            self._held_out.go_on(self.rounds)
+            if self._held_out.unfinished:
+                self._round = RoundRecord(self.rounds, [], (), {})
+                self.rounds += 1
+                self._held_out.go_on(self.rounds)
             return drained
         while True:
             current = position.begin(self._live())

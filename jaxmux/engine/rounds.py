@@ -156,7 +156,8 @@ def training_rounds(
       most_tokens: most tokens of a task in a round, see `Turns`.
       groups_of: chooses the groups of these replicas; None lets a new `TaskGroups` do so.
     """
-    turns_of = Turns(tasks, steps, most_tokens, accumulated)
+    least_tokens = replicas[0].shape.least_tokens
+    turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
     groups_of = groups_of or TaskGroups(replicas)
     done = dict(accumulated or {})
     while turns := turns_of.next():

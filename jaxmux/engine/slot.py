@@ -120,11 +120,17 @@ class Slot:
         self.computed.clear()
         self.part_of_turn = 0
 
-    def count_seconds(self) -> None:
-        """Adds the time since the last call to the seconds of the task."""
+    def count_seconds(self, begins: bool = False) -> None:
+        """Adds the time since the last call to the seconds of the task.
+
+        Args:
+          begins: whether time counts from now on, if it has not before.
+        """
         now = time.monotonic()
-        self.progress.seconds += 0.0 if self.timed_since is None else now - self.timed_since
-        self.timed_since = now
+        if self.timed_since is not None:
+            self.progress.seconds += now - self.timed_since
+        if begins or self.timed_since is not None:
+            self.timed_since = now
 
     def leave_out_seconds(self) -> None:
         """Does not count the time since the last call of `count_seconds`, if there was one."""

@@ -38,6 +38,7 @@ class Turns:
         steps: Mapping[int, int],
         most_tokens: int | None = None,
         accumulated: Mapping[int, Sequence[int]] | None = None,
+        least_tokens: int = 1,
     ):
         """Begins before the first round.
 
@@ -48,10 +49,11 @@ class Turns:
             None lets every turn be a global batch.
           accumulated: by slot, indices of samples of the next global batch that have been trained.
             The turns that have trained nothing else are over.
+          least_tokens: tokens as which a shorter sample counts, see `ShapeClass.least_tokens`.
         """
         self._tasks = tasks
         self._steps = dict(steps)
-        self._most_tokens = most_tokens
+        self._most_tokens, self._least_tokens = most_tokens, least_tokens
         # By slot, the turns of the current global batch that are left.
         self._left = {
             slot: _not_over(self._divide(slot), accumulated.get(slot, ()) if accumulated else ())
@@ -77,7 +79,8 @@ class Turns:
         """The turns of the current global batch of a task."""
         step = self._steps[slot]
         batch = self._tasks[slot].batches[step]
-        ranges = divide([sample.stream_length for sample in batch], self._most_tokens)
+        lengths = [max(sample.stream_length, self._least_tokens) for sample in batch]
+        ranges = divide(lengths, self._most_tokens)
         return [Turn(step, batch, own, own.stop == len(batch)) for own in ranges]
 
 
@@ -85,7 +88,7 @@ def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
     """Divides a global batch into turns.
 
     Args:
-      lengths: the stream length of each sample in tokens.
+      lengths: the tokens as which each sample counts.
       most_tokens: most tokens of a turn; a longer sample is a turn of its own. None for one turn.
 
     Returns:

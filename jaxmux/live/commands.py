@@ -42,12 +42,13 @@ class Command(NamedTuple):
 
     Attributes:
       kind: what is to be done: "register", "cancel", "pause", "resume", "set_priority" or "extend".
-        Two are no wishes: "end" keeps how a task has ended and what it has used, and again when
-        results of it have arrived after that; "used" is what earlier versions have kept of these.
+        Others are no wishes: "read" keeps which data have been read for a task; "end" keeps how a
+        task has ended and what it has used, and again when results of it have arrived after that;
+        "used" is what earlier versions have kept of these.
       task: name of the task.
       value: what the kind needs: for "register", the `Task`, its priority and its files, from
         `file_identities`; for "set_priority", the priority; for "extend", the number of steps; for
-        "end", an `End`; else None.
+        "read", the `PreparedTask.fingerprints`; for "end", an `End`; else None.
       time: when it was given, in seconds since 1970.
       at: where the task was when it was carried out; None before, for "register", and for commands
         that an earlier version has kept.

@@ -41,6 +41,8 @@ class LiveTasks:
       totals: what all tasks have used together, those included that are not known any more. It is
         counted by itself, and equals the sum of their meters.
       ended: the tasks that have ended.
+      read: names of the tasks whose data have been read for the first time, until that is kept; the
+        values have no meaning.
       growing: number of places for which programs are being compiled; None if there are none.
     """
 
@@ -70,6 +72,7 @@ class LiveTasks:
         self.growing: int | None = None
         self.totals = Meter()
         self.ended = EndedTasks(most_ended)
+        self.read: dict[str, None] = {}
         self._engine, self._preparation, self._export = engine, preparation, export
         self._show, self._clock = show, clock
         self._forget = forget
@@ -106,7 +109,7 @@ class LiveTasks:
             return
         if own is None:
             raise TaskError(f"task {name!r}: there is no such task")
-        if command.kind == "end":
+        if command.kind in ("end", "read"):
             return
         if command.kind == "used":
             if not own.ended:
@@ -170,6 +173,9 @@ class LiveTasks:
             if command.kind == "end":
                 own.end = command.value
             self._show(own)
+            return
+        if command.kind == "read":
+            own.fingerprints, own.files = command.value, {}
             return
         self.changed = True
         if command.kind == "cancel":
@@ -253,13 +259,17 @@ class LiveTasks:
         except Exception as e:
             # Whatever is wrong with a tenant's data concerns this task only. What has been trained
             # is kept: the data may be there again later, or the pool be larger.
-            self._enter(own, PAUSED if own.progress else FAILED, first_line(e))
+            begun = own.progress or own.reached
+            self._enter(own, PAUSED if begun else FAILED, first_line(e))
             return
+        known = own.fingerprints
         try:
             own.set_prepared(result)
         except TaskError as e:
             self._enter(own, FAILED, first_line(e))
             return
+        if not known:
+            self.read[own.name] = None
         if own.state == PREPARING:
             self._enter(own, QUEUED)
             self.changed = True
@@ -339,6 +349,7 @@ class LiveTasks:
     def _drop(self, name: str) -> None:
         """Forgets a task that has ended."""
         self.ended.forget(name)
+        self.read.pop(name, None)
         del self._tasks[name]
         self._forget(name)
 

@@ -459,21 +459,24 @@ class LiveTraining:
         self._store.track(updates, evaluations, self._clock())
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        self._keep_ends()
+        self._keep_news()
         for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
         self._board.show_totals(self._tasks.totals)
 
-    def _keep_ends(self) -> None:
-        """Keeps how tasks have ended, and what they have used since. A task that has succeeded has
-        its adapter on disk by then. What cannot be kept is tried again after the next round."""
+    def _keep_news(self) -> None:
+        """Keeps which data tasks have, how tasks have ended, and what they have used since. A task
+        that has succeeded has its adapter on disk by then. What cannot be kept is tried again after
+        the next round."""
         now, tasks = self._clock(), self._tasks
+        news = [Command("read", name, dict(tasks[name].fingerprints), now) for name in tasks.read]
         names = [name for name in self.ended.unkept if not self._store.is_exporting(name)]
-        ends = [Command("end", name, tasks[name].end, now) for name in names]
+        news += [Command("end", name, tasks[name].end, now) for name in names]
         with suppress(OSError):
-            if ends:
-                self._store.record([tasks.with_at(command) for command in ends])
+            if news:
+                self._store.record([tasks.with_at(command) for command in news])
+            tasks.read.clear()
             for name in names:
                 self.ended.note_kept(name)
 

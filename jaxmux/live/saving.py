@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from jaxmux.engine import Engine
 from jaxmux.peft import SlotArrays
 
+from .live_task import LiveTask
 from .live_tasks import LiveTasks
 from .saved_task import SavedTask
 from .states import RUNNING
@@ -35,8 +36,9 @@ class Saving:
         self._engine, self._tasks, self._store, self._every = engine, tasks, store, every
         # The round in which the tasks were saved.
         self._saved_at = engine.rounds
-        # By name, the tasks that have been copied while they are being saved; else None.
-        self._copied: dict[str, SavedTask] | None = None
+        # By name, the tasks that have been copied while they are being saved, with their copies;
+        # else None. Another task may have taken a name since.
+        self._copied: dict[str, tuple[LiveTask, SavedTask]] | None = None
 
     @property
     def wanted(self) -> bool:
@@ -54,7 +56,7 @@ class Saving:
             if not self.wanted or self._engine.rounds - self._saved_at < self._every:
                 return {}
             self._copied = {}
-        left = [name for name in self._tasks.running if name not in self._copied]
+        left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
         return self._tasks.snapshots(left[:_COPIED_AT_ONCE])
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
@@ -65,8 +67,8 @@ class Saving:
           snapshots: from `begin`; all results from before have been fetched.
         """
         if self._copied is not None:
-            self._copied |= self._tasks.saved(snapshots)
-            if all(name in self._copied for name in self._tasks.running):
+            self._note(self._tasks.saved(snapshots))
+            if all(self._copy_of(self._tasks[name]) for name in self._tasks.running):
                 self._finish(wait=False)
 
     def save(self, wait: bool) -> None:
@@ -81,13 +83,21 @@ class Saving:
             for name in self._tasks.running:
                 # One after another, as in `begin`.
                 arrays = self._tasks.snapshots([name])[name]()
-                self._copied |= self._tasks.saved({name: lambda arrays=arrays: arrays})
+                self._note(self._tasks.saved({name: lambda arrays=arrays: arrays}))
             self._finish(wait)
+
+    def _note(self, copied: Mapping[str, SavedTask]) -> None:
+        self._copied |= {name: (self._tasks[name], saved) for name, saved in copied.items()}
+
+    def _copy_of(self, own: LiveTask) -> SavedTask | None:
+        """The copy of a task, if it has been made."""
+        task, saved = self._copied.get(own.name, (None, None))
+        return saved if task is own else None
 
     def _finish(self, wait: bool) -> None:
         # Commands since a task was copied may have changed it, or ended it.
         tasks = [
-            own.saved_again(self._copied[own.name]) if own.state == RUNNING else own.saved(None)
+            own.saved_again(self._copy_of(own)) if own.state == RUNNING else own.saved(None)
             for own in self._tasks
         ]
         totals = self._tasks.totals.copy()

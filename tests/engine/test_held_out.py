@@ -277,6 +277,42 @@ def test_a_measurement_that_is_interrupted_is_completed(
     assert_same_bits(engine.result("a")(), expected.result("a")())
 
 
+def test_rounds_count_in_which_tasks_are_only_measured(turns, make_long, make_engine):
+    engine = make_engine(make_long(steps=2), **TURNS)
+    engine.begin_evaluation(["a"])
+    records = []
+    while not engine.finished:
+        engine.train_round()
+        records.append(engine.take_round())
+    assert [record.index for record in records] == list(range(3 * turns - 1))
+    trained = [record.index for record in records if record.microbatches]
+    assert trained == [turns - 1, 2 * turns - 1]
+
+
+def test_short_samples_count_as_what_they_take_up(make_measured, make_engine):
+    """So that no turn takes many microbatches: a row has room for 8 samples, however short."""
+    short = random_samples(1, 240, (3, 4))
+    engine = make_engine(dataclasses.replace(make_measured("a"), eval_samples=short), **TURNS)
+    engine.begin_evaluation(["a"])
+    largest = 0
+    while engine.measures("a"):
+        engine.train_round()
+        largest = max(largest, engine.take_computed().held_out.get("a", 0))
+    # Each counts as 16 tokens, and those of a row lie in one of its two chunks.
+    rows = -(-(TURNS["round_tokens"] // 16) // 8)
+    assert largest == rows * SMALL.chunk_len
+
+
+def test_a_task_whose_time_is_over_stops_when_it_has_been_measured(make_long, make_engine):
+    engine = make_engine(make_long(steps=10_000, max_seconds=60), **TURNS)
+    while not engine.progress("a").step:
+        engine.train_round()
+    engine.progress("a").seconds = 61.0
+    assert engine.measures("a")
+    assert [done.task_step for done in end(engine)] == [1]
+    assert engine.progress("a").stopped_early.startswith("trained for 61 s")
+
+
 def test_a_task_can_be_extended_while_its_last_step_is_measured(make_long, make_engine):
     engine = make_engine(make_long(steps=2, eval_every=None, keep_best=False), **TURNS)
     while engine.progress("a").step < 2:

@@ -116,9 +116,9 @@ def test_a_config_may_list_sources(tmp_path):
     ("data", "problem"),
     [
         (["a.jsonl", "a.jsonl"], "data should be a string or an object"),
-        ({"path": "a.jsonl", "repeat": 1000}, "data.repeat should be one of null, found 1000"),
-        ({"path": "a.jsonl", "weight": 1}, "data.weight should be one of null, found 1"),
-        ({"path": "a.jsonl", "chat_template": "x"}, "data.chat_template should be one of null"),
+        ({"path": "a.jsonl", "repeat": 1000}, "data.repeat should be null, .*, found 1000"),
+        ({"path": "a.jsonl", "weight": 1}, "data.weight should be null, .*, found 1"),
+        ({"path": "a.jsonl", "chat_template": "x"}, "data.chat_template should be null, "),
     ],
 )
 def test_tenants_cannot_repeat_or_render_data_beyond_their_limits(data, problem, tmp_path):

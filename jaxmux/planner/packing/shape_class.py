@@ -58,6 +58,12 @@ class ShapeClass:
             raise PlanningError(f"a microbatch needs at least one row of {self.row_len} tokens")
 
     @property
+    def least_tokens(self) -> int:
+        """Tokens of a row that a sample takes up at least, because a row holds at most
+        `max_sequences`."""
+        return -(-self.row_len // self.max_sequences)
+
+    @property
     def tokens(self) -> int:
         """N, tokens of a microbatch: rows · row_len."""
         return self.rows * self.row_len

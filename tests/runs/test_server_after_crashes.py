@@ -1,0 +1,76 @@
+"""What a crash before the first checkpoint, or within one, leaves of tasks."""
+
+import os
+import shutil
+from pathlib import Path
+
+from jaxmux.live import saving
+
+from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+
+
+def test_a_checkpoint_has_the_task_that_has_taken_a_name(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    data,
+    tmp_path,
+    monkeypatch,
+):
+    """One task is copied in a round, so the name is used again while the others are copied."""
+    monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
+    folder = tmp_path / "server"
+    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=9) as server:
+        for name in "abcdefghi":
+            server.register(task(name, steps=1000))
+        while not server._saving._copied:
+            step(server)
+        assert list(server._saving._copied) == ["a"]
+        # The second end lets the first be forgotten.
+        for name in ("a", "b"):
+            server.cancel(name)
+            step(server)
+        assert "a" not in {own.name for own in server.statuses()}
+        registered = server.register(task("a", data=data["long"], steps=7777))
+        step(server)
+        assert registered.exception(timeout=0) is None and server._saving._copied
+        while server._saving._copied is not None:
+            step(server)
+        settle(server)
+        shutil.copytree(folder, tmp_path / "copy")
+        totals = server.totals()
+    with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
+        step(server)
+        status = server.status("a")
+        assert status.steps == 7777 and server._tasks["a"].task.data.path == data["long"]
+        assert server.totals().effective_tokens <= totals.effective_tokens
+
+
+def test_a_task_that_has_begun_outlives_a_moment_without_its_data(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    data,
+    tmp_path,
+):
+    """There is no checkpoint yet. Nor does it matter that the time of a file has changed."""
+    folder = tmp_path / "server"
+    paths = {
+        name: shutil.copy(data["short"], tmp_path / f"{name}.jsonl") for name in ("gone", "touched")
+    }
+    with serve(folder, checkpoint_every=1000) as server:
+        for name, path in paths.items():
+            server.register(task(name, data=str(path), steps=12))
+        step(server)
+        while not all(own.step > 0 for own in server.statuses()):
+            step(server)
+        shutil.copytree(folder, tmp_path / "copy")
+    away = Path(paths["gone"]).rename(tmp_path / "away")
+    os.utime(paths["touched"], ns=(1, 1))
+    with serve(tmp_path / "copy") as server:
+        while server.status("touched").state != "succeeded":
+            step(server)
+        status = server.status("gone")
+        assert status.state == "paused" and "gone" in status.reason
+        away.rename(paths["gone"])
+        server.resume("gone")
+        finish(server)
+        assert {own.state for own in server.statuses()} == {"succeeded"}
