@@ -55,11 +55,21 @@ class Interrupted(BaseException):
       saved: True if training had begun, and its state was saved.
     """
 
-    def __init__(self, signal_number: int, saved: bool):
-        """Makes the exception for the signal of this number."""
-        what = "state saved, the same command continues from here"
-        super().__init__(
-            f"stopped by {signal.Signals(signal_number).name}; "
-            + (what if saved else "nothing was trained since the start")
-        )
+    def __init__(self, signal_number: int, saved: bool, problem: str | None = None):
+        """Makes the exception for a signal.
+
+        Args:
+          signal_number: its number.
+          saved: whether the state was saved.
+          problem: why it could not be saved; None if there was nothing to save.
+        """
+        what = "nothing was trained since the start"
+        if saved:
+            what = "state saved, the same command continues from here"
+        elif problem:
+            what = (
+                f"the state could not be saved ({problem}); the same command continues from the "
+                "last checkpoint"
+            )
+        super().__init__(f"stopped by {signal.Signals(signal_number).name}; {what}")
         self.signal_number, self.saved = signal_number, saved

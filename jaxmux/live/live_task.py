@@ -18,8 +18,12 @@ from .preparation import Reading
 from .saved_task import Extension, SavedTask
 from .states import ENDED, FOLLOWING, RUNNING, StateChange
 
+# So many states of a task are known, besides the first one.
+_LAST_STATES = 100
 # Why a task that trains makes no steps.
 _MEASURED = "its held-out loss is being measured"
+# Why a task that has ended does not show it.
+_UNKEPT = "its end is being written to disk"
 
 
 class TaskStatus(NamedTuple):
@@ -40,7 +44,8 @@ class TaskStatus(NamedTuple):
       best_step: number of steps after which it was lowest; None before the first time.
       share: the task's part of the tokens of the last round, padding included; 0 unless it trains.
       meter: what the task has used.
-      history: the states so far, with reasons and times; the last one is the present state.
+      history: the states so far, with reasons and times; the last one is the present state. Of more
+        than 101, only the first one and the last 100 are there.
     """
 
     name: str
@@ -85,6 +90,8 @@ class LiveTask:
       extensions: the commands that have extended it, as `SavedTask.extensions`.
       counted: index of the last global batch of which tokens have been counted, and their number.
       measured: whether it trains on only when its held-out loss has been measured.
+      unkept: function that returns the arrays with which it ends once more if training is started
+        again before its success has been kept; else None.
     """
 
     task: Task
@@ -107,6 +114,7 @@ class LiveTask:
     extensions: list[Extension] = dataclasses.field(default_factory=list)
     counted: tuple[int, int] = (0, 0)
     measured: bool = False
+    unkept: Callable[[], SlotArrays] | None = None
 
     @classmethod
     def of(cls, saved: SavedTask) -> "LiveTask":
@@ -181,6 +189,8 @@ class LiveTask:
         if state not in FOLLOWING[self.state]:
             raise RuntimeError(f"task {self.name!r}: {state} does not follow {self.state}")
         self.history.append(StateChange(state, reason, time))
+        # The state in which it began stays.
+        del self.history[1:-_LAST_STATES]
         if self.ended:
             self._forget_data()
         return True
@@ -273,17 +283,19 @@ class LiveTask:
         """
         if self.suspended:
             arrays = self.suspended.with_best()
+        # A success that has not been kept is none if training is started again.
+        history = self.history[:-1] if self.unkept else self.history
         step = self.progress.step if self.progress else 0
         return SavedTask(
             self.task,
             self.priority,
             self.arrival,
             self.passes,
-            tuple(self.history),
+            tuple(history),
             self.meter.copy(),
             self.fingerprints,
             dataclasses.replace(self.progress) if self.progress else None,
-            None if self.ended else arrays or self.saved_arrays,
+            self.unkept if self.ended else arrays or self.saved_arrays,
             max(self.reached, step),
             self.steps,
             tuple(self.extensions),
@@ -306,8 +318,16 @@ class LiveTask:
             extensions=tuple(self.extensions),
         )
 
-    def status(self) -> TaskStatus:
-        """What others may see of the task now."""
+    def status(self, ends: bool = True) -> TaskStatus:
+        """What others may see of the task now.
+
+        Args:
+          ends: False shows a task that has ended as it was before.
+        """
+        if not ends:
+            before = self.history[:-1]
+            shown = self.status()._replace(state=before[-1].state, history=tuple(before))
+            return shown._replace(reason=_UNKEPT)
         progress = self.progress or TaskProgress()
         measured = progress.best_step is not None or progress.evaluations_since_best > 0
         runs = self.state == RUNNING

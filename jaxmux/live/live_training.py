@@ -27,7 +27,7 @@ from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
 from .saving import Saving
-from .states import PREPARING, SUCCEEDED
+from .states import FAILED, PREPARING, SUCCEEDED
 from .status_board import StatusBoard
 from .store import MemoryStore, Store
 
@@ -55,6 +55,8 @@ class LiveTraining:
 
     Attributes:
       ended: the tasks that have ended.
+      problem: why not all was on disk after the last call of `save`, with which `run` ends; None if
+        all was.
     """
 
     def __init__(
@@ -135,6 +137,7 @@ class LiveTraining:
         )
         self.ended = self._tasks.ended
         self._saving = Saving(engine, self._tasks, self._store, save_every)
+        self._store.when_written(self._commands.wake)
         # What is restored has been told before.
         self._telling = False
         for own in saved:
@@ -168,6 +171,7 @@ class LiveTraining:
         # dispatched; None while they are idle.
         self._metered_until: float | None = None
         self._dispatched_at: float | None = None
+        self.problem: str | None = None
         # Whether `close` has been called, and whether no thread trains any more after that.
         self._closed = self._has_ended = False
         # Held while `run` runs.
@@ -422,8 +426,8 @@ class LiveTraining:
         calls it; others need it only if they call `step`.
 
         Args:
-          wait: whether to wait until an earlier call has been carried out. False saves nothing as
-            long as the disk is busy.
+          wait: whether to wait until all is on disk. False saves nothing as long as the disk is
+            busy.
 
         Raises:
           RuntimeError: another thread owns the engine, and training has not been closed.
@@ -432,6 +436,9 @@ class LiveTraining:
             raise RuntimeError("only the thread that trains can save; `run` saves by itself")
         self._take_results(self._engine.drain())
         self._saving.save(wait)
+        if wait:
+            self.problem = self._store.wait()
+            self._keep_news()
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         if not isinstance(name, str):
@@ -479,12 +486,16 @@ class LiveTraining:
             tasks.read.clear()
             for name in names:
                 self.ended.note_kept(name)
+                tasks[name].unkept = None
+                if not self._board.shows_end(name):
+                    self._show_state(tasks[name])
 
     def _show_state(self, own: LiveTask) -> None:
-        """Shows that a task's state, reason, priority or length has changed."""
+        """Shows that a task's state, reason, priority or length has changed. That it has succeeded
+        or failed is shown when it is kept."""
         self._saving.changed = True
         self._show(own)
-        if self._telling:
+        if self._telling and self._shows_end(own):
             fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
             self._tell(own.name, "state", fields)
 
@@ -493,7 +504,14 @@ class LiveTraining:
 
     def _show(self, own: LiveTask) -> None:
         """Shows the present status of a task."""
-        self._board.show(own.status())
+        self._board.show(own.status(ends=self._shows_end(own)))
+
+    def _shows_end(self, own: LiveTask) -> bool:
+        """Whether it may be seen that a task has ended, if it has. One that was cancelled was so by
+        a command, which has been kept; and who has been told once knows it."""
+        if own.state not in (SUCCEEDED, FAILED) or not self._telling:
+            return True
+        return self.ended.is_kept(own.name) or self._board.shows_end(own.name)
 
 
 def _integer(what: str, value: Any) -> int:

@@ -6,6 +6,7 @@ from jaxmux.tasks import TaskError
 
 from .live_task import TaskStatus
 from .meter import Meter
+from .states import ENDED
 
 
 class StatusBoard:
@@ -32,6 +33,15 @@ class StatusBoard:
             if name in self._statuses:
                 return self._statuses[name]
         raise TaskError(f"task {name!r}: there is no such task")
+
+    def shows_end(self, name: str) -> bool:
+        """Whether a task is shown as one that has ended.
+
+        Args:
+          name: name of the task, which need not be shown.
+        """
+        with self._lock:
+            return name in self._statuses and self._statuses[name].state in ENDED
 
     def statuses(self) -> list[TaskStatus]:
         """The statuses of all tasks, in the order in which they were registered."""

@@ -62,6 +62,14 @@ class Store(Protocol):
         """
         ...
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Calls a function whenever adapters have been kept.
+
+        Args:
+          call: the function; it is called in any thread.
+        """
+        ...
+
     def adapter(self, task: Task) -> Adapter:
         """An adapter that `export` was given. It may be called in any thread.
 
@@ -85,6 +93,11 @@ class Store(Protocol):
           False if nothing is kept this time: those tasks are still being written, or the disk is
           full.
         """
+        ...
+
+    def wait(self) -> str | None:
+        """Waits until everything has been kept, or could not be. Returns why not; None if all has
+        been kept."""
         ...
 
     def tell(self, event: Event) -> None:
@@ -138,6 +151,9 @@ class MemoryStore:
     def is_exporting(self, name: str) -> bool:
         return False
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        pass
+
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()
 
@@ -145,6 +161,9 @@ class MemoryStore:
         self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
     ) -> bool:
         return True
+
+    def wait(self) -> None:
+        pass
 
     def tell(self, event: Event) -> None:
         pass

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskEvaluation, TaskProgress, TaskUpdate, TrainedTask
 from jaxmux.engine.round_record import RoundRecord
+from jaxmux.errors import first_line
 from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
 from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone, checkpoint_tensors, devices_bytes
@@ -30,6 +31,8 @@ from .training_notes import notes_of_task
 
 # A line of rounds.jsonl has details at least so often, in seconds.
 _DETAILS_EVERY = 60.0
+# What checkpoints are among the problems of a store.
+_CHECKPOINT = "checkpoint"
 
 
 class Kept(NamedTuple):
@@ -55,9 +58,8 @@ class ServerStore:
     """The `Store` of a server with a folder.
 
     Commands are on disk before they are carried out. Adapters and checkpoints are written by one
-    thread in the order in which they come, so a checkpoint in which a task has succeeded is never
-    there before its adapter. If they cannot be written, training goes on: adapters are written
-    again before the next checkpoint, and the commands since the last checkpoint are kept.
+    thread in the order in which they come. If they cannot be written, training goes on: adapters
+    are written again with the next checkpoint, and the commands since the last checkpoint are kept.
     """
 
     def __init__(
@@ -96,7 +98,11 @@ class ServerStore:
         self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
         self._number = 0
         self._last: Future[None] | None = None
+        # Whether the last checkpoint has yet to be written.
         self._behind = False
+        # Why the last checkpoint and adapters could not be written, by what they are.
+        self._problems: dict[str, str] = {}
+        self._written: Callable[[], None] = lambda: None
 
     def read(self) -> Kept:
         """What an earlier server has kept in the folder. Call it once, before any other method.
@@ -158,6 +164,9 @@ class ServerStore:
     def is_exporting(self, name: str) -> bool:
         return name in self._adapters
 
+    def when_written(self, call: Callable[[], None]) -> None:
+        self._written = call
+
     def adapter(self, task: Task) -> Adapter:
         if (waiting := self._adapters.get(task.name)) is not None:
             return waiting[1]()
@@ -174,11 +183,15 @@ class ServerStore:
         try:
             self._journal.begin(number)
         except OSError as e:
-            self._say(f"checkpoint {number}: cannot be begun ({e.strerror}); training goes on")
+            self._note(_CHECKPOINT, f"checkpoint {number}: cannot be begun ({e.strerror})")
             return False
-        self._number = number
+        self._number, self._behind = number, True
         self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals, rounds)
         return True
+
+    def wait(self) -> str | None:
+        self._writer.submit(lambda: None).result()
+        return "; ".join(self._problems.values()) or None
 
     def tell(self, event: Event) -> None:
         self._events.write(event)
@@ -202,14 +215,28 @@ class ServerStore:
     def close(self) -> None:
         """Waits until everything is on disk, and closes the files."""
         self._writer.shutdown()
-        self._checkpoints.close()
+        try:
+            self._checkpoints.close()
+        except Exception as e:
+            # Orbax raises once more what a checkpoint has raised that could not be written.
+            if _CHECKPOINT not in self._problems:
+                self._say(f"checkpoints: {first_line(e)}")
         self._journal.close()
         self._events.close()
         self._rounds.close()
         self._trackers.close(finished=False)
 
-    def _write_adapters(self) -> bool:
-        """Writes the adapters that have not been written; returns whether that succeeded."""
+    def _note(self, what: str, problem: str | None) -> None:
+        """Says why something cannot be written, unless that was said before; None if it can."""
+        if problem is None:
+            self._problems.pop(what, None)
+        elif self._problems.get(what) != problem:
+            self._problems[what] = problem
+            self._say(f"{problem}; training goes on")
+
+    def _write_adapters(self) -> None:
+        """Writes the adapters that have not been written."""
+        before = len(self._adapters)
         for waiting in list(self._adapters.values()):
             trained, adapter = waiting
             task = trained.task
@@ -229,19 +256,20 @@ class ServerStore:
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)
             except OSError as e:
-                self._say(f"adapter {task.name}: cannot be written ({e.strerror}); tried again")
-                return False
+                what = f"adapter {task.name}"
+                self._note(what, f"{what}: cannot be written yet ({e.strerror})")
+                continue
+            self._note(f"adapter {task.name}", None)
             # Meanwhile another task may have got the name, and ended.
             if self._adapters[task.name] is waiting:
                 del self._adapters[task.name]
-        return True
+        if len(self._adapters) < before:
+            self._written()
 
     def _write_checkpoint(
         self, number: int, tasks: Sequence[SavedTask], totals: Meter, rounds: int
     ) -> None:
-        self._behind = True
-        if not self._write_adapters():
-            return
+        self._write_adapters()
         try:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
             record = {"tasks": {own.task.name: _fields(own) for own in tasks}, "rounds": rounds}
@@ -250,11 +278,12 @@ class ServerStore:
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
             self._behind = False
+            self._note(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
-            self._say(f"checkpoint {number}: cannot be written ({e}); training goes on")
+            self._note(_CHECKPOINT, f"checkpoint {number}: cannot be written ({first_line(e)})")
 
 
 def _after(line: dict[str, Any] | None) -> int:

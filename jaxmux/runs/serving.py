@@ -190,7 +190,7 @@ def _serve(
         console.stop()
     trained.result()
     if stop.arrived:
-        raise Interrupted(stop.number, saved=True)
+        raise Interrupted(stop.number, saved=live.problem is None, problem=live.problem)
 
 
 @contextmanager

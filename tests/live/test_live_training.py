@@ -347,11 +347,13 @@ def test_an_idle_training_keeps_an_end_when_its_adapter_has_been_written(
     owner.start()
     try:
         live.register(tasks["e"].task).result()
-        wait_until(lambda: live.status("e").state == "succeeded")
+        waits = "its end is being written to disk"
+        wait_until(lambda: live.statuses() and live.status("e").reason == waits)
         wait_until(lambda: live._saving.wanted is False)
         assert not live.ended.is_kept("e")
         store.exporting = False
         wait_until(lambda: live.ended.is_kept("e"))
+        wait_until(lambda: live.status("e").state == "succeeded")
     finally:
         live.close()
         owner.join()

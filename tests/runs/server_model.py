@@ -79,6 +79,11 @@ class Expected:
         return {KINDS[self.kind].learning_rate(step, steps) for steps in lengths}
 
 
+def has_ended(status: TaskStatus) -> bool:
+    """Whether a task has ended, although that may not be shown before it is on disk."""
+    return status.state in ENDED or status.reason == "its end is being written to disk"
+
+
 class ServerModel:
     """Follows the commands that a server acknowledges, and compares them with what it shows.
 
@@ -147,7 +152,7 @@ class ServerModel:
         own = self.tasks.get(name)
         if kind == "register":
             return own is not None
-        if own is None or own.cancelled or (status and status.state in ENDED):
+        if own is None or own.cancelled or (status and has_ended(status)):
             return True
         if kind == "resume":
             return not own.paused
@@ -257,7 +262,8 @@ class ServerModel:
             self._check_task(status)
             self._used[status.name] = status.meter
         self._check_totals(live)
-        running = [own.priority for own in statuses if own.state == "running"]
+        placed = [own for own in statuses if not has_ended(own)]
+        running = [own.priority for own in placed if own.state == "running"]
         queued = [own.priority for own in statuses if own.state == "queued"]
         present = live._engine.size.slots
         assert present <= slots if elastic else present == slots, present

@@ -234,13 +234,16 @@ def test_a_full_disk_stops_neither_training_nor_the_next_checkpoint(
         step(server, 4)
         disk.full = "partly"
         step(server, 6)
-        assert server.status("a").state == "succeeded"
+        # A success that a crash would undo is none yet.
+        status = server.status("a")
+        assert (status.step, status.state) == (6, "running")
+        assert status.reason == "its end is being written to disk"
         disk.full = False
         step(server, 2)
         server.save()
-        settle(server)
+        assert server.status("a").state == "succeeded"
         before = server.status("b")
-    assert any("adapter a: cannot be written" in line for line in said)
+    assert any("adapter a: cannot be written yet" in line for line in said)
     assert any("cannot be begun (No space left on device)" in line for line in said)
     # The line that the full disk cut off spoils no other.
     logs = [(folder / name).read_text() for name in ("events.jsonl", "rounds.jsonl")]
@@ -292,11 +295,15 @@ def test_what_a_full_disk_refused_is_written_at_the_end(serve, task, tmp_path, m
         server.register(task("a"))
         step(server, 2)
         disk.full = True
-        finish(server)
+        while server.status("a").step < 6:
+            step(server)
+        step(server, 3)
         server.save()
-        settle(server)
+        assert server.status("a").state == "running"
+        assert "adapter a: cannot be written yet" in server.problem
         disk.full = False
         server.save()
+        assert server.status("a").state == "succeeded" and server.problem is None
     with serve(folder) as server:
         assert server.status("a").state == "succeeded"
         server.adapter("a")

@@ -226,7 +226,7 @@ def test_events_stay_bounded_and_can_be_followed(serve, data, tmp_path):
     with serve(folder, events_bytes=3000) as server:
         server.register(make_kind("adamw", "t9", 7, data))
         step(server, 3)
-    assert events_of(folder)[-1]["task"] == "t9"
+    assert "t9" in {event["task"] for event in events_of(folder)}
 
 
 def test_steps_in_files_that_were_set_aside_are_known(serve, data, tmp_path):

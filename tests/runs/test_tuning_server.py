@@ -43,6 +43,8 @@ def step_until():
                 return
             while server._preparation.seconds_left is not None:
                 time.sleep(0.001)
+            # Ends are shown when they are on disk.
+            server._store.wait()
         raise AssertionError(server.statuses())
 
     return run
