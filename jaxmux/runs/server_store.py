@@ -100,8 +100,8 @@ class ServerStore:
         self._last: Future[None] | None = None
         # Whether the last checkpoint has yet to be written.
         self._behind = False
-        # Why the last checkpoint and adapters could not be written, by what they are.
-        self._problems: dict[str, str] = {}
+        # By kind, why the last thing of it could not be written, without and with its name.
+        self._problems: dict[str, tuple[str, str]] = {}
         self._written: Callable[[], None] = lambda: None
 
     def read(self) -> Kept:
@@ -183,7 +183,7 @@ class ServerStore:
         try:
             self._journal.begin(number)
         except OSError as e:
-            self._note(_CHECKPOINT, f"checkpoint {number}: cannot be begun ({e.strerror})")
+            self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be begun ({e.strerror})")
             return False
         self._number, self._behind = number, True
         self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals, rounds)
@@ -191,7 +191,7 @@ class ServerStore:
 
     def wait(self) -> str | None:
         self._writer.submit(lambda: None).result()
-        return "; ".join(self._problems.values()) or None
+        return "; ".join(text for _, text in self._problems.values()) or None
 
     def tell(self, event: Event) -> None:
         self._events.write(event)
@@ -226,13 +226,13 @@ class ServerStore:
         self._rounds.close()
         self._trackers.close(finished=False)
 
-    def _note(self, what: str, problem: str | None) -> None:
-        """Says why something cannot be written, unless that was said before; None if it can."""
-        if problem is None:
-            self._problems.pop(what, None)
-        elif self._problems.get(what) != problem:
-            self._problems[what] = problem
-            self._say(f"{problem}; training goes on")
+    def _note(self, kind: str, what: str, problem: str) -> None:
+        """Says why something cannot be written, unless the last one of its kind could not be written
+        for the same reason."""
+        before, _ = self._problems.get(kind, (None, None))
+        self._problems[kind] = problem, f"{what}: {problem}"
+        if problem != before:
+            self._say(f"{what}: {problem}; training goes on")
 
     def _write_adapters(self) -> None:
         """Writes the adapters that have not been written."""
@@ -240,7 +240,7 @@ class ServerStore:
         for waiting in list(self._adapters.values()):
             trained, adapter = waiting
             task = trained.task
-            folder = self._directory.adapter(task.name)
+            what, folder = f"adapter {task.name}", self._directory.adapter(task.name)
             try:
                 export_adapter(
                     folder,
@@ -256,10 +256,9 @@ class ServerStore:
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)
             except OSError as e:
-                what = f"adapter {task.name}"
-                self._note(what, f"{what}: cannot be written yet ({e.strerror})")
+                self._note(what, what, f"cannot be written yet ({e.strerror})")
                 continue
-            self._note(f"adapter {task.name}", None)
+            self._problems.pop(what, None)
             # Meanwhile another task may have got the name, and ended.
             if self._adapters[task.name] is waiting:
                 del self._adapters[task.name]
@@ -278,12 +277,12 @@ class ServerStore:
             self._checkpoints.wait()
             numbers = self._checkpoints.numbers
             self._behind = False
-            self._note(_CHECKPOINT, None)
+            self._problems.pop(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
-            self._note(_CHECKPOINT, f"checkpoint {number}: cannot be written ({first_line(e)})")
+            self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({first_line(e)})")
 
 
 def _after(line: dict[str, Any] | None) -> int:

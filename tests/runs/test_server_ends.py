@@ -8,6 +8,7 @@ import threading
 import pytest
 
 from jaxmux import AdamW, Bottleneck, Schedule
+from jaxmux.errors import Interrupted
 from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.live import At, Command
 from jaxmux.tasks import Task, TaskError
@@ -105,6 +106,86 @@ def test_the_adapter_with_which_a_task_has_begun_may_go(serve, task, tmp_path): 
     with serve(tmp_path / "server") as server:
         finish(server)
         assert server.status("second").state == "succeeded"
+
+
+def test_an_adapter_that_cannot_be_written_stops_nothing_else(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    adapter_bytes,
+    tmp_path,
+):
+    """Its task ends once more when the server is started again, with the same adapter."""
+    folder, said = tmp_path / "server", []
+    with serve(folder, said, checkpoint_every=2) as server:
+        (folder / "adapters").mkdir(exist_ok=True)
+        (folder / "adapters" / "bad").write_text("in its way")
+        for name, steps in (("bad", 2), ("good", 2), ("long", 30)):
+            server.register(task(name, steps=steps))
+        step(server, 12)
+        shown = {own.name: own for own in server.statuses()}
+        assert (shown["bad"].state, shown["bad"].step) == ("running", 2)
+        assert shown["bad"].reason == "its end is being written to disk"
+        assert shown["good"].state == "succeeded"
+        assert not server.ended.is_kept("bad") and server.ended.is_kept("good")
+        copy = shutil.copytree(folder, tmp_path / "copy")
+    assert sum("adapter bad: cannot be written yet" in line for line in said) == 1
+    assert "succeeded" not in {
+        event["state"]
+        for event in map(json.loads, (copy / "events.jsonl").read_text().splitlines())
+        if event["kind"] == "state" and event["task"] == "bad"
+    }
+    (copy / "adapters" / "bad").unlink()
+    with serve(copy) as server:
+        # It is in a checkpoint, so it does not train again.
+        assert server.status("long").step > 2
+        while server.status("bad").state != "succeeded":
+            step(server)
+        assert server.status("bad").meter == shown["bad"].meter
+    assert adapter_bytes(copy / "adapters" / "bad").keys() == (
+        adapter_bytes(copy / "adapters" / "good").keys()
+    )
+
+
+def test_a_server_that_cannot_save_says_so(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    said = []
+    with serve(tmp_path, said, checkpoint_every=1000) as server:
+        server.register(task("a", steps=50))
+        step(server, 5)
+
+        def full(*arguments):
+            raise OSError(28, "No space left on device")
+
+        checkpoints = server._store._checkpoints
+        monkeypatch.setattr(checkpoints, "save", full)
+        # Orbax raises it once more when it is closed.
+        monkeypatch.setattr(checkpoints, "close", full)
+        server.save()
+        assert (
+            server.problem == "checkpoint 1: cannot be written ([Errno 28] No space left on device)"
+        )
+    assert sum("No space left" in line for line in said) == 1
+    message = str(Interrupted(15, saved=False, problem=server.problem))
+    assert message.endswith(
+        "No space left on device)); the same command continues from the last checkpoint"
+    )
+
+
+def test_the_history_of_a_task_is_bounded(serve, task, tmp_path):  # noqa: F811
+    with serve(tmp_path) as server:
+        server.register(task("a", steps=50))
+        step(server)
+        for i in range(120):
+            (server.pause, server.resume)[i % 2]("a")
+            server._runner.carry_out()
+        step(server)
+        history = server.status("a").history
+    assert len(history) == 101
+    assert history[0].state == "preparing" and history[1].state in ("paused", "queued")
 
 
 def test_only_the_thread_that_trains_saves(serve, task, tmp_path):  # noqa: F811
