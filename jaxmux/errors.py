@@ -61,15 +61,12 @@ class Interrupted(BaseException):
         Args:
           signal_number: its number.
           saved: whether the state was saved.
-          problem: why it could not be saved; None if there was nothing to save.
+          problem: why not all of it was; None if there was nothing to save.
         """
         what = "nothing was trained since the start"
         if saved:
             what = "state saved, the same command continues from here"
         elif problem:
-            what = (
-                f"the state could not be saved ({problem}); the same command continues from the "
-                "last checkpoint"
-            )
+            what = f"not all was saved ({problem}); the same command continues from what was"
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; {what}")
         self.signal_number, self.saved = signal_number, saved

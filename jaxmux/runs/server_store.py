@@ -227,8 +227,7 @@ class ServerStore:
         self._trackers.close(finished=False)
 
     def _note(self, kind: str, what: str, problem: str) -> None:
-        """Says why something cannot be written, unless the last one of its kind could not be written
-        for the same reason."""
+        """Says why something cannot be written, unless that was said of the last of its kind."""
         before, _ = self._problems.get(kind, (None, None))
         self._problems[kind] = problem, f"{what}: {problem}"
         if problem != before:
