@@ -116,14 +116,15 @@ def test_a_task_that_is_measured_for_several_rounds_says_so(make_live, make_meas
     measured = make_measured("m")
     tasks["m"] = dataclasses.replace(measured, eval_samples=6 * measured.eval_samples)
     live, shown = make_live(engine_options={"round_tokens": 540}), []
-    for name in "ma":
-        live.register(tasks[name].task)
+    live.register(dataclasses.replace(tasks["a"].task, steps=200))
+    while not live.statuses() or not live.status("a").step:
+        live.step()
+        settle(live)
+    live.register(tasks["m"].task)
     while not shown or shown[-1][0].state != "succeeded":
         live.step()
         settle(live)
-        statuses = {status.name: status for status in live.statuses()}
-        if "a" in statuses:
-            shown.append((statuses["m"], statuses["a"]))
+        shown.append((live.status("m"), live.status("a")))
     before = [(m, a) for m, a in shown if m.step == 0 and m.reason]
     assert {m.reason for m, _ in before} == {"its held-out loss is being measured"}
     assert len({a.step for _, a in before}) > 1
