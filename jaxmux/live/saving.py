@@ -6,13 +6,10 @@ from jaxmux.engine import Engine
 from jaxmux.peft import SlotArrays
 
 from .live_task import LiveTask
-from .live_tasks import LiveTasks
+from .live_tasks import COPIED_AT_ONCE, LiveTasks
 from .saved_task import SavedTask
 from .states import RUNNING
 from .store import Store
-
-# Tasks that are copied to the host at the same time, while all are being saved.
-_COPIED_AT_ONCE = 4
 
 
 class Saving:
@@ -57,7 +54,7 @@ class Saving:
                 return {}
             self._copied = {}
         left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
-        return self._tasks.snapshots(left[:_COPIED_AT_ONCE])
+        return self._tasks.snapshots(left[:COPIED_AT_ONCE])
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
         """Notes the tasks that were copied before a round; after the last ones, all tasks are
