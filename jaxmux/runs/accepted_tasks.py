@@ -177,7 +177,8 @@ class AcceptedTasks:
         return self._ends.get(name)
 
     def end(self, status: TaskStatus) -> None:
-        """Takes note that a task has ended, and deletes the copies of its files.
+        """Takes note that a task has ended, or has used more since its end, and deletes the copies
+        of its files.
 
         Args:
           status: its last status, with the name of the task in the server.

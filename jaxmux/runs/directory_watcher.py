@@ -151,7 +151,7 @@ class DirectoryWatcher:
             for place, own in self._watched.items()
         )
         ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
-        ended = self._newly_ended(by_name)
+        ended = self._newly_ended(known)
         self._status_files.write((*shown, *ignored))
         self._lines.say_problems(self._status_files.problems)
         self._note_ends(ended)
@@ -347,9 +347,14 @@ class DirectoryWatcher:
         place = place if status else None
         return Shown(own.task, status, place, None, own.error, copies, own.waits)
 
-    def _newly_ended(self, by_name: Mapping[str, TaskStatus]) -> list[TaskStatus]:
-        """The tasks that have ended, whatever happens, and whose ends have not been noted."""
-        found = (by_name.get(name) for name in self._accepted.unfinished)
+    def _newly_ended(self, known: Mapping[str, TaskStatus]) -> list[TaskStatus]:
+        """The tasks that have ended, whatever happens, and whose ends have not been noted, or that
+        have used more since."""
+        found = [known.get(name) for name in self._accepted.unfinished]
+        for name, last in self._accepted.last_statuses.items():
+            status = known.get(name)
+            if status and status is not last and status.meter != last.meter:
+                found.append(status)
         return [s for s in found if s and s.state in ENDED and self._live.ended.is_kept(s.name)]
 
     def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
