@@ -1,23 +1,25 @@
 """The tasks that a server has accepted from tenants, and the copies of their files.
 
 The folder of the server gets two folders for this. "specifications/NAME.json" is what the tenant
-asked for when the task was accepted, and how it ended: the server forgets tasks some time after
-their ends, and they must not begin anew. "inputs/NAME/" has the copies, which are deleted when the
-task has ended.
+asked for when the task was accepted, and its status at its end: the server forgets tasks some time
+after their ends, and they must neither begin anew nor lose their results. "inputs/NAME/" has the
+copies, which are deleted when the task has ended.
 """
 
 import dataclasses
 import json
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from contextlib import suppress
 from pathlib import Path
 
 from jaxmux.atomic_files import sync, write_atomically
+from jaxmux.live import TaskStatus
 from jaxmux.tasks import Task
 
 from .run_directory import RunDirectoryError
+from .status_file import Shown, status_of
 from .task_fields import from_json, to_json
 from .tenant_files import copy_files, with_paths
 from .tenant_limits import TenantLimits
@@ -42,6 +44,7 @@ class AcceptedTasks:
         self._tasks: dict[str, Task] = {}
         # By name, the states in which tasks have ended for good.
         self._ends: dict[str, str] = {}
+        self._last: dict[str, TaskStatus] = {}
         # By name of a task that has not ended, the bytes of its copies.
         self._copied: dict[str, int]
         self._count: Counter[str] = Counter()
@@ -50,7 +53,13 @@ class AcceptedTasks:
         for path in sorted(self._specifications.glob(f"*{_SUFFIX}")):
             # Files whose names begin with a dot were not complete when a server ended.
             if not path.name.startswith("."):
-                self._keep(path.name.removesuffix(_SUFFIX), *_read(path))
+                name = path.name.removesuffix(_SUFFIX)
+                task, end, last = _read(path)
+                self._keep(name, task)
+                if end:
+                    self._ends[name] = end
+                if last:
+                    self._last[name] = last
         self._copied = {n: _size(self.copies(n)) for n in self._tasks if n not in self._ends}
         for path in self._inputs.iterdir():
             if path.name not in self._copied:
@@ -76,6 +85,12 @@ class AcceptedTasks:
     def finished(self) -> Set[str]:
         """The names of the tasks that have ended for good."""
         return self._ends.keys()
+
+    @property
+    def last_statuses(self) -> Mapping[str, TaskStatus]:
+        """By name, the statuses of the tasks that have ended for good. Those whose ends an earlier
+        version has noted are not among them."""
+        return self._last
 
     def is_unfinished(self, name: str) -> bool:
         """Whether a task is one of `unfinished`.
@@ -136,7 +151,7 @@ class AcceptedTasks:
             shutil.rmtree(copies, ignore_errors=True)
             raise
         self._copied[name] = _size(copies)
-        self._keep(name, task, None)
+        self._keep(name, task)
         return dataclasses.replace(copied, name=name)
 
     def extend(self, name: str, steps: int) -> None:
@@ -161,18 +176,19 @@ class AcceptedTasks:
         """
         return self._ends.get(name)
 
-    def end(self, name: str, state: str) -> None:
-        """Takes note that a task has ended, and deletes the copies of its files.
+    def end(self, status: TaskStatus) -> None:
+        """Takes note that a task has ended, or has used more since its end, and deletes the copies
+        of its files.
 
         Args:
-          name: the name of the task in the server.
-          state: the state in which it has ended.
+          status: its last status, with the name of the task in the server.
 
         Raises:
           OSError: it cannot be written; the copies are still there.
         """
-        self._write(name, self._tasks[name], state)
-        self._ends[name] = state
+        name = status.name
+        self._write(name, self._tasks[name], status)
+        self._ends[name], self._last[name] = status.state, status
         self._delete_copies(name)
 
     def forget(self, name: str) -> None:
@@ -184,6 +200,7 @@ class AcceptedTasks:
         if self._tasks.pop(name, None):
             self._count[tenant_of(name)] -= 1
         self._ends.pop(name, None)
+        self._last.pop(name, None)
         self._delete_copies(name)
         with suppress(OSError):
             self._path(name).unlink(missing_ok=True)
@@ -192,14 +209,17 @@ class AcceptedTasks:
         self._copied.pop(name, None)
         shutil.rmtree(self.copies(name), ignore_errors=True)
 
-    def _keep(self, name: str, task: Task, end: str | None) -> None:
+    def _keep(self, name: str, task: Task) -> None:
         self._tasks[name] = task
         self._count[tenant_of(name)] += 1
-        if end:
-            self._ends[name] = end
 
-    def _write(self, name: str, task: Task, end: str | None) -> None:
-        record = {"ended": end, "specification": to_json(task)}
+    def _write(self, name: str, task: Task, last: TaskStatus | None) -> None:
+        record = {
+            "ended": last and last.state,
+            "specification": to_json(task),
+            # Without the paths of the copies, which are deleted.
+            "status": last and Shown(name, last, copies=self.copies(name)).fields(),
+        }
         write_atomically(self._path(name), json.dumps(record, indent=2) + "\n")
 
     def _path(self, name: str) -> Path:
@@ -221,11 +241,13 @@ def _below(task: Task, folder: Path) -> Task:
     return with_paths(task, lambda path: str(root / path))
 
 
-def _read(path: Path) -> tuple[Task, str | None]:
-    """What was accepted, and how it ended."""
+def _read(path: Path) -> tuple[Task, str | None, TaskStatus | None]:
+    """What was accepted, the state in which it ended, and its last status."""
     try:
         record = json.loads(path.read_bytes())
-        return from_json(record["specification"]), record["ended"]
+        # Records of earlier versions have no status.
+        last = record.get("status")
+        return from_json(record["specification"]), record["ended"], last and status_of(last)
     except (ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(
             f"{path}: damaged ({e}); restore it from a backup, or delete it if the task is not "

@@ -74,7 +74,7 @@ class DirectoryWatcher:
         """
         self._directory, self._live, self._limits = directory, live, limits
         self._lines, self._every = WatchLines(directory.path, say), every
-        self._status_files = StatusFiles(directory, folder / "adapters", say, every)
+        self._status_files = StatusFiles(directory, folder / "adapters", every)
         self._accepted = AcceptedTasks(folder)
         # A task that the server has forgotten must not be taken for one that it never knew.
         live.ended.know_while(self._accepted.is_unfinished)
@@ -129,7 +129,9 @@ class DirectoryWatcher:
             if place not in self._watched:
                 self._watched[place] = WatchedTask(place.task)
         statuses = self._live.statuses()
-        by_name = {status.name: status for status in statuses}
+        known = {status.name: status for status in statuses}
+        # Also of tasks that the server has forgotten.
+        by_name = {**self._accepted.last_statuses, **known}
         new: list[Place] = []
         for place, own in list(self._watched.items()):
             if own.commands and not self._answered(place, own):
@@ -149,10 +151,11 @@ class DirectoryWatcher:
             for place, own in self._watched.items()
         )
         ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
-        ended = self._newly_ended(by_name)
+        ended = self._newly_ended(known)
         self._status_files.write((*shown, *ignored))
+        self._lines.say_problems(self._status_files.problems)
         self._note_ends(ended)
-        for name in self._accepted.finished - by_name.keys():
+        for name in self._accepted.finished - known.keys():
             if _place_of(name) not in self._watched:
                 # Neither the server nor the tenant knows of it any more.
                 self._accepted.forget(name)
@@ -258,10 +261,10 @@ class DirectoryWatcher:
         return True
 
     def _status(self, name: str) -> TaskStatus | None:
-        """What the server says now of a task that was accepted."""
+        """What the server says now of a task that was accepted, or said before it forgot it."""
         with suppress(TaskError):
             return self._live.status(name) if name in self._accepted else None
-        return None
+        return self._accepted.last_statuses.get(name)
 
     def _miss(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
         """A specification is not there."""
@@ -344,9 +347,14 @@ class DirectoryWatcher:
         place = place if status else None
         return Shown(own.task, status, place, None, own.error, copies, own.waits)
 
-    def _newly_ended(self, by_name: Mapping[str, TaskStatus]) -> list[TaskStatus]:
-        """The tasks that have ended, whatever happens, and whose ends have not been noted."""
-        found = (by_name.get(name) for name in self._accepted.unfinished)
+    def _newly_ended(self, known: Mapping[str, TaskStatus]) -> list[TaskStatus]:
+        """The tasks that have ended, whatever happens, and whose ends have not been noted, or that
+        have used more since."""
+        found = [known.get(name) for name in self._accepted.unfinished]
+        for name, last in self._accepted.last_statuses.items():
+            status = known.get(name)
+            if status and status is not last and status.meter != last.meter:
+                found.append(status)
         return [s for s in found if s and s.state in ENDED and self._live.ended.is_kept(s.name)]
 
     def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
@@ -357,7 +365,7 @@ class DirectoryWatcher:
             if place in self._watched and not self._status_files.tells(place, status):
                 continue
             try:
-                self._accepted.end(status.name, status.state)
+                self._accepted.end(status)
             except OSError as e:
                 # The next poll tries it again.
                 _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)

@@ -54,6 +54,7 @@ class ServerConsole:
         lines = RunConsole(console)
         self.say, self._console, self._log_every = lines.say, lines.console, log_every
         self._live: Live | None = None
+        # The tasks as they were shown last.
         self._statuses: dict[str, TaskStatus] = {}
         # By task that trains, its tokens at some moments of the last seconds.
         self._tokens: dict[str, deque[tuple[float, int]]] = {}
@@ -80,11 +81,13 @@ class ServerConsole:
           adapters: the folder of the adapters.
         """
         now = time.monotonic()
+        known, self._statuses = self._statuses, {status.name: status for status in statuses}
+        for name in self._tokens.keys() - self._statuses.keys():
+            del self._tokens[name]
         for status in statuses:
-            before = self._statuses.get(status.name)
+            before = known.get(status.name)
             if status is before:
                 continue
-            self._statuses[status.name] = status
             self._count_tokens(status, now)
             if before is None or before.state != status.state:
                 self._say_state(status, before, adapters)

@@ -3,11 +3,11 @@
 import dataclasses
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmux.live import TaskStatus
+from jaxmux.live import Meter, StateChange, TaskStatus
 from jaxmux.live.states import QUEUED
 
 from .json_lines import finite_or_none
@@ -52,6 +52,10 @@ class Shown(NamedTuple):
 
     def text(self) -> str:
         """The content of the status file."""
+        return json.dumps(self.fields(), indent=2) + "\n"
+
+    def fields(self) -> dict[str, Any]:
+        """The entries of the status file. `status_of` has the inverse."""
         status, error = self.status, self.error
         state = "waiting" if self.waits else "refused"
         fields: dict[str, Any] = {"task": self.task, "state": state, "error": error}
@@ -74,7 +78,7 @@ class Shown(NamedTuple):
                     for change in status.history
                 ],
             }
-        return json.dumps(fields, indent=2) + "\n"
+        return fields
 
     def _of_tenant(self, reason: str | None) -> str | None:
         """A reason with the tenant's own paths in place of those of the copies, and without names
@@ -93,6 +97,21 @@ class Shown(NamedTuple):
         if own:
             return f"tasks {', '.join(own)} and others"
         return "another tenant's task" if len(names) == 1 else "other tenants' tasks"
+
+
+def status_of(fields: Mapping[str, Any]) -> TaskStatus:
+    """The status of a task from the entries that `Shown.fields` has made of it.
+
+    Args:
+      fields: the entries. Only those of the server's own files are trusted.
+
+    Raises:
+      KeyError, TypeError: they are damaged.
+    """
+    own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
+    history = tuple(StateChange(**change) for change in fields["history"])
+    own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}
+    return TaskStatus(**own)
 
 
 def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxmux.live import TaskStatus
@@ -21,30 +21,30 @@ _FAULTS_OF_TENANTS = (errno.ENOENT, errno.ENAMETOOLONG)
 class StatusFiles:
     """The status files. One thread uses it."""
 
-    def __init__(
-        self,
-        directory: WatchedDirectory,
-        adapters: Path,
-        say: Callable[[str], None],
-        every: float,
-    ):
+    def __init__(self, directory: WatchedDirectory, adapters: Path, every: float):
         """Starts without knowing what the files tell, so each is written anew.
 
         Args:
           directory: the directory of the specifications.
           adapters: the folder of the server's adapters.
-          say: function that prints one line; it is told where no status file can be written.
           every: seconds between two statuses of a task.
         """
-        self._directory, self._adapters = directory, adapters
-        self._say, self._every = say, every
+        self._directory, self._adapters, self._every = directory, adapters, every
         # What the file of a specification tells, and since when.
         self._shown: dict[Place, tuple[Shown, float]] = {}
         # The places whose files have yet to tell what they should.
         self._late: set[Place] = set()
-        # The places whose files could not be written, and the tenants of whom that was told.
-        self._unwritten: set[Place] = set()
-        self._told: set[str] = set()
+        # The places whose files could not be written, and why; None for faults of the tenant.
+        self._unwritten: dict[Place, str | None] = {}
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By tenant, why status files cannot be written."""
+        return {
+            place.tenant: f"status files cannot be written ({why})"
+            for place, why in self._unwritten.items()
+            if why
+        }
 
     def tells(self, place: Place, status: TaskStatus | None) -> bool:
         """Whether the file tells a status, and the adapter of a task that has succeeded, or it was
@@ -64,7 +64,7 @@ class StatusFiles:
           place: the place of the specification.
         """
         self._shown.pop(place, None)
-        self._unwritten.discard(place)
+        self._unwritten.pop(place, None)
 
     def remove(self, place: Place) -> None:
         """Deletes the status file of a specification, if it was written.
@@ -72,7 +72,7 @@ class StatusFiles:
         Args:
           place: the place of the specification.
         """
-        self._unwritten.discard(place)
+        self._unwritten.pop(place, None)
         if self._shown.pop(place, None):
             self._directory.remove_status(place)
 
@@ -106,18 +106,11 @@ class StatusFiles:
                 return
 
     def _write(self, place: Place, shown: Shown) -> None:
-        tenant = place.tenant
         try:
             self._directory.write_status(place, shown.text())
-            self._unwritten.discard(place)
-            if all(own.tenant != tenant for own in self._unwritten):
-                self._told.discard(tenant)
+            self._unwritten.pop(place, None)
         except OSError as e:
-            self._unwritten.add(place)
-            if e.errno not in _FAULTS_OF_TENANTS and tenant not in self._told:
-                self._told.add(tenant)
-                folder = self._directory.folder(tenant)
-                self._say(f"{folder}: status files cannot be written ({e.strerror})")
+            self._unwritten[place] = None if e.errno in _FAULTS_OF_TENANTS else e.strerror
 
     def _adapter(self, name: str, before: Shown | None) -> Path | None:
         """The folder of a task's adapter, once it is there."""

@@ -181,6 +181,9 @@ class WatchedDirectory:
     def files(self, tenant: str, task: Task) -> dict[str, Signature | None]:
         """The files that a task names, with their signatures; None for those that are not there.
 
+        Where something on the way is no folder that can be opened, such as a link, the signature is
+        that of this thing. So the signature changes when a folder takes its place.
+
         Args:
           tenant: the tenant.
           task: the task, with relative paths.
@@ -190,15 +193,7 @@ class WatchedDirectory:
             paths.append(task.eval_data.path)
         if task.resume_from:
             paths += [f"{task.resume_from}/{name}" for name in _ADAPTER_FILES]
-        found: dict[str, Signature | None] = {}
-        for path in paths:
-            try:
-                # A link on the way is found out later, when the file is opened.
-                own = os.stat(f"{tenant}/{path}", dir_fd=self._fd, follow_symlinks=False)
-                found[path] = _signature(own)
-            except OSError:
-                found[path] = None
-        return found
+        return {path: self._signature_inside(f"{tenant}/{path}") for path in paths}
 
     def write_status(self, place: Place, text: str) -> None:
         """Replaces the status file beside a specification as a whole.
@@ -241,6 +236,25 @@ class WatchedDirectory:
                 os.unlink(place.name + _STATUS, dir_fd=folder)
             finally:
                 os.close(folder)
+
+    def _signature_inside(self, path: str) -> Signature | None:
+        """The signature of a file, or of what cannot be opened as a folder on the way to it."""
+        *folders, name = path.split("/")
+        at = os.dup(self._fd)
+        try:
+            for part in folders:
+                try:
+                    inner = os.open(part, _FOLDER, dir_fd=at)
+                except OSError:
+                    name = part
+                    break
+                os.close(at)
+                at = inner
+            return _signature(os.stat(name, dir_fd=at, follow_symlinks=False))
+        except OSError:
+            return None
+        finally:
+            os.close(at)
 
     def _scan_tenant(self, tenant: str, known: Set[Place], ignored: Set[Place], scan: Scan) -> None:
         """Adds the specifications of a tenant."""

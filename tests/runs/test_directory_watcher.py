@@ -170,6 +170,18 @@ def test_data_that_come_after_the_specification_are_noticed(watch, put, tmp_path
         server.until("acme/one", "succeeded")
 
 
+def test_data_on_whose_way_there_was_a_link_are_noticed(watch, put, tmp_path):
+    put("acme/one", data="deep/link/short.jsonl")
+    folder = tmp_path / "inbox" / "acme"
+    (folder / "deep").mkdir()
+    (folder / "deep" / "link").symlink_to(folder / "data")
+    with watch(tmp_path) as server:
+        assert "found a symbolic link" in server.until("acme/one", "refused")["error"]
+        (folder / "deep" / "link").unlink()
+        (folder / "data").rename(folder / "deep" / "link")
+        server.until("acme/one", "succeeded")
+
+
 def test_a_task_that_fails_is_told_of_its_own_files(watch, put, tmp_path):
     path = put("acme/one", data="data/bad.jsonl")
     (path.parent / "data" / "bad.jsonl").write_text('{"prompt": "no completion"}\n')
@@ -448,6 +460,50 @@ def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, t
         server.poll_until(lambda: server.status(f"acme/{forgotten.stem}").get("steps") == 2)
 
 
+def test_of_a_task_that_the_server_has_forgotten_the_status_stays(watch, put, tmp_path):
+    """Also when a change is refused, is taken back, and after a restart."""
+    one, late = {"steps": 2, "priority": 1}, "one.json: has ended (succeeded); give the file and "
+    changes = ({"priority": 5}, {"paused": True}, {"steps": 9})
+
+    def refuse_and_take_back(server, change):
+        put("acme/one", **{**one, **change})
+        server.poll_until(lambda: server.status("acme/one")["error"])
+        assert server.status("acme/one").pop("error").startswith(late)
+        assert {**server.status("acme/one"), "error": None} == before
+        put("acme/one", **one)
+        server.poll_until(lambda: server.status("acme/one")["error"] is None)
+        assert server.status("acme/one") == before
+
+    with watch(tmp_path, most_ended=1) as server:
+        put("acme/one", **one)
+        server.until("acme/one", "succeeded")
+        server.poll_until(lambda: "acme.one" in server.watcher._accepted.finished)
+        # As when the round of its end is counted later.
+        own = server.live._tasks["acme.one"]
+        own.meter.device_seconds += 1000.0
+        server.live.ended.add("acme.one")
+        server.live._show(own)
+        put("acme/two", steps=1)
+        server.until("acme/two", "succeeded")
+        server.poll_until(lambda: "acme.one" not in known(server.live))
+        before = server.status("acme/one")
+        assert before["adapter"] and before["loss"] and before["meter"]["device_seconds"] > 1000
+        for change in changes:
+            refuse_and_take_back(server, change)
+        put("acme/one", **{**one, "priority": 5})
+    with watch(tmp_path, most_ended=1) as server:
+        server.poll_until(lambda: server.status("acme/one")["error"])
+        refuse_and_take_back(server, {"paused": True})
+    # Earlier versions have noted only the state.
+    path = tmp_path / "server" / "specifications" / "acme.one.json"
+    record = json.loads(path.read_text())
+    assert record.pop("status")["reason"] is None
+    path.write_text(json.dumps(record))
+    with watch(tmp_path, most_ended=1) as server:
+        server.poll(3)
+        assert server.status("acme/one") == before
+
+
 def test_the_watcher_forgets_what_the_server_forgets(watch, put, tmp_path):
     """A deleted specification of a task that has ended leaves nothing, and no restart is needed."""
     with watch(tmp_path, most_ended=1) as server:
@@ -710,6 +766,15 @@ def test_a_status_that_cannot_be_written_is_written_later_and_told_once(watch, p
         blocked.rmdir()
         # The task has ended, so nothing else would have its file written.
         assert server.until("acme/one", "succeeded")["step"] == 3
+        status = blocked.read_text()
+        for _ in range(3):
+            blocked.unlink()
+            blocked.mkdir()
+            put("acme/one", priority=5)
+            server.poll(3)
+            blocked.rmdir()
+            put("acme/one")
+            server.poll_until(lambda: blocked.is_file() and blocked.read_text() == status)
         assert sum("status files cannot be written" in line for line in server.said) == 1
 
 

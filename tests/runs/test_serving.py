@@ -362,6 +362,15 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     assert any(re.fullmatch(totals, line.strip()) for line in lines)
 
 
+def test_the_console_forgets_what_the_server_forgets():
+    console = ServerConsole(Console(quiet=True))
+    console.start([task_status("t.a", "succeeded")])
+    console.show([task_status("t.b", "running", 1), task_status("t.c", "succeeded")], "adapters")
+    last = task_status("t.d", "running", 1)
+    console.show([last], "adapters")
+    assert console._statuses == {"t.d": last} and list(console._tokens) == ["t.d"]
+
+
 def test_there_is_no_table_without_tasks_that_train_or_wait():
     printed = io.StringIO()
     console = ServerConsole(Console(file=printed, width=80, force_terminal=True))
