@@ -105,7 +105,7 @@ class HeldOut:
         """
         begun = {n: self._slots[n].measuring.step for n in self.unfinished}
         self._stop_in_time({n: step for n, step in begun.items() if step})
-        self._dispatch(self.unfinished, rounds)
+        self._dispatch(list(begun), rounds)
 
     def _begin(self, numbers: Iterable[int]) -> None:
         """Lets measurements begin with the next turn, unless they have begun."""

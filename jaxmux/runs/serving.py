@@ -71,7 +71,7 @@ def serve(
       BackboneError, PlanningError, RunDirectoryError, WatchedDirectoryError: what the message names
         cannot be used. Nothing has been trained by this call.
       OutOfDeviceMemory: the devices have too little memory for a single task.
-      Interrupted: SIGINT or SIGTERM arrived; the state is saved.
+      Interrupted: SIGINT or SIGTERM arrived; the state is saved, or the message tells what is not.
     """
     watched, run_dir = Path(watched).absolute(), Path(run_dir).absolute()
     refuse_nested(watched, run_dir)
