@@ -266,6 +266,18 @@ class Engine(RoundLoop):
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
         return self._copies.submit(lambda: after_last_update(copied())).result
 
+    def snapshot_waits(self, name: str) -> bool:
+        """Whether a snapshot would wait until earlier ones have arrived on the host, because the
+        devices hold as many copies as fit.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: no task of this name is registered.
+        """
+        return self._slots.copy_waits(name, ("adapter", "optimizer"))
+
     def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
         """What has to be kept of a task, so that `SuspendedTask.of` can let it go on.
 

@@ -276,6 +276,15 @@ class Slots:
         copied = self.stored.copy_to_host(slot.kind, number, specs, fields)
         return lambda: crop(copied(), own)
 
+    def copy_waits(self, name: str, fields: tuple[str, ...]) -> bool:
+        """Whether `copy_to_host` would wait until other copies have arrived on the host.
+
+        Args:
+          name: name of the task.
+          fields: the fields of `SlotState` to copy.
+        """
+        return self.stored.copy_waits(self.named(name).kind, fields)
+
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces all arrays of a task.
 

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Hashable, Mapping, Sequence, Set
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -16,6 +16,7 @@ from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh, shapes_of
 from jaxmux.sharding.stage_mesh import run_on
 
+from .host_copies import HostCopies
 from .train_state import (
     READ_FIELDS,
     SlotKind,
@@ -75,6 +76,7 @@ class StoredState:
         self.measured: list[jax.Array] = []
         # The programs that have run for the layout.
         self._ran: set[Hashable] = set()
+        self._copies = HostCopies()
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -130,12 +132,12 @@ class StoredState:
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
-        other.measured, other._ran = [], set()
+        other.measured, other._ran, other._copies = [], set(), HostCopies()
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
-        """Reads, writes and clears a slot once, so that nothing is compiled or loaded when tasks
-        come and go.
+        """Copies a slot to the host, writes it and clears it once, so that nothing is compiled,
+        loaded or allocated when tasks come and go.
 
         Args:
           optimizers: the optimizer kinds that tasks may have.
@@ -144,7 +146,8 @@ class StoredState:
         written = set()
         for kind in slot_kinds(self.layout.tree, optimizers):
             for fields in READ_FIELDS:
-                self._read(kind, slot, fields)
+                read = partial(self._read, kind, slot, fields)
+                self._copies.begin((kind, fields), read).wait()
             specs = named_leaves(slot_specs(self.layout.tree, kind))
             places = [self._places(i, kind) for i in range(len(self.parts))]
             for name, spec in specs.items():
@@ -218,6 +221,7 @@ class StoredState:
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
     ) -> Callable[[], dict[str, Any]]:
         """Begins to copy one slot to the host, as it is after everything that has been dispatched.
+        If the devices hold many copies, it waits until there is room for this one.
 
         Args:
           kind: adapter kind and optimizer kind of the slot's task.
@@ -228,15 +232,13 @@ class StoredState:
         Returns:
           A function that waits for the copy and returns, by field, the slot's NumPy arrays.
         """
-        found = self._read(kind, slot, fields)
-        for array in jax.tree.leaves(found):
-            if isinstance(array, jax.Array):
-                array.copy_to_host_async()
+        copy = self._copies.begin((kind, fields), partial(self._read, kind, slot, fields))
 
-        def joined(spec: LeafSpec, *leaves: jax.Array | np.ndarray) -> np.ndarray:
-            return spec.joined([np.asarray(leaf) for leaf in leaves], np.concatenate)
+        def joined(spec: LeafSpec, *leaves: np.ndarray) -> np.ndarray:
+            return spec.joined(leaves, np.concatenate)
 
         def wait() -> dict[str, Any]:
+            found = copy.wait()
             described = {field: getattr(specs, field) for field in fields}
             arrays = jax.tree.map(joined, described, *found)
             if "loss" in fields:
@@ -244,6 +246,15 @@ class StoredState:
             return arrays
 
         return wait
+
+    def copy_waits(self, kind: SlotKind, fields: tuple[str, ...]) -> bool:
+        """Whether a copy would wait until others have arrived on the host.
+
+        Args:
+          kind: adapter kind and optimizer kind of the slot's task.
+          fields: the fields of `SlotState` to copy.
+        """
+        return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
         """For each part, the arrays of one slot by field, on its devices or for every process."""

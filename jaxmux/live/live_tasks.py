@@ -24,9 +24,6 @@ from .preparation import Preparation, Reading
 from .saved_task import SavedTask
 from .states import CANCELLED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED, StateChange
 
-# Tasks that are copied to the host at the same time, because the devices keep the copies until they
-# have arrived.
-COPIED_AT_ONCE = 4
 # So many names are in a reason.
 _MOST_NAMES = 3
 # What tasks may wait for before they are prepared.
@@ -340,16 +337,11 @@ class LiveTasks:
             self[name].meter.device_seconds += share * seconds
             if self[name].ended:
                 self.ended.add(name)
-        ends = 0
         for name in self._engine.names:
-            progress, own = self._engine.progress(name), self[name]
-            own.measured = self._engine.measures(name)
+            progress = self._engine.progress(name)
+            self[name].measured = self._engine.measures(name)
             if progress.status != RUNNING:
-                self._end(own, progress)
-                ends += 1
-                if own.unkept and ends % COPIED_AT_ONCE == 0:
-                    # Those before have arrived by then.
-                    own.unkept()
+                self._end(self[name], progress)
         # A name may be used again when no result of its task is still on its way.
         while (first := self.ended.forgettable) and first not in self._engine.awaited:
             self._drop(first)

@@ -384,8 +384,8 @@ class LiveTraining:
         trains = not self._engine.finished
         if trains and self._metered_until is None:
             self._metered_until = self._dispatched_at = time.monotonic()
-        snapshots = self._saving.begin()
         try:
+            snapshots = self._saving.begin()
             updates = self._engine.train_round()
         except OutOfDeviceMemory as e:
             self._leave_slots(e)

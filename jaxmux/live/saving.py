@@ -6,10 +6,13 @@ from jaxmux.engine import Engine
 from jaxmux.peft import SlotArrays
 
 from .live_task import LiveTask
-from .live_tasks import COPIED_AT_ONCE, LiveTasks
+from .live_tasks import LiveTasks
 from .saved_task import SavedTask
 from .states import RUNNING
 from .store import Store
+
+# Tasks that are copied to the host at the same time, while all are being saved.
+_COPIED_AT_ONCE = 4
 
 
 class Saving:
@@ -54,7 +57,12 @@ class Saving:
                 return {}
             self._copied = {}
         left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
-        return self._tasks.snapshots(left[:COPIED_AT_ONCE])
+        begun: dict[str, Callable[[], SlotArrays]] = {}
+        for name in left[:_COPIED_AT_ONCE]:
+            if begun and self._engine.snapshot_waits(name):
+                break
+            begun |= self._tasks.snapshots([name])
+        return begun
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
         """Notes the tasks that were copied before a round; after the last ones, all tasks are

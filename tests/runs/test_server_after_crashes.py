@@ -17,7 +17,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
     monkeypatch,
 ):
     """One task is copied in a round, so the name is used again while the others are copied."""
-    monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1)
+    monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
     with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=9) as server:
         for name in "abcdefghi":

@@ -333,7 +333,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
     serve, cosine, extended, data, adapter_bytes, tmp_path, monkeypatch
 ):
     """Task a is copied first, and extended before the checkpoint has been written."""
-    monkeypatch.setattr(saving, "COPIED_AT_ONCE", 1)
+    monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
     with serve(folder, checkpoint_every=3) as server:
         server.register(cosine)

@@ -1,0 +1,83 @@
+"""The devices hold only so many bytes of what is being copied to the host."""
+
+import gc
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux.engine.host_copies import HostCopies
+from jaxmux.errors import OutOfDeviceMemory
+
+# float32 [8].
+BYTES = 32
+
+
+def array(value: float) -> dict[str, jax.Array]:
+    return {"adapter": jnp.full(8, value)}
+
+
+def test_a_copy_waits_for_the_oldest():
+    copies = HostCopies(most=2 * BYTES)
+    first, second = (copies.begin("slot", lambda value=value: array(value)) for value in (1, 2))
+    assert first.bytes == second.bytes == BYTES
+    assert copies.waits("slot")
+    third = copies.begin("slot", lambda: array(3))
+    assert [copy.bytes for copy in (first, second, third)] == [0, BYTES, BYTES]
+    for value, copy in enumerate((first, second, third), start=1):
+        np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, value, np.float32))
+    assert not copies.waits("slot")
+
+
+def test_a_copy_may_be_larger_than_all_may_be_together():
+    copies = HostCopies(most=BYTES / 2)
+    first = copies.begin("slot", lambda: array(1))
+    second = copies.begin("slot", lambda: array(2))
+    assert (first.bytes, second.bytes) == (0, BYTES)
+
+
+def test_nobody_waits_for_a_copy_that_was_dropped():
+    copies = HostCopies(most=BYTES)
+    dropped = copies.begin("slot", lambda: array(1))
+    assert copies.waits("slot")
+    del dropped
+    gc.collect()
+    assert not copies.waits("slot")
+
+
+def test_without_a_limit_no_copy_waits():
+    copies = HostCopies()
+    held = [copies.begin("slot", lambda: array(1)) for _ in range(20)]
+    assert not copies.waits("slot")
+    assert all(copy.bytes for copy in held)
+
+
+def test_a_copy_that_does_not_fit_beside_others_waits_for_them():
+    copies = HostCopies()
+    before = copies.begin("slot", lambda: array(1))
+
+    def read() -> dict[str, jax.Array]:
+        if before.bytes:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        return array(2)
+
+    copy = copies.begin("slot", read)
+    np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, 2, np.float32))
+    np.testing.assert_array_equal(before.wait()["adapter"], np.full(8, 1, np.float32))
+
+
+def test_a_copy_that_never_fits_says_so():
+    def read() -> dict[str, jax.Array]:
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+
+    with pytest.raises(OutOfDeviceMemory, match="to copy a task to the host; try fewer"):
+        HostCopies().begin("slot", read)
+
+
+def test_other_errors_of_a_device_stay():
+    def read() -> dict[str, jax.Array]:
+        raise jax.errors.JaxRuntimeError("INTERNAL: broken")
+
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
+        HostCopies().begin("slot", read)
