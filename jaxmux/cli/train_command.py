@@ -3,10 +3,11 @@
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -25,9 +26,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `InputError` for input that cannot be used.
     """
-    # Orbax logs warnings about its own metadata when training resumes, and errors when one of its
-    # threads reads a file of them that another one is writing. What fails is raised besides.
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    _quiet_orbax()
     if options.watch:
         with _page(options):
             _serve(options)
@@ -43,6 +42,21 @@ def run(options: argparse.Namespace) -> int:
     except BaseException as e:
         leave(e)
         raise
+
+
+def _quiet_orbax() -> None:
+    """Orbax logs warnings about its own metadata when training resumes, errors when one of its
+    threads reads a file of them that another one is writing, and tracebacks of the threads that
+    write a checkpoint which fails. What fails is raised besides."""
+    for name in ("absl", "asyncio"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    before = sys.unraisablehook
+
+    def show(unraisable: Any) -> None:
+        if str(unraisable.exc_value) != "Event loop is closed":
+            before(unraisable)
+
+    sys.unraisablehook = show
 
 
 def _page(options: argparse.Namespace) -> AbstractContextManager[None]:

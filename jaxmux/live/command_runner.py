@@ -11,7 +11,11 @@ from .store import Store
 
 class CommandRunner:
     """Takes commands from their queue, keeps them, and lets the tasks change. Only the thread that
-    owns the engine uses it."""
+    owns the engine uses it.
+
+    Attributes:
+      is_busy: whether commands are being carried out.
+    """
 
     def __init__(self, queue: CommandQueue, tasks: LiveTasks, store: Store, arrivals: int):
         """Starts without commands.
@@ -24,6 +28,7 @@ class CommandRunner:
         """
         self._queue, self._tasks, self._store = queue, tasks, store
         self._arrivals = arrivals
+        self.is_busy = False
         # The commands that are being carried out.
         self._taken: Sequence[Waiting] = ()
 
@@ -37,18 +42,21 @@ class CommandRunner:
         self._taken = waiting = self._queue.take()
         # Tasks that are registered at the same end of a round have arrived together.
         self._arrivals += bool(waiting)
-        changed = False
-        while waiting:
-            names: set[str] = set()
-            independent = 0
-            for command, _ in waiting:
-                if command.task in names:
-                    break
-                names.add(command.task)
-                independent += 1
-            changed |= self._carry_out_independent(waiting[:independent])
-            waiting = waiting[independent:]
-        self._taken = ()
+        changed, self.is_busy = False, True
+        try:
+            while waiting:
+                names: set[str] = set()
+                independent = 0
+                for command, _ in waiting:
+                    if command.task in names:
+                        break
+                    names.add(command.task)
+                    independent += 1
+                changed |= self._carry_out_independent(waiting[:independent])
+                waiting = waiting[independent:]
+            self._taken = ()
+        finally:
+            self.is_busy = False
         return changed
 
     def end(self, why: str) -> None:

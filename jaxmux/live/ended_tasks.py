@@ -46,11 +46,12 @@ class EndedTasks:
 
     @property
     def forgettable(self) -> str | None:
-        """The task that ended longest ago, if too many have ended and nobody needs it."""
+        """The task that ended longest ago, of those that are kept and that nobody needs; None if
+        there is none, or not too many have ended."""
         if len(self._names) <= self._most:
             return None
-        first = next(iter(self._names))
-        return None if first in self._unkept or self._is_needed(first) else first
+        free = (n for n in self._names if n not in self._unkept and not self._is_needed(n))
+        return next(free, None)
 
     def restore(self, names: Iterable[str]) -> None:
         """Takes the tasks of an earlier training, whose ends have been kept.

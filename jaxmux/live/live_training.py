@@ -305,8 +305,8 @@ class LiveTraining:
         """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
         and no more commands are taken."""
         self._take_no_more()
-        # Without `run`, nobody else ends what waits.
-        if self._is_owner and self._running.acquire(blocking=False):
+        # Without `run`, nobody else ends what waits, but for `step`, if that has called this.
+        if self._is_owner and not self._runner.is_busy and self._running.acquire(blocking=False):
             try:
                 self._end()
             finally:
@@ -395,6 +395,7 @@ class LiveTraining:
         self._saving.go_on(snapshots)
         if not trains:
             self._metered_until = None
+            self._store.retry()
         return trains or bool(updates) or self._tasks.changed
 
     def _tell_round(self) -> None:

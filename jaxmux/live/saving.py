@@ -36,18 +36,21 @@ class Saving:
         self._engine, self._tasks, self._store, self._every = engine, tasks, store, every
         # The round in which the tasks were saved.
         self._saved_at = engine.rounds
+        # The round in which copying began.
+        self._began_at = 0
         # By name, the tasks that have been copied while they are being saved, with their copies;
         # else None. Another task may have taken a name since.
         self._copied: dict[str, tuple[LiveTask, SavedTask]] | None = None
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to save, or the store has yet to write what it was given."""
+        """Whether there is anything to save, or the store could not write what it was given."""
         return self.changed or self._store.behind
 
     def begin(self) -> dict[str, Callable[[], SlotArrays]]:
         """Begins to copy some tasks, when it is time to save. They are not all copied at once,
-        because the devices keep the copies until they have arrived.
+        because the devices keep the copies until they have arrived. But after as many rounds as
+        there are places, all that are left are: tasks may come as fast as they are copied.
 
         Returns:
           By name, functions that wait for the copies, for `go_on` after the round.
@@ -55,11 +58,13 @@ class Saving:
         if self._copied is None:
             if not self.wanted or self._engine.rounds - self._saved_at < self._every:
                 return {}
-            self._copied = {}
+            self._copied, self._began_at = {}, self._engine.rounds
         left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
         begun: dict[str, Callable[[], SlotArrays]] = {}
-        for name in left[:_COPIED_AT_ONCE]:
-            if begun and self._engine.snapshot_waits(name):
+        for name in left:
+            has_time = self._engine.rounds - self._began_at < self._engine.size.slots
+            is_enough = len(begun) == _COPIED_AT_ONCE or self._engine.snapshot_waits(name)
+            if has_time and begun and is_enough:
                 break
             begun |= self._tasks.snapshots([name])
         return begun
@@ -83,6 +88,9 @@ class Saving:
           wait: whether to wait until the tasks that were saved before are on disk. False saves
             nothing as long as the disk is busy.
         """
+        if wait:
+            # What is being written may fail.
+            self._store.wait()
         if self.wanted:
             self._copied = {}
             for name in self._tasks.running:
@@ -109,4 +117,5 @@ class Saving:
         for own, saved in zip(self._tasks, tasks, strict=True):
             totals.replace(own.meter, saved.meter)
         self._copied, self._saved_at = None, self._engine.rounds
-        self.changed = not self._store.save(tasks, totals, self._saved_at, wait)
+        if self._store.save(tasks, totals, self._saved_at, wait):
+            self.changed = False

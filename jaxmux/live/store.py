@@ -20,7 +20,7 @@ class Store(Protocol):
 
     @property
     def behind(self) -> bool:
-        """Whether tasks or adapters that it was given could not be written."""
+        """Whether the tasks that `save` was given last could not be written."""
         ...
 
     def check(self, task: Task) -> None:
@@ -90,14 +90,22 @@ class Store(Protocol):
           wait: whether to wait until the tasks of an earlier call have been kept.
 
         Returns:
-          False if nothing is kept this time: those tasks are still being written, or the disk is
-          full.
+          False if nothing is kept this time: those tasks are still being written, or could not be
+          a short time ago, or the disk is full.
         """
         ...
 
+    def retry(self) -> None:
+        """Tries again to keep adapters that could not be kept, if that was some time ago."""
+        ...
+
     def wait(self) -> str | None:
-        """Waits until everything has been kept, or could not be. Returns why not; None if all has
-        been kept."""
+        """Waits until everything has been kept, or could not be. What could not be before is tried
+        again.
+
+        Returns:
+          Why not all has been kept; None if it has.
+        """
         ...
 
     def tell(self, event: Event) -> None:
@@ -161,6 +169,9 @@ class MemoryStore:
         self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
     ) -> bool:
         return True
+
+    def retry(self) -> None:
+        pass
 
     def wait(self) -> None:
         pass

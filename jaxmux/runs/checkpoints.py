@@ -105,6 +105,25 @@ class Checkpoints:
             items[_TASK + name] = ocp.args.StandardSave(own)
         self._manager.save(number, args=ocp.args.Composite(**items))
 
+    def keep_newest(self) -> list[int]:
+        """Deletes what should have been deleted when a checkpoint was begun that then failed, which
+        Orbax forgets. No checkpoint may be under way.
+
+        Returns:
+          The numbers of the checkpoints that are kept, ascending.
+        """
+        numbers = self.numbers
+        for path in self._folder.iterdir():
+            if path.name.isdecimal() and int(path.name) < numbers[0]:
+                shutil.rmtree(path, ignore_errors=True)
+        return numbers
+
+    def remove_incomplete(self) -> None:
+        """Deletes what is left of checkpoints that could not be completed. Orbax does it only when
+        the folder is opened. No checkpoint may be under way."""
+        for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
+            shutil.rmtree(path, ignore_errors=True)
+
     def newest(self, wanted: Wanted, beginning: bool = False) -> Found | None:
         """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
         renamed to "damaged.NUMBER".

@@ -1,8 +1,11 @@
 """What a tuning server keeps in its folder: commands, tasks, adapters and events."""
 
 import dataclasses
+import errno
 import json
 import math
+import os
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,7 +26,9 @@ from .checkpoints import Checkpoints
 from .event_log import EventLog
 from .journal import Journal
 from .line_log import LOG_BYTES, LineLog
+from .retry import Retry
 from .round_lines import has_details, host_bytes, round_line
+from .run_directory import RunDirectoryError
 from .server_directory import ServerDirectory
 from .task_fields import from_json, to_json
 from .trackers import RunTrackers
@@ -59,7 +64,8 @@ class ServerStore:
 
     Commands are on disk before they are carried out. Adapters and checkpoints are written by one
     thread in the order in which they come. If they cannot be written, training goes on: adapters
-    are written again with the next checkpoint, and the commands since the last checkpoint are kept.
+    are tried again with the next checkpoint or by `retry`, and the commands since the last
+    checkpoint are kept.
     """
 
     def __init__(
@@ -96,10 +102,12 @@ class ServerStore:
         self._writer = ThreadPoolExecutor(1)
         # The adapters that have not been written.
         self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
+        # Whether some of these have been tried in vain, and when to try again.
+        self._has_unwritten, self._adapters_retry = False, Retry()
         self._number = 0
         self._last: Future[None] | None = None
-        # Whether the last checkpoint has yet to be written.
-        self._behind = False
+        # Whether the last checkpoint could not be written, and when to write another one.
+        self._has_failed, self._checkpoint_retry = False, Retry()
         # By kind, why the last thing of it could not be written, without and with its name.
         self._problems: dict[str, tuple[str, str]] = {}
         self._written: Callable[[], None] = lambda: None
@@ -121,6 +129,7 @@ class ServerStore:
                 for name, fields in found.record["tasks"].items()
             ]
         number = found.number if found else 0
+        self._refuse_gap(number, segments)
         commands = self._journal.read(number)
         # Later segments than the checkpoint's are there if the checkpoints of their numbers were
         # not completed or are damaged. The next commands come after those in all of them.
@@ -138,7 +147,7 @@ class ServerStore:
 
     @property
     def behind(self) -> bool:
-        return self._behind or bool(self._adapters)
+        return self._has_failed
 
     def check(self, task: Task) -> None:
         try:
@@ -176,21 +185,28 @@ class ServerStore:
     def save(
         self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
     ) -> bool:
-        if self._last and not (wait or self._last.done()):
-            # The disk is slower than training: the next call saves more.
+        is_ready = not self._last or self._last.done()
+        if not (wait or is_ready and self._checkpoint_retry.is_due):
+            # The disk is slower than training, or full: a later call saves more.
             return False
         number = self._number + 1
         try:
             self._journal.begin(number)
         except OSError as e:
+            self._checkpoint_retry.note_failure()
             self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be begun ({e.strerror})")
             return False
-        self._number, self._behind = number, True
+        self._number, self._has_failed = number, False
         self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals, rounds)
         return True
 
+    def retry(self) -> None:
+        if self._has_unwritten and self._adapters_retry.is_due:
+            self._has_unwritten = False
+            self._writer.submit(self._write_adapters)
+
     def wait(self) -> str | None:
-        self._writer.submit(lambda: None).result()
+        self._writer.submit(self._write_adapters).result()
         return "; ".join(text for _, text in self._problems.values()) or None
 
     def tell(self, event: Event) -> None:
@@ -254,13 +270,18 @@ class ServerStore:
                 )
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)
-            except OSError as e:
-                self._note(what, what, f"cannot be written yet ({e.strerror})")
+            except Exception as e:  # of the disk, of the devices, or of what the task holds
+                self._note(what, what, f"cannot be written yet ({_why(e)})")
                 continue
             self._problems.pop(what, None)
             # Meanwhile another task may have got the name, and ended.
             if self._adapters[task.name] is waiting:
                 del self._adapters[task.name]
+        if self._adapters:
+            self._adapters_retry.note_failure()
+        else:
+            self._adapters_retry.note_success()
+        self._has_unwritten = bool(self._adapters)
         if len(self._adapters) < before:
             self._written()
 
@@ -272,16 +293,45 @@ class ServerStore:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
             record = {"tasks": {own.task.name: _fields(own) for own in tasks}, "rounds": rounds}
             record |= _totals(totals)
+            self._refuse_too_large(sum(x.nbytes for own in arrays.values() for x in own.values()))
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
-            numbers = self._checkpoints.numbers
-            self._behind = False
+            numbers = self._checkpoints.keep_newest()
+            self._checkpoint_retry.note_success()
             self._problems.pop(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
-            self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({first_line(e)})")
+            self._has_failed = True
+            self._checkpoint_retry.note_failure()
+            self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({_why(e)})")
+            self._checkpoints.remove_incomplete()
+
+    def _refuse_gap(self, number: int, segments: Sequence[int]) -> None:
+        """RunDirectoryError if commands are missing between a checkpoint, 0 for none, and later
+        segments of the journal."""
+        later = [segment for segment in segments if segment >= number]
+        if later != list(range(number, number + len(later))):
+            after = f"checkpoint {number}" if number else "the beginning"
+            raise RunDirectoryError(
+                f"{self._directory.journal}: the commands after {after} are missing, and there are "
+                f"later ones ({later[-1]}.jsonl); restore the folder {self._directory.path} from a "
+                "backup, or delete it to begin anew"
+            )
+
+    def _refuse_too_large(self, needed: int) -> None:
+        """OSError if the disk has no room for arrays of so many bytes. Orbax would begin to write
+        them, and print what its threads raise."""
+        if shutil.disk_usage(self._directory.checkpoints).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _why(error: Exception) -> str:
+    """Why something could not be written, in the same words whichever file it was."""
+    text = getattr(error, "strerror", None) or first_line(error)
+    full = os.strerror(errno.ENOSPC)
+    return full if full in text else text
 
 
 def _after(line: dict[str, Any] | None) -> int:

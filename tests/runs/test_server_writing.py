@@ -1,0 +1,219 @@
+"""What a server does while it cannot write, or writes slowly."""
+
+import shutil
+import threading
+import time
+
+import pytest
+
+from jaxmux.runs import retry, server_store
+from jaxmux.runs.checkpoints import Checkpoints
+from jaxmux.runs.run_directory import RunDirectoryError
+
+from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+
+
+def until(server, name):
+    """Trains until a task has succeeded."""
+    while name not in {own.name for own in server.statuses() if own.state == "succeeded"}:
+        step(server)
+
+
+@pytest.fixture
+def refuse(monkeypatch):
+    """Lets the adapters of some tasks fail, as long as they are in the result."""
+    refused, export = {}, server_store.export_adapter
+
+    def write(folder, *arguments, **keywords):
+        if error := refused.get(folder.name):
+            raise error
+        return export(folder, *arguments, **keywords)
+
+    monkeypatch.setattr(server_store, "export_adapter", write)
+    return refused
+
+
+def test_an_adapter_that_fails_in_any_way_holds_up_nothing_else(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    refuse,
+):
+    refuse["bad"], said = ValueError("surrogates not allowed"), []
+    with serve(tmp_path / "server", said, checkpoint_every=4, most_ended=1) as server:
+        for name in ("bad", "good"):
+            server.register(task(name, steps=2))
+        until(server, "good")
+        assert server.status("bad").state == "running"
+        assert server.status("bad").reason == "its end is being written to disk"
+        # The end of "bad" is not kept, so it is not forgotten; others are.
+        for name, steps in (("lasting", 12), ("last", 1)):
+            server.register(task(name, steps=steps))
+            until(server, name)
+        assert server._store._checkpoints.numbers
+        assert {own.name for own in server.statuses()} == {"bad", "last"}
+        server.save()
+        problem = "adapter bad: cannot be written yet (surrogates not allowed)"
+        assert server.problem == problem
+        assert said.count(f"{problem}; training goes on") == 1
+        refuse.clear()
+        server.save()
+        assert server.problem is None
+        assert server.status("bad").state == "succeeded"
+
+
+def test_whoever_calls_step_need_not_save(serve, task, tmp_path, refuse, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(retry, "_FIRST", 0.01)
+    refuse["a"] = OSError(28, "No space left on device")
+    with serve(tmp_path / "server") as server:
+        server.register(task("a", steps=1))
+        while "a" not in server.ended.unkept:
+            step(server)
+        step(server, 3)
+        refuse.clear()
+        last = time.monotonic() + 20
+        while server.status("a").state != "succeeded":
+            assert time.monotonic() < last
+            step(server)
+
+
+def test_nothing_is_written_again_while_nothing_happens(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    refuse,
+    monkeypatch,
+):
+    """Neither because a checkpoint takes long, nor because an adapter cannot be written."""
+    refuse["a"], begun, may_end = OSError(28, "No space left on device"), [], threading.Event()
+    save = Checkpoints.save
+
+    def slow(checkpoints, number, *arguments):
+        begun.append(number)
+        may_end.wait()
+        save(checkpoints, number, *arguments)
+
+    monkeypatch.setattr(Checkpoints, "save", slow)
+    with serve(tmp_path / "server") as server:
+        server.register(task("a", steps=1))
+        server.step()
+        while server.status("a").step < 1:
+            server.step()
+        for _ in range(5):
+            server.save(wait=False)
+        may_end.set()
+        for _ in range(5):
+            settle(server)
+            step(server)
+            server.save(wait=False)
+    # The last one is that of the end of the server, if any.
+    assert len(begun) <= 2
+
+
+def test_tasks_that_come_as_fast_as_they_are_copied_do_not_stop_checkpoints(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+):
+    folder, slots = tmp_path / "server", 8
+    with serve(folder, checkpoint_every=2, reserved_slots=slots) as server:
+        server.register(task("lasting", steps=1000))
+        step(server, 3)
+        for i in range(3 * slots):
+            server.register(task(f"short{i}", steps=1 + i % 2))
+        before = server._store._number
+        rounds = 0
+        while server._store._number == before:
+            # As many arrive as have left.
+            running = sum(own.state != "succeeded" for own in server.statuses())
+            for i in range(2 * slots - running):
+                server.register(task(f"more{rounds}_{i}", steps=1 + i % 2))
+            step(server)
+            rounds += 1
+            assert rounds < 2 * slots
+
+
+def test_a_checkpoint_that_fails_leaves_nothing(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    folder = tmp_path / "server"
+    left = folder / "checkpoints" / "1.orbax-checkpoint-tmp"
+
+    def fail(checkpoints, number, *arguments):
+        left.mkdir()
+        (left / "array").write_bytes(b"half of it")
+        raise ValueError("RESOURCE_EXHAUSTED: Error writing 'q_proj': No space left on device")
+
+    with serve(folder) as server:
+        server.register(task("a"))
+        step(server)
+        with monkeypatch.context() as patch:
+            patch.setattr(Checkpoints, "save", fail)
+            server.save()
+        assert server.problem == "checkpoint 1: cannot be written (No space left on device)"
+        assert not left.exists()
+
+
+def test_orbax_does_not_begin_what_the_disk_has_no_room_for(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    with serve(tmp_path / "server") as server:
+        server.register(task("a"))
+        step(server, 2)
+        with monkeypatch.context() as patch:
+            full = shutil.disk_usage(tmp_path)._replace(free=10)
+            patch.setattr(server_store.shutil, "disk_usage", lambda path: full)
+            patch.setattr(Checkpoints, "save", None)
+            server.save()
+            assert server.problem == "checkpoint 1: cannot be written (No space left on device)"
+        server.save()
+        assert server.problem is None
+
+
+def test_a_checkpoint_that_should_have_been_deleted_is(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder, keep_checkpoints=1) as server:
+        server.register(task("a", steps=1000))
+        for _ in range(2):
+            step(server, 2)
+            server.save()
+        (number,) = server._store._checkpoints.numbers
+        forgotten = shutil.copytree(
+            folder / "checkpoints" / str(number), folder / "checkpoints" / str(number - 1)
+        )
+        step(server, 2)
+        server.save()
+        assert not forgotten.exists()
+        assert server._store._checkpoints.numbers == [number + 1]
+
+
+def test_a_gap_among_the_commands_is_refused(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(task("a"))
+        step(server)
+        server.save()
+    (number, *_) = sorted(int(path.stem) for path in (folder / "journal").iterdir())
+    shutil.rmtree(folder / "checkpoints")
+    (folder / "journal" / f"{number}.jsonl").unlink()
+    refused = pytest.raises(RunDirectoryError, match="commands after the beginning are missing")
+    with refused, serve(folder):
+        pass
+
+
+def test_a_callback_may_close_a_server_that_is_stepped(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        first, second = (server.register(task(name)) for name in "ab")
+        first.add_done_callback(lambda _: server.close())
+        step(server)
+        assert first.exception() is None and second.exception() is None
+    with serve(folder) as server:
+        assert [own.name for own in server.statuses()] == ["a", "b"]
+        finish(server)
