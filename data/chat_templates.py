@@ -77,10 +77,13 @@ def read_template(file: str | Path) -> ChatTemplate:
 
 
 def compiled(template: ChatTemplate) -> ChatTemplate:
-    """The template, if it is a Jinja template. DataError, which names the line, if it is none."""
+    """The template, if it is a Jinja template that a file can hold. If it is none, DataError, which
+    names the line."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
+        # Adapters bring their template along as a file.
+        template.text.encode()
         # Without conversations, the template is only compiled.
         render_jinja_template(conversations=[], chat_template=template.text)
     except Exception as error:  # templates come from anywhere, and Jinja may raise anything

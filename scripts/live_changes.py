@@ -243,7 +243,8 @@ class Changes:
         copied to the host, so that they can be written to disk."""
 
         def succeed() -> None:
-            self._copies = self._engine.result(name), self._engine.snapshot(name)
+            snapshot = self._engine.snapshot(name)
+            self._copies = self._engine.result(name, snapshot), snapshot
             self._engine.release(name)
 
         self._change(succeed)

@@ -295,13 +295,17 @@ class Engine(RoundLoop):
         best = best_arrays(self._slots.named(name))
         return lambda: snapshot() | best()
 
-    def result(self, name: str) -> Callable[[], Adapter]:
+    def result(
+        self, name: str, snapshot: Callable[[], SlotArrays] | None = None
+    ) -> Callable[[], Adapter]:
         """Begins to copy the adapter to the host that the training of a task has given so far: the
         one with the lowest held-out loss if the task keeps it, else the one after the last update
         that was dispatched. The devices do not wait for it.
 
         Args:
           name: name of the task.
+          snapshot: from `snapshot`, if it has just been called: its adapter need not be copied
+            once more.
 
         Returns:
           A function that waits for the copy, and returns the adapter as `adapter` does.
@@ -310,7 +314,7 @@ class Engine(RoundLoop):
           TaskError: no task of this name is registered.
         """
         slot = self._slots.named(name)
-        copied = slot.best or self._slots.copy_to_host(name, ("adapter",))
+        copied = slot.best or snapshot or self._slots.copy_to_host(name, ("adapter",))
         spec = slot.prepared.task.adapter
         return self._copies.submit(lambda: adapter_of(copied(), spec, self.backbone.config)).result
 

@@ -114,9 +114,11 @@ class QueuedEngine(Engine):
             return super().adapter(name)
         return self._adapter_of(name, self._outside[name].arrays())
 
-    def result(self, name: str) -> Callable[[], Adapter]:
+    def result(
+        self, name: str, snapshot: Callable[[], SlotArrays] | None = None
+    ) -> Callable[[], Adapter]:
         if name not in self._outside:
-            return super().result(name)
+            return super().result(name, snapshot)
         own = self._outside[name]
         return lambda: self._adapter_of(name, (own.slot.best or own.arrays)())
 

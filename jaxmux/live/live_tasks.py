@@ -449,8 +449,9 @@ class LiveTasks:
         """Ends a task whose training has ended."""
         if progress.status == SUCCEEDED:
             trained = TrainedTask.of(own.prepared, progress, own.fingerprints)
-            self._export(trained, self._engine.result(own.name))
-            own.unkept = self._engine.with_best(own.name, self._engine.snapshot(own.name))
+            snapshot = self._engine.snapshot(own.name)
+            self._export(trained, self._engine.result(own.name, snapshot))
+            own.unkept = self._engine.with_best(own.name, snapshot)
         self._engine.release(own.name)
         self._enter(own, progress.status, progress.error or progress.stopped_early)
         self.changed = True

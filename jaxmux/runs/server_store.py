@@ -36,6 +36,8 @@ from .training_notes import notes_of_task
 
 # A line of rounds.jsonl has details at least so often, in seconds.
 _DETAILS_EVERY = 60.0
+# So many problems are told together.
+_MOST_PROBLEMS = 5
 # What checkpoints are among the problems of a store.
 _CHECKPOINT = "checkpoint"
 
@@ -207,7 +209,10 @@ class ServerStore:
 
     def wait(self) -> str | None:
         self._writer.submit(self._write_adapters).result()
-        return "; ".join(text for _, text in self._problems.values()) or None
+        texts = [text for _, text in self._problems.values()]
+        if (more := len(texts) - _MOST_PROBLEMS) > 0:
+            texts[_MOST_PROBLEMS:] = [f"and {more} more"]
+        return "; ".join(texts) or None
 
     def tell(self, event: Event) -> None:
         self._events.write(event)

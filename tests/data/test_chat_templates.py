@@ -94,6 +94,7 @@ def test_a_template_without_marks_is_rendered_by_prefixes(loads, llama):
         ("a\n\n{{ messages[9].content.x }}", r"train.jsonl:1: .*\(line 3 of the template\)"),
         ("missing.jinja", "train.jsonl: chat_template: missing.jinja: .*No such file"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{# \ud800 #}", "train.jsonl: chat_template: .*surrogates not allowed"),
     ],
 )
 def test_errors_name_the_source_and_the_line(loads, template, problem):
