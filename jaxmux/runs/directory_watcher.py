@@ -129,8 +129,9 @@ class DirectoryWatcher:
         for place in scan.files:
             if place not in self._watched:
                 self._watched[place] = WatchedTask(place.task)
-        # In this order: the statuses show what has been answered.
-        unanswered = {p for p, own in self._watched.items() if not self._answered(p, own)}
+        # Answers come first, so that the statuses show all that has been answered.
+        waiting = [(place, own) for place, own in self._watched.items() if own.commands]
+        unanswered = {place for place, own in waiting if not self._answered(place, own)}
         statuses = self._live.statuses()
         known = {status.name: status for status in statuses}
         # Also of tasks that the server has forgotten.

@@ -75,11 +75,12 @@ def test_an_extension_with_which_a_task_has_ended_is_no_change(watch, put, tmp_p
         server.poll_until(lambda: len(known(server.live)) == 1)
         put_all(after)
         check(server)
-        for fields in ({"steps": 20, "priority": 3}, {"steps": 24, "priority": 4}, {"epochs": 2}):
-            put("acme/one", **fields)
+        one = after["acme/one"]
+        for change in ({"steps": 20}, {"priority": 4}, {"paused": True}, {"epochs": 2}):
+            put("acme/one", **(change if "epochs" in change else one | change))
             server.poll_until(lambda: server.status("acme/one")["error"])
             assert server.status("acme/one")["error"] == f"one.json: {LATE}"
-            put("acme/one", **after["acme/one"])
+            put("acme/one", **one)
             server.poll_until(lambda: server.status("acme/one")["error"] is None)
 
 
