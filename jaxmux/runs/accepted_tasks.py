@@ -16,6 +16,7 @@ from pathlib import Path
 
 from jaxmux.atomic_files import sync, write_atomically
 from jaxmux.live import TaskStatus
+from jaxmux.live.states import ENDED
 from jaxmux.tasks import Task
 
 from .run_directory import RunDirectoryError
@@ -76,12 +77,6 @@ class AcceptedTasks:
         return self._tasks[name]
 
     @property
-    def unfinished(self) -> list[str]:
-        """The names of the tasks that may still go on: `end` has not been called. Their copies are
-        still there."""
-        return list(self._copied)
-
-    @property
     def finished(self) -> Set[str]:
         """The names of the tasks that have ended for good."""
         return self._ends.keys()
@@ -92,8 +87,22 @@ class AcceptedTasks:
         version has noted are not among them."""
         return self._last
 
+    def newly_ended(self, known: Mapping[str, TaskStatus]) -> list[TaskStatus]:
+        """The statuses of the tasks that have ended, and for which `end` has yet to be called, or
+        once more because they have used more since.
+
+        Args:
+          known: by name, the statuses of the tasks that the server knows.
+        """
+        found = [known.get(name) for name in self._copied]
+        for name, last in self._last.items():
+            status = known.get(name)
+            if status and status is not last and status.meter != last.meter:
+                found.append(status)
+        return [status for status in found if status and status.state in ENDED]
+
     def is_unfinished(self, name: str) -> bool:
-        """Whether a task is one of `unfinished`.
+        """Whether a task may still go on: `end` has not been called, and its copies are there.
 
         Args:
           name: the name of the task in the server.

@@ -28,6 +28,7 @@ from .watched_specification import (
     WatchedSpecification,
     came_too_late,
     refused_change,
+    registered_task,
     watched_specification,
 )
 from .watched_task import WatchedTask
@@ -128,13 +129,16 @@ class DirectoryWatcher:
         for place in scan.files:
             if place not in self._watched:
                 self._watched[place] = WatchedTask(place.task)
+        # Answers come first, so that the statuses show all that has been answered.
+        waiting = [(place, own) for place, own in self._watched.items() if own.commands]
+        unanswered = {place for place, own in waiting if not self._answered(place, own)}
         statuses = self._live.statuses()
         known = {status.name: status for status in statuses}
         # Also of tasks that the server has forgotten.
         by_name = {**self._accepted.last_statuses, **known}
         new: list[Place] = []
         for place, own in list(self._watched.items()):
-            if own.commands and not self._answered(place, own):
+            if place in unanswered:
                 continue
             signature = scan.files.get(place)
             if signature is None:
@@ -151,7 +155,7 @@ class DirectoryWatcher:
             for place, own in self._watched.items()
         )
         ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
-        ended = self._newly_ended(known)
+        ended = [s for s in self._accepted.newly_ended(known) if self._live.ended.is_kept(s.name)]
         self._status_files.write((*shown, *ignored))
         self._lines.say_problems(self._status_files.problems)
         self._note_ends(ended)
@@ -168,7 +172,8 @@ class DirectoryWatcher:
         own.missing = 0
         if signature != own.read:
             if signature != own.seen:
-                # Perhaps somebody still writes it.
+                # Perhaps somebody still writes it. It is read then, even if it is as before.
+                own.read = None
                 self._note_change(place, own, "the file")
                 return False
             own.read, own.refused, own.retry_at, own.changes = signature, None, 0.0, 0
@@ -181,6 +186,10 @@ class DirectoryWatcher:
             return time.monotonic() >= own.retry_at
         if status and status.state not in ENDED:
             self._command(place, own, status)
+        elif own.error and own.waits:
+            # It has ended before a command could be kept.
+            own.error = None
+            self._check_change(place, own, status)
         return False
 
     def _read(self, place: Place, own: WatchedTask) -> WatchedSpecification | None:
@@ -201,8 +210,9 @@ class DirectoryWatcher:
 
     def _check_change(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
         """Refuses a change that is not permitted; then nothing of the specification holds."""
-        old, new = self._accepted[own.task], own.wanted.task
-        problem = refused_change(old, new, status.steps if status else None)
+        new = own.wanted.task
+        old = registered_task(self._accepted[own.task], new, status.steps if status else None)
+        problem = refused_change(old, new)
         state = status.state if status else self._accepted.ended(own.task)
         if state in ENDED and (old != new or (status and came_too_late(own.wanted, status))):
             problem = f"has ended ({state}); give the file and the task another name"
@@ -224,16 +234,18 @@ class DirectoryWatcher:
             own.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
             own.commands.append(("paused", self._live.resume(name)))
         # Before the data have been read, the number of steps may not be known.
-        if wanted.task.steps != self._accepted[name].steps and status.steps is not None:
-            if wanted.task.steps == status.steps:
-                try:
-                    self._accepted.extend(name, status.steps)
-                except OSError as e:
-                    own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                    _log.warning("task %s: its steps cannot be kept yet (%s)", name, e.strerror)
-            else:
-                extended = self._live.extend(name, wanted.task.steps)
-                own.commands.append(("steps", extended))
+        steps = wanted.task.steps
+        if None in (steps, status.steps):
+            return
+        if steps != status.steps:
+            own.commands.append(("steps", self._live.extend(name, steps)))
+        elif steps != self._accepted[name].steps:
+            try:
+                self._accepted.extend(name, steps)
+            except OSError as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                why = f"new numbers of steps are trained, but not noted yet ({e.strerror})"
+                self._lines.say_problems({place.tenant: why})
 
     def _answered(self, place: Place, own: WatchedTask) -> bool:
         """Takes note of the answers to commands; returns whether all have been answered."""
@@ -241,7 +253,7 @@ class DirectoryWatcher:
             return False
         commands, own.commands = own.commands, []
         failed = [(what, e) for what, future in commands if (e := future.exception())]
-        if commands and not failed and own.wanted:
+        if commands and not failed and (own.wanted or own.missing):
             own.error = None
         for what, error in failed[:1]:
             if what == "register":
@@ -252,7 +264,10 @@ class DirectoryWatcher:
                 self._refuse(place, own, why, waits=True)
             elif isinstance(error, TaskError):
                 status = self._status(own.task)
-                if not (status and status.state in ENDED):
+                if what == "cancel":
+                    # It has ended, which is shown when it is kept; nothing is wrong with the wish.
+                    own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                elif not (status and status.state in ENDED):
                     own.wanted = None
                     self._refuse(place, own, str(error))
                 elif own.wanted:
@@ -271,12 +286,16 @@ class DirectoryWatcher:
         own.missing += 1
         if own.missing < _POLLS_OF_DELETION:
             return
-        own.read = own.wanted = own.error = None
+        goes_on = own.task in self._accepted and status and status.state not in ENDED
+        if own.missing == _POLLS_OF_DELETION or not goes_on:
+            own.read = own.wanted = own.error = None
+            own.retry_at = 0.0
         if own.task not in self._accepted:
             self._status_files.remove(place)
             del self._watched[place]
-        elif status and status.state not in ENDED:
-            own.commands.append(("cancel", self._live.cancel(own.task)))
+        elif goes_on:
+            if time.monotonic() >= own.retry_at:
+                own.commands.append(("cancel", self._live.cancel(own.task)))
         elif status is None and self._accepted.ended(own.task):
             # The server knows nothing of it any more, and nobody wants it.
             self._status_files.forget(place)
@@ -308,6 +327,7 @@ class DirectoryWatcher:
             before, own.files = own.files, files
             stable = files == before
             if not stable:
+                own.refused = None
                 changed = (p for p in files if before is None or files[p] != before.get(p))
                 self._note_change(place, own, next(changed, "data"))
                 continue
@@ -346,16 +366,6 @@ class DirectoryWatcher:
         copies = self._accepted.copies(own.task)
         place = place if status else None
         return Shown(own.task, status, place, None, own.error, copies, own.waits)
-
-    def _newly_ended(self, known: Mapping[str, TaskStatus]) -> list[TaskStatus]:
-        """The tasks that have ended, whatever happens, and whose ends have not been noted, or that
-        have used more since."""
-        found = [known.get(name) for name in self._accepted.unfinished]
-        for name, last in self._accepted.last_statuses.items():
-            status = known.get(name)
-            if status and status is not last and status.meter != last.meter:
-                found.append(status)
-        return [s for s in found if s and s.state in ENDED and self._live.ended.is_kept(s.name)]
 
     def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
         """Notes the ends of tasks, and deletes the copies of their files. The server may forget the

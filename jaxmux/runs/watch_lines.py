@@ -52,7 +52,7 @@ class WatchLines:
         """Says what has not been there for some time.
 
         Args:
-          problems: by tenant, what is wrong with the folder; "" stands for the directory.
+          problems: by tenant, what is wrong; "" stands for the directory.
         """
         now = time.monotonic()
         self._seen = {own: at for own, at in self._seen.items() if now - at < _SECONDS_GONE}

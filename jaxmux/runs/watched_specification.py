@@ -79,15 +79,30 @@ def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:
     return schema
 
 
-def refused_change(old: Task, new: Task, steps: int | None) -> str | None:
+def registered_task(accepted: Task, new: Task, steps: int | None) -> Task:
+    """A task as it is registered now, with which its specification is compared.
+
+    The server may have extended it since it was accepted, also in the last moment before its end. A
+    specification may tell its steps in place of its epochs.
+
+    Args:
+      accepted: the task as it was accepted.
+      new: the task that the specification asks for now.
+      steps: number of steps that the server lets it train; None if that is not known.
+    """
+    if None in (steps, new.steps):
+        return accepted
+    return dataclasses.replace(accepted, steps=steps, epochs=None)
+
+
+def refused_change(old: Task, new: Task) -> str | None:
     """Why a specification may not become another one, once its task is registered.
 
     Only a larger number of steps is permitted.
 
     Args:
-      old: the task as it is registered.
+      old: the task as it is registered, from `registered_task`.
       new: the task that the specification asks for now.
-      steps: number of steps that the task is to train; None if its data have not been read.
 
     Returns:
       The key at fault, what it was and what it is; None if the change is permitted.
@@ -106,9 +121,8 @@ def refused_change(old: Task, new: Task, steps: int | None) -> str | None:
             f"epochs cannot change to {shown(new.epochs)} once the task is registered; give a "
             "larger number of steps instead"
         )
-    least = steps or old.steps or 0
-    if new.steps < least:
-        return f"steps should be at least {least}, as registered, found {new.steps}"
+    if old.steps is not None and new.steps < old.steps:
+        return f"steps should be at least {old.steps}, as registered, found {new.steps}"
     return None
 
 

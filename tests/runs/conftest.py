@@ -6,6 +6,7 @@ Runs share the shape of their microbatches, so that few programs are compiled.
 import dataclasses
 import json
 import shutil
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -208,6 +209,31 @@ def train(backbone):
         return fine_tune(run_dir=run_dir, **arguments)
 
     return run
+
+
+@pytest.fixture
+def watch(backbone):
+    """Opens a server that watches `tmp/inbox` with the folder `tmp/server`; arguments are those of
+    `watched_server`."""
+    from .watched_server import watched_server
+
+    return partial(watched_server, backbone)
+
+
+@pytest.fixture
+def put(tmp_path, data):
+    """Writes a specification, and the data of its tenant."""
+    from .watched_server import write_specification
+
+    def write(place: str, **fields) -> Path:
+        path = tmp_path / "inbox" / f"{place}.json"
+        (path.parent / "data").mkdir(parents=True, exist_ok=True)
+        for name in ("short", "long"):
+            if not (path.parent / "data" / f"{name}.jsonl").exists():
+                shutil.copy(data[name], path.parent / "data" / f"{name}.jsonl")
+        return write_specification(path, **fields)
+
+    return write
 
 
 @pytest.fixture(scope="session")

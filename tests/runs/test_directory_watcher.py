@@ -1,115 +1,20 @@
 """A watched directory: its files say what is wanted, and status files tell what became of it."""
 
-import dataclasses
 import json
 import os
 import shutil
 import time
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from jaxmux import AdamW, LoRA
-from jaxmux.runs import ServerOptions, TenantLimits
-from jaxmux.runs.directory_watcher import DirectoryWatcher
 from jaxmux.runs.server import tuning_server
-from jaxmux.runs.watched_directory import Place, WatchedDirectory
+from jaxmux.runs.watched_directory import Place
 
-from .conftest import POOL, RUN
+from .watched_server import ADAPTER, OPTIONS, known
 
-OPTIONS = ServerOptions(
-    **RUN,
-    **POOL,
-    reserved_slots=2,
-    keep_checkpoints=2,
-)
-ADAPTER = {"kind": "lora", "rank": 2, "target_modules": ["q_proj", "down_proj"]}
 ENDED = ("succeeded", "failed", "cancelled")
-
-
-class Server:
-    """A server that watches `inbox`, one poll and one round at a time."""
-
-    def __init__(self, live, watcher, inbox: Path, folder: Path, said: list[str]):
-        self.live, self.watcher, self.inbox, self.folder = live, watcher, inbox, folder
-        self.said = said
-
-    def poll(self, times: int = 1) -> None:
-        for _ in range(times):
-            self.watcher.poll()
-            self.live.step()
-            while self.live._preparation.seconds_left is not None:
-                time.sleep(0.001)
-
-    def poll_until(self, condition) -> None:
-        for _ in range(500):
-            if condition():
-                return
-            self.poll()
-            time.sleep(0.005)  # adapters and checkpoints are written meanwhile
-        raise AssertionError([self.live.statuses(), self.said])
-
-    def status(self, place: str) -> dict:
-        return json.loads((self.inbox / f"{place}.status.json").read_text())
-
-    def state(self, place: str) -> str | None:
-        path = self.inbox / f"{place}.status.json"
-        return self.status(place)["state"] if path.is_file() else None
-
-    def until(self, place: str, *states: str) -> dict:
-        self.poll_until(lambda: self.state(place) in states)
-        return self.status(place)
-
-
-@pytest.fixture(scope="module")
-def watch(backbone):
-    """Opens a server that watches `tmp/inbox` with the folder `tmp/server`."""
-
-    @contextmanager
-    def open_server(tmp: Path, most_ended=10_000, checkpoint_every=2, **limits):
-        said: list[str] = []
-        inbox, folder = tmp / "inbox", tmp / "server"
-        limits = TenantLimits(**limits)
-        options = dataclasses.replace(
-            OPTIONS, most_ended=most_ended, checkpoint_every=checkpoint_every
-        )
-        known = folder.exists()
-        directory = WatchedDirectory(inbox, limits, known)
-        directory.begin()
-        try:
-            with tuning_server(backbone, folder, options, say=said.append) as live:
-                watcher = DirectoryWatcher(directory, live, folder, limits, said.append, every=0)
-                yield Server(live, watcher, inbox, folder, said)
-                live.save(wait=True)
-        finally:
-            directory.close()
-
-    return open_server
-
-
-@pytest.fixture
-def put(tmp_path, data):
-    """Writes a specification, and the data of its tenant."""
-
-    def write(place: str, **fields) -> Path:
-        path = tmp_path / "inbox" / f"{place}.json"
-        (path.parent / "data").mkdir(parents=True, exist_ok=True)
-        for name in ("short", "long"):
-            if not (path.parent / "data" / f"{name}.jsonl").exists():
-                shutil.copy(data[name], path.parent / "data" / f"{name}.jsonl")
-        defaults = {
-            "name": path.stem,
-            "data": "data/short.jsonl",
-            "batch_size": 4,
-            "adapter": ADAPTER,
-        }
-        if "epochs" not in fields:
-            defaults["steps"] = 3
-        path.write_text(json.dumps(defaults | fields))
-        return path
-
-    return write
 
 
 def test_a_task_from_a_file_gets_the_adapter_of_the_same_task_from_python(
@@ -411,11 +316,6 @@ def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, pu
         assert server.live.statuses() == []
         assert not (server.folder / "inputs" / "acme.one").exists()
         server.until("acme/one", "succeeded")
-
-
-def known(live) -> dict[str, str]:
-    """The states of the tasks that a server knows, by name."""
-    return {status.name: status.state for status in live.statuses()}
 
 
 def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, tmp_path):

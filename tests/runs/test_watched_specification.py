@@ -10,7 +10,11 @@ from jsonschema import Draft202012Validator
 
 from jaxmux import AdamW, LoRA, Schedule, Task, TaskError
 from jaxmux.runs import SpecificationLimits, TenantLimits, watched_schema
-from jaxmux.runs.watched_specification import refused_change, watched_specification
+from jaxmux.runs.watched_specification import (
+    refused_change,
+    registered_task,
+    watched_specification,
+)
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
@@ -80,18 +84,35 @@ def test_every_field_of_a_task_but_its_length_is_fixed():
         if field.name not in ("steps", "epochs", "validation_fraction", "validation_seed"):
             other = CHANGES.get(field.name) or (getattr(old, field.name) or 0) + 1
             new = dataclasses.replace(old, **{field.name: other})
-            assert refused_change(old, new, 5).startswith(field.name)
+            assert refused_change(old, new).startswith(field.name)
     old, split = (Task("a", "a.jsonl", steps=5, validation_fraction=own) for own in (None, 0.1))
-    assert refused_change(old, split, 5).startswith("validation_fraction")
+    assert refused_change(old, split).startswith("validation_fraction")
     other = dataclasses.replace(split, validation_seed=1)
-    assert refused_change(split, other, 5).startswith("validation_seed")
+    assert refused_change(split, other).startswith("validation_seed")
 
 
 def test_a_task_may_only_become_longer():
     old = Task("a", "a.jsonl", epochs=2)
     longer = dataclasses.replace(old, epochs=None, steps=9)
-    assert refused_change(old, old, 8) is None
-    assert refused_change(old, longer, 8) is None
-    assert refused_change(old, longer, None) is None
-    assert "at least 10, as registered, found 9" in refused_change(old, longer, 10)
-    assert "epochs cannot change to 3" in refused_change(old, dataclasses.replace(old, epochs=3), 8)
+
+    def refusal(new, steps):
+        return refused_change(registered_task(old, new, steps), new)
+
+    assert refusal(old, 8) is None
+    assert refusal(longer, 8) is None
+    assert refusal(longer, None) is None
+    assert "at least 10, as registered, found 9" in refusal(longer, 10)
+    assert "epochs cannot change to 3" in refusal(dataclasses.replace(old, epochs=3), 8)
+
+
+def test_a_task_that_the_server_has_extended_is_registered_with_its_steps():
+    accepted = Task("a", "a.jsonl", steps=5)
+    longer, epochs = (
+        dataclasses.replace(accepted, steps=steps, epochs=epochs)
+        for steps, epochs in ((9, None), (None, 2))
+    )
+    assert registered_task(accepted, longer, 9) == longer
+    assert registered_task(accepted, accepted, 9) == longer
+    assert registered_task(epochs, longer, 9) == longer
+    assert registered_task(accepted, epochs, 9) == accepted
+    assert registered_task(accepted, longer, None) == accepted
