@@ -51,6 +51,7 @@ class AcceptedTasks:
         self._count: Counter[str] = Counter()
         for own in (self._specifications, self._inputs):
             own.mkdir(exist_ok=True)
+            sync(own.parent)
         for path in sorted(self._specifications.glob(f"*{_SUFFIX}")):
             # Files whose names begin with a dot were not complete when a server ended.
             if not path.name.startswith("."):
@@ -152,7 +153,7 @@ class AcceptedTasks:
         copies = self.copies(name)
         copied = copy_files(_below(task, folder), folder, copies, limits)
         try:
-            for path in copies.rglob("*"):
+            for path in (*copies.rglob("*"), copies):
                 sync(path)
             sync(self._inputs)
             self._write(name, task, None)
