@@ -199,7 +199,7 @@ class Engine(RoundLoop):
         if programs and programs.sizes[1] != size:
             raise ValueError(f"the programs are for {programs.sizes[1]}, the engine gets {size}")
         self._refuse_unfinished_round()
-        self._settle()
+        self._collect()
         self._fetch()
         self._clear_left_slots()
         before = self.size
@@ -322,6 +322,10 @@ class Engine(RoundLoop):
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
         on from its last update, or from its last turn if its global batch is not complete.
 
+        Where several devices add to the same gradients (all meshes but a pipeline of single
+        devices), the sums on each of them are not kept, because later sums would have another
+        order. There an incomplete global batch begins again.
+
         Args:
           name: name of the task.
 
@@ -335,7 +339,7 @@ class Engine(RoundLoop):
         self._refuse_unfinished_round()
         slot, number = self._slots.named(name), self._slots.number(name)
         accumulated: list[int] = []
-        if self._position.goes_on(number):
+        if self._position.goes_on(number) and self._sums_at_one_place:
             # What has begun of the next turn must have ended, because its gradients are kept too.
             self._settle()
             accumulated = self._position.accumulated(number)
@@ -346,7 +350,8 @@ class Engine(RoundLoop):
         return suspended
 
     def resume(self, suspended: SuspendedTask) -> None:
-        """Lets a suspended task go on, with the bits that it would have had without a break.
+        """Lets a suspended task go on, with the bits that it would have had without a break. (On
+        several replicas, with those of the same samples on each replica.)
 
         Args:
           suspended: the task, from `suspend` of an engine with the same backbone.
@@ -360,6 +365,8 @@ class Engine(RoundLoop):
         self._refuse_tasks([slot.prepared])
         if self._results.awaits(slot):
             self._fetch()
+        if not suspended.accumulated:
+            slot.lose_gradients()
         self._make_room([slot.prepared])
         slot.leave_out_seconds()
         self._slots.put_back(slot, suspended.arrays())
@@ -584,6 +591,12 @@ class Engine(RoundLoop):
         """Raises PlanningError if a pipeline of this engine cannot train tasks with these pools."""
         for own in self._replicas or ():
             refuse_stages(pools, len(set(own.homes)), len(own.parts))
+
+    @property
+    def _sums_at_one_place(self) -> bool:
+        """Whether each gradient is summed up on one device."""
+        (first, *others) = self._executor.replicas
+        return not others and all(stage.devices == 1 for stage in first.replica.stages)
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:

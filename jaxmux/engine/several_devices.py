@@ -240,7 +240,6 @@ class SeveralDevices:
 
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
-            self._collect()
             return ()
         for replica in self._replicas:
             while True:
@@ -252,6 +251,13 @@ class SeveralDevices:
         ahead = tuple(self._ahead_done)
         self._forget()
         return ahead
+
+    def collect(self) -> None:
+        for copy in self._copies:
+            if copy.own.states:
+                copy.refresh()
+                slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+                copy.send_gradients(slots)
 
     def recover(self) -> None:
         for replica in self._full:
@@ -310,20 +316,10 @@ class SeveralDevices:
             replica.state.wait()
 
     def _forget(self) -> None:
-        """Forgets the microbatches that have not begun. The train state gets the gradients of all
-        others."""
+        """Forgets the microbatches that have not begun."""
         for replica in self._replicas:
             replica.forget()
-        self._collect()
         self._ahead, self._ahead_done = None, []
-
-    def _collect(self) -> None:
-        """Moves the gradients of the copies into the train state."""
-        for copy in self._copies:
-            if copy.own.states:
-                copy.refresh()
-                slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
-                copy.send_gradients(slots)
 
     def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
         self._refresh()
