@@ -199,7 +199,8 @@ class Engine(RoundLoop):
         if programs and programs.sizes[1] != size:
             raise ValueError(f"the programs are for {programs.sizes[1]}, the engine gets {size}")
         self._refuse_unfinished_round()
-        self._collect()
+        self._settle()
+        self._executor.collect()
         self._fetch()
         self._clear_left_slots()
         before = self.size
@@ -514,6 +515,7 @@ class Engine(RoundLoop):
         Raises:
           TaskError: no task of this name is registered.
         """
+        self._executor.collect()
         copied = self._slots.copy_to_host(name)
         return copied() | best_arrays(self._slots.named(name))()
 

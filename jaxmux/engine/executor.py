@@ -116,8 +116,8 @@ class Executor(Protocol):
         ...
 
     def collect(self) -> None:
-        """Moves the gradients of all replicas into the `StoredState`, so that they can be read. It
-        changes the order of their sums. Only after `settle`."""
+        """Moves the gradients of all replicas into the `StoredState`, so that they can be read.
+        Later sums then have another order."""
         ...
 
     def recover(self) -> None:

@@ -291,11 +291,6 @@ class RoundLoop:
             self._count_ended(position.current, ended)
             position.settle(ended)
 
-    def _collect(self) -> None:
-        """Ends what has begun, and moves all gradients to where tasks are read."""
-        self._settle()
-        self._executor.collect()
-
     def _count_ended(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
         """Takes note of what has been trained of a round that is forgotten."""
         if ended:
@@ -348,7 +343,7 @@ class RoundLoop:
           One `TaskUpdate` for each task of that round, except tasks that had failed before its
           update. Empty if all results have been fetched already.
         """
-        self._collect()
+        self._settle()
         self._fetch()
         return self._results.take()
 

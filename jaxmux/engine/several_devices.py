@@ -121,6 +121,8 @@ class SeveralDevices:
         self._kept = True
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
+        # Whether other replicas than the first one have no gradients.
+        self._collected = True
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -160,7 +162,7 @@ class SeveralDevices:
                 "an earlier round ended in an exception; restore a checkpoint in a new engine"
             )
         # The flag stays if the call ends in an exception between two passes of a microbatch.
-        self._broken = True
+        self._broken, self._collected = True, False
         outcome = self._run(plan, done, stop, due, following)
         self._broken = False
         return outcome
@@ -241,6 +243,7 @@ class SeveralDevices:
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
             return ()
+        self._collected = False
         for replica in self._replicas:
             while True:
                 dispatched, ended = replica.advance(lambda _: False)
@@ -253,11 +256,11 @@ class SeveralDevices:
         return ahead
 
     def collect(self) -> None:
-        for copy in self._copies:
-            if copy.own.states:
-                copy.refresh()
-                slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
-                copy.send_gradients(slots)
+        for copy in [] if self._collected else self._copies:
+            copy.refresh()
+            slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+            copy.send_gradients(slots)
+        self._collected = True
 
     def recover(self) -> None:
         for replica in self._full:
