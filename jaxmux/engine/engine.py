@@ -323,9 +323,9 @@ class Engine(RoundLoop):
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
         on from its last update, or from its last turn if its global batch is not complete.
 
-        Where several devices add to the same gradients (all meshes but a pipeline of single
-        devices), the sums on each of them are not kept, because later sums would have another
-        order. There an incomplete global batch begins again.
+        On meshes with dp, fsdp or tp, and with several replicas, an incomplete global batch begins
+        again: there a gradient is the sum of what several devices have accumulated, and to form it
+        now would change the order of later sums.
 
         Args:
           name: name of the task.
@@ -351,8 +351,9 @@ class Engine(RoundLoop):
         return suspended
 
     def resume(self, suspended: SuspendedTask) -> None:
-        """Lets a suspended task go on, with the bits that it would have had without a break. (On
-        several replicas, with those of the same samples on each replica.)
+        """Lets a suspended task go on, with the bits that it would have had without a break. With
+        several replicas its samples may go to others than they would have, which changes the order
+        of sums.
 
         Args:
           suspended: the task, from `suspend` of an engine with the same backbone.
