@@ -200,6 +200,7 @@ class Engine(RoundLoop):
             raise ValueError(f"the programs are for {programs.sizes[1]}, the engine gets {size}")
         self._refuse_unfinished_round()
         self._settle()
+        self._executor.collect()
         self._fetch()
         self._clear_left_slots()
         before = self.size
@@ -322,6 +323,10 @@ class Engine(RoundLoop):
         """Removes a task, whose place another task can then take, and keeps all that it needs to go
         on from its last update, or from its last turn if its global batch is not complete.
 
+        On meshes with dp, fsdp or tp, and with several replicas, an incomplete global batch begins
+        again: there a gradient is the sum of what several devices have accumulated, and to form it
+        now would change the order of later sums.
+
         Args:
           name: name of the task.
 
@@ -335,7 +340,7 @@ class Engine(RoundLoop):
         self._refuse_unfinished_round()
         slot, number = self._slots.named(name), self._slots.number(name)
         accumulated: list[int] = []
-        if self._position.goes_on(number):
+        if self._position.goes_on(number) and self._sums_at_one_place:
             # What has begun of the next turn must have ended, because its gradients are kept too.
             self._settle()
             accumulated = self._position.accumulated(number)
@@ -346,7 +351,9 @@ class Engine(RoundLoop):
         return suspended
 
     def resume(self, suspended: SuspendedTask) -> None:
-        """Lets a suspended task go on, with the bits that it would have had without a break.
+        """Lets a suspended task go on, with the bits that it would have had without a break. With
+        several replicas its samples may go to others than they would have, which changes the order
+        of sums.
 
         Args:
           suspended: the task, from `suspend` of an engine with the same backbone.
@@ -360,6 +367,8 @@ class Engine(RoundLoop):
         self._refuse_tasks([slot.prepared])
         if self._results.awaits(slot):
             self._fetch()
+        if not suspended.accumulated:
+            slot.lose_gradients()
         self._make_room([slot.prepared])
         slot.leave_out_seconds()
         self._slots.put_back(slot, suspended.arrays())
@@ -507,6 +516,7 @@ class Engine(RoundLoop):
         Raises:
           TaskError: no task of this name is registered.
         """
+        self._executor.collect()
         copied = self._slots.copy_to_host(name)
         return copied() | best_arrays(self._slots.named(name))()
 
@@ -584,6 +594,12 @@ class Engine(RoundLoop):
         """Raises PlanningError if a pipeline of this engine cannot train tasks with these pools."""
         for own in self._replicas or ():
             refuse_stages(pools, len(set(own.homes)), len(own.parts))
+
+    @property
+    def _sums_at_one_place(self) -> bool:
+        """Whether each gradient is summed up on one device."""
+        (first, *others) = self._executor.replicas
+        return not others and all(stage.devices == 1 for stage in first.replica.stages)
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:

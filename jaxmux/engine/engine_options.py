@@ -46,7 +46,7 @@ class EngineOptions:
         dropout. `reserved.optimizer` is not used. A later task that stays within the sizes reached
         so far, and whose optimizer has no more moments than earlier ones, is added without
         compiling the forward and backward pass again. On CPU, a task trains to the same bits beside
-        any other tasks as long as these sizes and `shape` are the same.
+        any other tasks as long as these sizes and `shape` are the same, and there is one replica.
       remat: the values that a layer keeps from its forward to its backward pass; all else is
         computed again. From most to least memory: "none" keeps everything, "norms" recomputes
         neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"

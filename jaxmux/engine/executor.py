@@ -107,12 +107,17 @@ class Executor(Protocol):
         ...
 
     def settle(self) -> tuple[int, ...]:
-        """Ends the microbatches of the following round that have begun, so that tasks can be read
-        and changed. The round itself is forgotten. All gradients are then in the `StoredState`.
+        """Ends the microbatches of the following round that have begun, so that tasks can be
+        changed. The round itself is forgotten.
 
         Returns:
           The indices of its microbatches that have ended, in this call and before.
         """
+        ...
+
+    def collect(self) -> None:
+        """Moves the gradients of all replicas into the `StoredState`, so that they can be read.
+        Later sums then have another order."""
         ...
 
     def recover(self) -> None:

@@ -121,6 +121,8 @@ class SeveralDevices:
         self._kept = True
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
+        # Whether other replicas than the first one have no gradients.
+        self._collected = True
         # True if a round ended in an exception, with microbatches between two parts.
         self._broken = False
 
@@ -160,7 +162,7 @@ class SeveralDevices:
                 "an earlier round ended in an exception; restore a checkpoint in a new engine"
             )
         # The flag stays if the call ends in an exception between two passes of a microbatch.
-        self._broken = True
+        self._broken, self._collected = True, False
         outcome = self._run(plan, done, stop, due, following)
         self._broken = False
         return outcome
@@ -240,8 +242,8 @@ class SeveralDevices:
 
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
-            self._collect()
             return ()
+        self._collected = False
         for replica in self._replicas:
             while True:
                 dispatched, ended = replica.advance(lambda _: False)
@@ -252,6 +254,13 @@ class SeveralDevices:
         ahead = tuple(self._ahead_done)
         self._forget()
         return ahead
+
+    def collect(self) -> None:
+        for copy in [] if self._collected else self._copies:
+            copy.refresh()
+            slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+            copy.send_gradients(slots)
+        self._collected = True
 
     def recover(self) -> None:
         for replica in self._full:
@@ -310,20 +319,10 @@ class SeveralDevices:
             replica.state.wait()
 
     def _forget(self) -> None:
-        """Forgets the microbatches that have not begun. The train state gets the gradients of all
-        others."""
+        """Forgets the microbatches that have not begun."""
         for replica in self._replicas:
             replica.forget()
-        self._collect()
         self._ahead, self._ahead_done = None, []
-
-    def _collect(self) -> None:
-        """Moves the gradients of the copies into the train state."""
-        for copy in self._copies:
-            if copy.own.states:
-                copy.refresh()
-                slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
-                copy.send_gradients(slots)
 
     def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
         self._refresh()

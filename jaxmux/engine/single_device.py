@@ -177,6 +177,9 @@ class SingleDevice:
     def settle(self) -> tuple[int, ...]:
         return ()
 
+    def collect(self) -> None:
+        pass
+
     def recover(self) -> None:
         self._leaner_by += 1
         self._forward = None

@@ -50,7 +50,7 @@ class LiveTraining:
     Tasks are trained by priority; among equals, those that came first go first, and of those that
     came at the same end of a round, the ones with the highest throughput. A task that cannot
     train yet waits, and its status tells why; a running task makes room for one of higher priority
-    and goes on later with the same bits. A task that does not fit into the engine's pool and
+    and goes on later as after `pause`. A task that does not fit into the engine's pool and
     microbatches even alone is refused, so programs are never compiled again.
 
     Attributes:
@@ -206,7 +206,8 @@ class LiveTraining:
 
     def pause(self, name: str) -> Future[None]:
         """Lets a task give up its place until `resume` is called. It goes on later with the bits
-        that it would have had without a break.
+        that it would have had without a break; with several replicas of the backbone, or with a
+        pool that follows its load, up to rounding.
 
         Args:
           name: name of the task.

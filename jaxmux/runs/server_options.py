@@ -34,7 +34,8 @@ class ServerOptions(RunOptions):
       reserved_dropout: whether tasks may have dropout.
       elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
         load up to them. A task's results then depend on its neighbours, but only in the order of
-        sums. False keeps all sizes, and a task's bits depend on itself alone.
+        sums. False keeps all sizes, and a task's bits depend on itself alone, but for several
+        replicas of the backbone.
       prepared_at_once: number of tasks whose data are read at the same time, beside training, and
         of initial adapters that are computed at the same time if they take long.
       slow_preparation_seconds: a task whose data take longer to read, in seconds, no longer counts
