@@ -17,7 +17,8 @@ class Meter:
         padding and virtual tokens. It makes no difference whether an update followed.
       recomputed_tokens: tokens of this kind that were computed once more, because training was
         started again from an earlier moment, because a device ran out of memory, or because the
-        task left a round that had begun. They do not count as computed a second time.
+        task left a round, or on some meshes a global batch, that had begun. They do not count as
+        computed a second time.
       trained_tokens: target tokens (tokens that count in the loss) of the updates that were
         applied.
       held_out_tokens: tokens of the chunks with held-out samples, with padding, of the

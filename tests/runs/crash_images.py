@@ -5,6 +5,21 @@ from pathlib import Path
 from random import Random
 
 
+def copy_now(folder: Path, image: Path) -> Path:
+    """Copies a folder as it is now, though others may write into it: if a file vanishes meanwhile,
+    it is copied once more.
+
+    Args:
+      folder: the folder.
+      image: the copy, which does not exist yet.
+    """
+    while True:
+        try:
+            return Path(shutil.copytree(folder, image))
+        except shutil.Error:
+            shutil.rmtree(image)
+
+
 def torn(random: Random, path: Path, least: int = 0) -> None:
     """Cuts a file off somewhere, or fills what was not written with zeros, as file systems do.
 

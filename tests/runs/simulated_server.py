@@ -179,8 +179,7 @@ class SimulatedServer:
         """Goes on with an image of the folder as it is now, damaged as a crash could damage it."""
         self._idle()
         self._images += 1
-        image = self._files / f"server{self._images}"
-        shutil.copytree(self._folder, image)
+        image = crash_images.copy_now(self._folder, self._files / f"server{self._images}")
         unsynced = self._disk.unsynced(self._folder)
         self._disk.slow = self._disk.full = False
         self._let_all_slow_data_go()
