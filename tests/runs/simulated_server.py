@@ -13,6 +13,7 @@ from random import Random
 from jaxmux.engine import EngineSize
 from jaxmux.live import LiveTraining
 from jaxmux.live.states import ENDED
+from jaxmux.runs import retry
 from jaxmux.runs import server as server_module
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
@@ -124,6 +125,9 @@ class SimulatedServer:
 
         # After fewer rounds than usual, so that it happens in a simulation.
         soon_smaller = functools.partial(LiveTraining, quiet_rounds=4)
+        # What could not be written is tried again without a wait.
+        for seconds in ("_FIRST", "_LONGEST"):
+            monkeypatch.setattr(retry, seconds, 0.0)
         monkeypatch.setattr(server_module, "LiveTraining", soon_smaller)
         monkeypatch.setattr(server_module, "prepare_task", prepare_slowly)
         monkeypatch.setattr(server_module, "load_on", load_once)
