@@ -48,15 +48,19 @@ def _quiet_orbax() -> None:
     """Orbax logs warnings about its own metadata when training resumes, errors when one of its
     threads reads a file of them that another one is writing, and tracebacks of the threads that
     write a checkpoint which fails. What fails is raised besides."""
-    for name in ("absl", "asyncio"):
-        logging.getLogger(name).setLevel(logging.CRITICAL)
-    before = sys.unraisablehook
+    logging.getLogger("absl").setLevel(logging.CRITICAL)
+    logging.getLogger("asyncio").addFilter(_is_of_others)
+    sys.unraisablehook = _show_unraisable
 
-    def show(unraisable: Any) -> None:
-        if str(unraisable.exc_value) != "Event loop is closed":
-            before(unraisable)
 
-    sys.unraisablehook = show
+def _is_of_others(record: logging.LogRecord) -> bool:
+    """Whether a message of asyncio is not about a file that TensorStore could not write."""
+    return "tensorstore" not in f"{record.getMessage()} {record.exc_info}".lower()
+
+
+def _show_unraisable(unraisable: Any) -> None:
+    if str(unraisable.exc_value) != "Event loop is closed":
+        sys.__unraisablehook__(unraisable)
 
 
 def _page(options: argparse.Namespace) -> AbstractContextManager[None]:

@@ -252,7 +252,8 @@ class Engine(RoundLoop):
 
     def snapshot(self, name: str) -> Callable[[], SlotArrays]:
         """Begins to copy a task's adapter and optimizer state to the host, as they are after the
-        last update that was dispatched. The devices do not wait for it.
+        last update that was dispatched. The devices do not wait for it, but if they hold as many
+        copies as fit, the host does (`snapshot_waits`).
 
         Args:
           name: name of the task.

@@ -54,16 +54,18 @@ class HostCopies:
     """Copies of which the devices hold only so many bytes at a time: another one then waits for the
     oldest to arrive. A single copy may be larger."""
 
-    def __init__(self, most: float | None = None):
+    def __init__(self, wait_for_devices: Callable[[], None], most: float | None = None):
         """Begins without copies.
 
         Args:
+          wait_for_devices: function that returns when the devices have ended what has been
+            dispatched, which needs memory, too.
           most: bytes of one device; None for half of the memory that plans leave, and for any
             number if the devices' memory is unknown.
         """
         if most is None:
             most = (device_memory() or math.inf) * (1 - USABLE) / 2
-        self._most = most
+        self._wait_for_devices, self._most = wait_for_devices, most
         # Nobody waits for a copy that has been dropped.
         self._begun: list[weakref.ref[HostCopy]] = []
         # By key, the bytes of such a copy.
@@ -82,18 +84,21 @@ class HostCopies:
         """Begins a copy, when there is room for it.
 
         Args:
-          key: what it copies; copies with equal keys are equally large.
+          key: what it copies; copies with equal keys are about equally large.
           read: function that returns the arrays, which nobody else uses.
 
         Raises:
           OutOfDeviceMemory: a device has too little memory even without other copies.
         """
         while self.waits(key):
-            self._on_devices()[0].wait()
+            # Another thread may have waited for the last one by now.
+            for copy in self._on_devices()[:1]:
+                copy.wait()
         found: list[Any] = []
         if not fits(lambda: found.append(read())):
             for copy in self._on_devices():
                 copy.wait()
+            self._wait_for_devices()
             if not fits(lambda: found.append(read())):
                 raise OutOfDeviceMemory(
                     "a device has too little memory to copy a task to the host; try fewer or "

@@ -76,7 +76,7 @@ class StoredState:
         self.measured: list[jax.Array] = []
         # The programs that have run for the layout.
         self._ran: set[Hashable] = set()
-        self._copies = HostCopies()
+        self._copies = HostCopies(self.wait)
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -132,7 +132,7 @@ class StoredState:
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
-        other.measured, other._ran, other._copies = [], set(), HostCopies()
+        other.measured, other._ran, other._copies = [], set(), HostCopies(other.wait)
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:

@@ -306,7 +306,8 @@ class LiveTraining:
         """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
         and no more commands are taken."""
         self._take_no_more()
-        # Without `run`, nobody else ends what waits, but for `step`, if that has called this.
+        # Without `run`, nobody else ends what waits; while commands are being carried out, `step`
+        # calls this once more.
         if self._is_owner and not self._runner.is_busy and self._running.acquire(blocking=False):
             try:
                 self._end()
@@ -371,6 +372,8 @@ class LiveTraining:
         self._owner = threading.current_thread()
         if self._runner.carry_out():
             self._saving.changed = True
+        if self._closed:
+            self.close()
         for prepared in self._preparation.take():
             self._tasks.enter_prepared(prepared.reading, prepared.result)
         self._tasks.tell_waiting(self._preparation.waiting, self._preparation.waiting_to_begin)

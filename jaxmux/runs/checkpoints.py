@@ -120,7 +120,7 @@ class Checkpoints:
 
     def remove_incomplete(self) -> None:
         """Deletes what is left of checkpoints that could not be completed. Orbax does it only when
-        the folder is opened. No checkpoint may be under way."""
+        the folder is opened. Threads of one that has just failed may still write a little."""
         for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(path, ignore_errors=True)
 

@@ -198,7 +198,7 @@ class ServerStore:
             self._checkpoint_retry.note_failure()
             self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be begun ({e.strerror})")
             return False
-        self._number, self._has_failed = number, False
+        self._number = number
         self._last = self._writer.submit(self._write_checkpoint, number, tasks, totals, rounds)
         return True
 
@@ -298,10 +298,13 @@ class ServerStore:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
             record = {"tasks": {own.task.name: _fields(own) for own in tasks}, "rounds": rounds}
             record |= _totals(totals)
+            # What threads of one that failed have written since.
+            self._checkpoints.remove_incomplete()
             self._refuse_too_large(sum(x.nbytes for own in arrays.values() for x in own.values()))
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.keep_newest()
+            self._has_failed = False
             self._checkpoint_retry.note_success()
             self._problems.pop(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.

@@ -19,7 +19,7 @@ def array(value: float) -> dict[str, jax.Array]:
 
 
 def test_a_copy_waits_for_the_oldest():
-    copies = HostCopies(most=2 * BYTES)
+    copies = HostCopies(lambda: None, most=2 * BYTES)
     first, second = (copies.begin("slot", lambda value=value: array(value)) for value in (1, 2))
     assert first.bytes == second.bytes == BYTES
     assert copies.waits("slot")
@@ -30,15 +30,29 @@ def test_a_copy_waits_for_the_oldest():
     assert not copies.waits("slot")
 
 
+def test_another_thread_may_wait_for_the_oldest_first(monkeypatch):
+    copies = HostCopies(lambda: None, most=BYTES)
+    first, waits = copies.begin("slot", lambda: array(1)), copies.waits
+
+    def arrives_meanwhile(key: str) -> bool:
+        result = waits(key)
+        first.wait()
+        return result
+
+    monkeypatch.setattr(copies, "waits", arrives_meanwhile)
+    copy = copies.begin("slot", lambda: array(2))
+    np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, 2, np.float32))
+
+
 def test_a_copy_may_be_larger_than_all_may_be_together():
-    copies = HostCopies(most=BYTES / 2)
+    copies = HostCopies(lambda: None, most=BYTES / 2)
     first = copies.begin("slot", lambda: array(1))
     second = copies.begin("slot", lambda: array(2))
     assert (first.bytes, second.bytes) == (0, BYTES)
 
 
 def test_nobody_waits_for_a_copy_that_was_dropped():
-    copies = HostCopies(most=BYTES)
+    copies = HostCopies(lambda: None, most=BYTES)
     dropped = copies.begin("slot", lambda: array(1))
     assert copies.waits("slot")
     del dropped
@@ -47,18 +61,19 @@ def test_nobody_waits_for_a_copy_that_was_dropped():
 
 
 def test_without_a_limit_no_copy_waits():
-    copies = HostCopies()
+    copies = HostCopies(lambda: None)
     held = [copies.begin("slot", lambda: array(1)) for _ in range(20)]
     assert not copies.waits("slot")
     assert all(copy.bytes for copy in held)
 
 
 def test_a_copy_that_does_not_fit_beside_others_waits_for_them():
-    copies = HostCopies()
+    ended = []
+    copies = HostCopies(lambda: ended.append("passes"))
     before = copies.begin("slot", lambda: array(1))
 
     def read() -> dict[str, jax.Array]:
-        if before.bytes:
+        if before.bytes or not ended:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return array(2)
 
@@ -72,7 +87,7 @@ def test_a_copy_that_never_fits_says_so():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with pytest.raises(OutOfDeviceMemory, match="to copy a task to the host; try fewer"):
-        HostCopies().begin("slot", read)
+        HostCopies(lambda: None).begin("slot", read)
 
 
 def test_other_errors_of_a_device_stay():
@@ -80,4 +95,4 @@ def test_other_errors_of_a_device_stay():
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
-        HostCopies().begin("slot", read)
+        HostCopies(lambda: None).begin("slot", read)

@@ -13,11 +13,12 @@ def copy_now(folder: Path, image: Path) -> Path:
       folder: the folder.
       image: the copy, which does not exist yet.
     """
-    while True:
+    for _ in range(20):
         try:
             return Path(shutil.copytree(folder, image))
         except shutil.Error:
             shutil.rmtree(image)
+    raise AssertionError(f"{folder} changes whenever it is copied")
 
 
 def torn(random: Random, path: Path, least: int = 0) -> None:

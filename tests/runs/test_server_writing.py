@@ -211,9 +211,19 @@ def test_a_callback_may_close_a_server_that_is_stepped(serve, task, tmp_path):  
     folder = tmp_path / "server"
     with serve(folder) as server:
         first, second = (server.register(task(name)) for name in "ab")
-        first.add_done_callback(lambda _: server.close())
+        later, events = [], server.events()
+
+        def close(_):
+            later.append(server.cancel("b"))
+            server.close()
+
+        first.add_done_callback(close)
         step(server)
         assert first.exception() is None and second.exception() is None
+        with pytest.raises(RuntimeError, match="training was closed before the command"):
+            later[0].result(timeout=0)
+        # The iterator ends.
+        assert {event.task for event in events} == {"a", "b"}
     with serve(folder) as server:
         assert [own.name for own in server.statuses()] == ["a", "b"]
         finish(server)
