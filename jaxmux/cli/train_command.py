@@ -54,8 +54,9 @@ def _quiet_orbax() -> None:
 
 
 def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio is not about a file that TensorStore could not write."""
-    return "tensorstore" not in f"{record.getMessage()} {record.exc_info}".lower()
+    """Whether a message of asyncio is not about what Orbax or TensorStore could not write."""
+    text = f"{record.getMessage()} {record.exc_info}".lower()
+    return "orbax" not in text and "tensorstore" not in text
 
 
 def _show_unraisable(unraisable: Any) -> None:
