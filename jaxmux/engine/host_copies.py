@@ -54,18 +54,16 @@ class HostCopies:
     """Copies of which the devices hold only so many bytes at a time: another one then waits for the
     oldest to arrive. A single copy may be larger."""
 
-    def __init__(self, wait_for_devices: Callable[[], None], most: float | None = None):
+    def __init__(self, most: float | None = None):
         """Begins without copies.
 
         Args:
-          wait_for_devices: function that returns when the devices have ended what has been
-            dispatched, which needs memory, too.
           most: bytes of one device; None for half of the memory that plans leave, and for any
             number if the devices' memory is unknown.
         """
         if most is None:
             most = (device_memory() or math.inf) * (1 - USABLE) / 2
-        self._wait_for_devices, self._most = wait_for_devices, most
+        self._most = most
         # Nobody waits for a copy that has been dropped.
         self._begun: list[weakref.ref[HostCopy]] = []
         # By key, the bytes of such a copy.
@@ -80,12 +78,16 @@ class HostCopies:
         held = sum(copy.bytes for copy in self._on_devices())
         return held > 0 and held + self._bytes.get(key, 0) > self._most
 
-    def begin(self, key: Hashable, read: Callable[[], Any]) -> HostCopy:
+    def begin(
+        self, key: Hashable, read: Callable[[], Any], wait_for_devices: Callable[[], None]
+    ) -> HostCopy:
         """Begins a copy, when there is room for it.
 
         Args:
           key: what it copies; copies with equal keys are about equally large.
           read: function that returns the arrays, which nobody else uses.
+          wait_for_devices: function that returns when the devices have ended what has been
+            dispatched, which needs memory, too.
 
         Raises:
           OutOfDeviceMemory: a device has too little memory even without other copies.
@@ -98,7 +100,7 @@ class HostCopies:
         if not fits(lambda: found.append(read())):
             for copy in self._on_devices():
                 copy.wait()
-            self._wait_for_devices()
+            wait_for_devices()
             if not fits(lambda: found.append(read())):
                 raise OutOfDeviceMemory(
                     "a device has too little memory to copy a task to the host; try fewer or "

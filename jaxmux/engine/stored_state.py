@@ -76,7 +76,7 @@ class StoredState:
         self.measured: list[jax.Array] = []
         # The programs that have run for the layout.
         self._ran: set[Hashable] = set()
-        self._copies = HostCopies(self.wait)
+        self._copies = HostCopies()
 
     def make_room(self, specs: TrainState) -> None:
         """Creates the state, or enlarges it.
@@ -132,7 +132,7 @@ class StoredState:
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
-        other.measured, other._ran, other._copies = [], set(), HostCopies(other.wait)
+        other.measured, other._ran, other._copies = [], set(), HostCopies()
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
@@ -147,7 +147,7 @@ class StoredState:
         for kind in slot_kinds(self.layout.tree, optimizers):
             for fields in READ_FIELDS:
                 read = partial(self._read, kind, slot, fields)
-                self._copies.begin((kind, fields), read).wait()
+                self._copies.begin((kind, fields), read, self.wait).wait()
             specs = named_leaves(slot_specs(self.layout.tree, kind))
             places = [self._places(i, kind) for i in range(len(self.parts))]
             for name, spec in specs.items():
@@ -232,7 +232,8 @@ class StoredState:
         Returns:
           A function that waits for the copy and returns, by field, the slot's NumPy arrays.
         """
-        copy = self._copies.begin((kind, fields), partial(self._read, kind, slot, fields))
+        read = partial(self._read, kind, slot, fields)
+        copy = self._copies.begin((kind, fields), read, self.wait)
 
         def joined(spec: LeafSpec, *leaves: np.ndarray) -> np.ndarray:
             return spec.joined(leaves, np.concatenate)

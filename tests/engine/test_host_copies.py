@@ -14,16 +14,22 @@ from jaxmux.errors import OutOfDeviceMemory
 BYTES = 32
 
 
+def wait() -> None:
+    """The devices have ended what has been dispatched."""
+
+
 def array(value: float) -> dict[str, jax.Array]:
     return {"adapter": jnp.full(8, value)}
 
 
 def test_a_copy_waits_for_the_oldest():
-    copies = HostCopies(lambda: None, most=2 * BYTES)
-    first, second = (copies.begin("slot", lambda value=value: array(value)) for value in (1, 2))
+    copies = HostCopies(most=2 * BYTES)
+    first, second = (
+        copies.begin("slot", lambda value=value: array(value), wait) for value in (1, 2)
+    )
     assert first.bytes == second.bytes == BYTES
     assert copies.waits("slot")
-    third = copies.begin("slot", lambda: array(3))
+    third = copies.begin("slot", lambda: array(3), wait)
     assert [copy.bytes for copy in (first, second, third)] == [0, BYTES, BYTES]
     for value, copy in enumerate((first, second, third), start=1):
         np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, value, np.float32))
@@ -31,8 +37,8 @@ def test_a_copy_waits_for_the_oldest():
 
 
 def test_another_thread_may_wait_for_the_oldest_first(monkeypatch):
-    copies = HostCopies(lambda: None, most=BYTES)
-    first, waits = copies.begin("slot", lambda: array(1)), copies.waits
+    copies = HostCopies(most=BYTES)
+    first, waits = copies.begin("slot", lambda: array(1), wait), copies.waits
 
     def arrives_meanwhile(key: str) -> bool:
         result = waits(key)
@@ -40,20 +46,20 @@ def test_another_thread_may_wait_for_the_oldest_first(monkeypatch):
         return result
 
     monkeypatch.setattr(copies, "waits", arrives_meanwhile)
-    copy = copies.begin("slot", lambda: array(2))
+    copy = copies.begin("slot", lambda: array(2), wait)
     np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, 2, np.float32))
 
 
 def test_a_copy_may_be_larger_than_all_may_be_together():
-    copies = HostCopies(lambda: None, most=BYTES / 2)
-    first = copies.begin("slot", lambda: array(1))
-    second = copies.begin("slot", lambda: array(2))
+    copies = HostCopies(most=BYTES / 2)
+    first = copies.begin("slot", lambda: array(1), wait)
+    second = copies.begin("slot", lambda: array(2), wait)
     assert (first.bytes, second.bytes) == (0, BYTES)
 
 
 def test_nobody_waits_for_a_copy_that_was_dropped():
-    copies = HostCopies(lambda: None, most=BYTES)
-    dropped = copies.begin("slot", lambda: array(1))
+    copies = HostCopies(most=BYTES)
+    dropped = copies.begin("slot", lambda: array(1), wait)
     assert copies.waits("slot")
     del dropped
     gc.collect()
@@ -61,23 +67,23 @@ def test_nobody_waits_for_a_copy_that_was_dropped():
 
 
 def test_without_a_limit_no_copy_waits():
-    copies = HostCopies(lambda: None)
-    held = [copies.begin("slot", lambda: array(1)) for _ in range(20)]
+    copies = HostCopies()
+    held = [copies.begin("slot", lambda: array(1), wait) for _ in range(20)]
     assert not copies.waits("slot")
     assert all(copy.bytes for copy in held)
 
 
 def test_a_copy_that_does_not_fit_beside_others_waits_for_them():
     ended = []
-    copies = HostCopies(lambda: ended.append("passes"))
-    before = copies.begin("slot", lambda: array(1))
+    copies = HostCopies()
+    before = copies.begin("slot", lambda: array(1), wait)
 
     def read() -> dict[str, jax.Array]:
         if before.bytes or not ended:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
         return array(2)
 
-    copy = copies.begin("slot", read)
+    copy = copies.begin("slot", read, lambda: ended.append("passes"))
     np.testing.assert_array_equal(copy.wait()["adapter"], np.full(8, 2, np.float32))
     np.testing.assert_array_equal(before.wait()["adapter"], np.full(8, 1, np.float32))
 
@@ -87,7 +93,7 @@ def test_a_copy_that_never_fits_says_so():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
 
     with pytest.raises(OutOfDeviceMemory, match="to copy a task to the host; try fewer"):
-        HostCopies(lambda: None).begin("slot", read)
+        HostCopies().begin("slot", read, wait)
 
 
 def test_other_errors_of_a_device_stay():
@@ -95,4 +101,4 @@ def test_other_errors_of_a_device_stay():
         raise jax.errors.JaxRuntimeError("INTERNAL: broken")
 
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL: broken"):
-        HostCopies(lambda: None).begin("slot", read)
+        HostCopies().begin("slot", read, wait)
