@@ -12,6 +12,7 @@ from jaxmux import AdamW, LoRA
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.watched_directory import Place
 
+from .crash_images import copy_now
 from .watched_server import ADAPTER, OPTIONS, known
 
 ENDED = ("succeeded", "failed", "cancelled")
@@ -266,7 +267,7 @@ def test_copies_of_ended_tasks_are_deleted_though_no_checkpoint_follows(
         server.until("acme/bad", "failed")
         inputs = server.folder / "inputs"
         server.poll_until(lambda: not any(inputs.iterdir()))
-        copy = shutil.copytree(server.folder, tmp_path / "copy")
+        copy = copy_now(server.folder, tmp_path / "copy")
         assert not any((copy / "checkpoints").iterdir())
         put("acme/two", steps=400)
         server.until("acme/two", "running")
@@ -308,7 +309,7 @@ def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, pu
         for _ in range(4):
             server.watcher.poll()  # the command waits for the end of a round
         assert (server.folder / "specifications" / "acme.one.json").exists()
-        copy = shutil.copytree(server.folder, tmp_path / "copy")
+        copy = copy_now(server.folder, tmp_path / "copy")
         server.live.step()
     shutil.rmtree(server.folder)
     copy.rename(server.folder)
@@ -335,12 +336,12 @@ def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, t
         # Nor before their status files tell it.
         assert len(known(server.live)) == 3
         server.watcher._status_files._every = 0.0
-        killed_before = shutil.copytree(server.folder, tmp_path / "before")
+        killed_before = copy_now(server.folder, tmp_path / "before")
         server.poll_until(lambda: len(known(server.live)) == 1)
         server.live._saving.changed = True
         server.live.save()
         server.live._store._writer.submit(lambda: None).result()
-        killed_after = shutil.copytree(server.folder, tmp_path / "after")
+        killed_after = copy_now(server.folder, tmp_path / "after")
     for copy in (killed_before, killed_after):
         shutil.rmtree(server.folder)
         copy.rename(server.folder)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxmux.runs.accepted_tasks import AcceptedTasks
 
+from .crash_images import copy_now
 from .watched_server import known
 
 LATE = "has ended (succeeded); give the file and the task another name"
@@ -61,7 +62,7 @@ def test_an_extension_with_which_a_task_has_ended_is_no_change(watch, put, tmp_p
         for _ in range(2):
             server.watcher.poll()  # the commands wait for the end of a round
         server.step_until(lambda: [*known(server.live).values()] == ["succeeded", "succeeded"])
-        killed = shutil.copytree(server.folder, tmp_path / "killed")
+        killed = copy_now(server.folder, tmp_path / "killed")
         check(server)
         put_all(after)
         check(server)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from jaxmux.live import saving
 
+from .crash_images import copy_now
 from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
 
 
@@ -36,7 +37,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
         while server._saving._copied is not None:
             step(server)
         settle(server)
-        shutil.copytree(folder, tmp_path / "copy")
+        copy_now(folder, tmp_path / "copy")
         totals = server.totals()
     with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
         step(server)
@@ -62,7 +63,7 @@ def test_a_task_that_has_begun_outlives_a_moment_without_its_data(
         step(server)
         while not all(own.step > 0 for own in server.statuses()):
             step(server)
-        shutil.copytree(folder, tmp_path / "copy")
+        copy_now(folder, tmp_path / "copy")
     away = Path(paths["gone"]).rename(tmp_path / "away")
     os.utime(paths["touched"], ns=(1, 1))
     with serve(tmp_path / "copy") as server:

@@ -13,6 +13,7 @@ from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.live import At, Command
 from jaxmux.tasks import Task, TaskError
 
+from .crash_images import copy_now
 from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
 
 
@@ -30,7 +31,7 @@ def test_ends_survive_a_kill(serve, task, adapter_bytes, tmp_path):  # noqa: F81
         # What they have used is known when the results of the last round have arrived.
         step(server, 3)
         ended = [server.status(name) for name in ("good", "bad", "cancelled")]
-        copy = shutil.copytree(folder, tmp_path / "copy")
+        copy = copy_now(folder, tmp_path / "copy")
         adapter = adapter_bytes(copy / "adapters" / "good")
     assert not any((copy / "checkpoints").iterdir())
     told = (copy / "events.jsonl").read_text()
@@ -60,7 +61,7 @@ def test_what_earlier_versions_have_kept_of_ends_counts(serve, task, tmp_path): 
         used = dataclasses.replace(status.meter, effective_tokens=12_345)
         last = status.history[-1].time
         server._store.record([Command("used", "a", None, last, At(status.step, used))])
-        copy = shutil.copytree(folder, tmp_path / "copy")
+        copy = copy_now(folder, tmp_path / "copy")
     with serve(copy) as server:
         assert server.status("a") == status._replace(meter=used)
         assert server.totals() == used
@@ -73,7 +74,7 @@ def test_a_name_that_is_used_again_belongs_to_the_new_task(serve, task, tmp_path
             server.register(task(name, steps=steps))
             finish(server)
         step(server)
-        copy = shutil.copytree(folder, tmp_path / "copy")
+        copy = copy_now(folder, tmp_path / "copy")
     with serve(copy, most_ended=1) as server:
         assert (server.status("a").state, server.status("a").steps) == ("succeeded", 4)
 
@@ -127,7 +128,7 @@ def test_an_adapter_that_cannot_be_written_stops_nothing_else(
         assert shown["bad"].reason == "its end is being written to disk"
         assert shown["good"].state == "succeeded"
         assert not server.ended.is_kept("bad") and server.ended.is_kept("good")
-        copy = shutil.copytree(folder, tmp_path / "copy")
+        copy = copy_now(folder, tmp_path / "copy")
     assert sum("adapter bad: cannot be written yet" in line for line in said) == 1
     assert "succeeded" not in {
         event["state"]
