@@ -363,20 +363,12 @@ class LiveTasks:
         """Names of the tasks that train."""
         return self._engine.names
 
-    def snapshots(self, names: Sequence[str]) -> dict[str, Callable[[], SlotArrays]]:
-        """Begins to copy the arrays of tasks that train, for `saved`.
-
-        Args:
-          names: names of the tasks.
-        """
-        return {name: self._engine.snapshot(name) for name in names}
-
     def saved(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> dict[str, SavedTask]:
         """By name, tasks that still train, as they are saved after the results of the updates
         before `snapshots`.
 
         Args:
-          snapshots: the result of the method `snapshots`, before a round was trained.
+          snapshots: by name, results of `Engine.snapshot` from before a round was trained.
         """
         return {
             name: self[name].saved(self._engine.with_best(name, snapshot))

@@ -60,13 +60,13 @@ class Saving:
                 return {}
             self._copied, self._began_at = {}, self._engine.rounds
         left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
+        has_time = self._engine.rounds - self._began_at < self._engine.size.slots
         begun: dict[str, Callable[[], SlotArrays]] = {}
         for name in left:
-            has_time = self._engine.rounds - self._began_at < self._engine.size.slots
             is_enough = len(begun) == _COPIED_AT_ONCE or self._engine.snapshot_waits(name)
             if has_time and begun and is_enough:
                 break
-            begun |= self._tasks.snapshots([name])
+            begun[name] = self._engine.snapshot(name)
         return begun
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
@@ -95,7 +95,7 @@ class Saving:
             self._copied = {}
             for name in self._tasks.running:
                 # One after another, as in `begin`.
-                arrays = self._tasks.snapshots([name])[name]()
+                arrays = self._engine.snapshot(name)()
                 self._note(self._tasks.saved({name: lambda arrays=arrays: arrays}))
             self._finish(wait)
 

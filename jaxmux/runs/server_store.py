@@ -109,7 +109,7 @@ class ServerStore:
         self._number = 0
         self._last: Future[None] | None = None
         # Whether the last checkpoint could not be written, and when to write another one.
-        self._has_failed, self._checkpoint_retry = False, Retry()
+        self._checkpoint_retry = Retry()
         # By kind, why the last thing of it could not be written, without and with its name.
         self._problems: dict[str, tuple[str, str]] = {}
         self._written: Callable[[], None] = lambda: None
@@ -149,7 +149,7 @@ class ServerStore:
 
     @property
     def behind(self) -> bool:
-        return self._has_failed
+        return self._checkpoint_retry.has_failed
 
     def check(self, task: Task) -> None:
         try:
@@ -304,14 +304,12 @@ class ServerStore:
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
             numbers = self._checkpoints.keep_newest()
-            self._has_failed = False
             self._checkpoint_retry.note_success()
             self._problems.pop(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])
         except Exception as e:  # orbax passes on the errors of many libraries
-            self._has_failed = True
             self._checkpoint_retry.note_failure()
             self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({_why(e)})")
             self._checkpoints.remove_incomplete()
