@@ -1,9 +1,13 @@
 """The global batches of a task, numbered from 0."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 from .errors import DataError
 from .samples import Sample
+
+# Global batches of a task whose indices are kept.
+_REMEMBERED = 8
 
 
 class GlobalBatches:
@@ -54,16 +58,20 @@ class GlobalBatches:
         # Importing grain imports JAX, which help texts do not wait for.
         import grain
 
-        dataset = grain.MapDataset.source(samples).seed(seed)
+        order = grain.MapDataset.range(len(samples)).seed(seed)
         if shuffle:
-            dataset = dataset.shuffle()
-        one_epoch = dataset.batch(batch_size, drop_remainder=False, batch_fn=list)
+            order = order.shuffle()
+        one_epoch = order.batch(batch_size, drop_remainder=False, batch_fn=tuple)
         self.batches_per_epoch: int = len(one_epoch)
-        self._batches = one_epoch.repeat(epochs)
+        self._samples, every_epoch = samples, one_epoch.repeat(epochs)
+        self._count = len(every_epoch)
+        # The next batches are asked for again whenever another task comes or goes, and to shuffle
+        # a sample among few takes 1 ms.
+        self._indices = lru_cache(_REMEMBERED)(every_epoch.__getitem__)
 
     def __len__(self) -> int:
         """The number of global batches in all epochs; `sys.maxsize` if `epochs` is None."""
-        return len(self._batches)
+        return self._count
 
     def __getitem__(self, k: int) -> list[Sample]:
         """The k-th global batch, k from 0.
@@ -73,4 +81,4 @@ class GlobalBatches:
         """
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
-        return self._batches[k]
+        return [self._samples[i] for i in self._indices(k)]

@@ -21,6 +21,10 @@ from jaxmux.planner.costs.layer_policies import USABLE
 
 from .out_of_memory import fits
 
+# The memory of the host through which arrays pass, because devices write to it by themselves. The
+# thread that begins to copy to memory of NumPy waits until the devices have ended.
+PASSAGE = "pinned_host"
+
 
 class HostCopy:
     """A tree of arrays that is being copied to the host.
@@ -35,19 +39,18 @@ class HostCopy:
         Args:
           arrays: a tree of arrays on devices or on the host.
         """
-        self._arrays, self._lock = arrays, threading.Lock()
-        self.bytes = _most_bytes(arrays)
-        for array in jax.tree.leaves(arrays):
-            if isinstance(array, jax.Array):
-                array.copy_to_host_async()
+        self.bytes, self._lock = _most_bytes(arrays), threading.Lock()
+        # Functions that wait for the arrays; then the arrays.
+        self._tree, self._waited = jax.tree.map(_begin, arrays), False
 
     def wait(self) -> Any:
         """Waits for the copy, in any thread, and returns the tree of NumPy arrays. The devices no
         longer have the copy then."""
         with self._lock:
-            if self.bytes:
-                self._arrays, self.bytes = jax.tree.map(np.asarray, self._arrays), 0
-            return self._arrays
+            if not self._waited:
+                self._tree = jax.tree.map(lambda wait: wait(), self._tree)
+                self._waited, self.bytes = True, 0
+            return self._tree
 
 
 class HostCopies:
@@ -114,6 +117,28 @@ class HostCopies:
     def _on_devices(self) -> list[HostCopy]:
         """The copies that have not arrived, the oldest first."""
         return [copy for own in self._begun if (copy := own()) and copy.bytes]
+
+
+def _begin(array: np.ndarray | jax.Array) -> Callable[[], np.ndarray]:
+    """Begins to copy an array. The result waits for it; it holds no memory of the devices once they
+    have written to that of the host."""
+    if not isinstance(array, jax.Array):
+        return lambda: array
+    parts = [
+        (shard.index, jax.device_put(shard.data, shard.data.sharding.with_memory_kind(PASSAGE)))
+        for shard in array.addressable_shards
+        if shard.replica_id == 0
+    ]
+    shape, dtype = array.shape, array.dtype
+
+    def wait() -> np.ndarray:
+        # The memory for passing is small and is needed again.
+        value = np.empty(shape, dtype)
+        for index, part in parts:
+            value[index] = part
+        return value
+
+    return wait
 
 
 def _most_bytes(arrays: Any) -> int:

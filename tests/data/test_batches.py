@@ -32,6 +32,13 @@ def test_every_epoch_covers_every_sample_once(count, batch_size):
         assert sorted(epoch_order(batches, epoch)) == list(range(count))
 
 
+def test_a_batch_that_is_asked_for_again_is_not_drawn_again():
+    batches = GlobalBatches(samples(23), batch_size=4, seed=3)
+    first = [ids(batches[k]) for k in range(8)]
+    assert [ids(batches[k]) for k in range(8)] == first
+    assert batches._indices.cache_info().misses == 8
+
+
 @pytest.mark.parametrize("count", [7, 8, 23])
 def test_only_the_last_batch_of_an_epoch_is_short(count):
     batches = GlobalBatches(samples(count), batch_size=4, seed=3, epochs=3)

@@ -22,6 +22,18 @@ def array(value: float) -> dict[str, jax.Array]:
     return {"adapter": jnp.full(8, value)}
 
 
+def test_arrays_of_the_host_pass_as_they_are():
+    own = np.arange(3, dtype=np.float32)
+    copy = HostCopies().begin("slot", lambda: {"adapter": own}, wait)
+    assert copy.bytes == 0
+    assert copy.wait()["adapter"] is own
+
+
+def test_a_copy_shares_no_memory_with_the_devices():
+    copy = HostCopies().begin("slot", lambda: array(1), wait)
+    assert copy.wait()["adapter"].flags.owndata
+
+
 def test_a_copy_waits_for_the_oldest():
     copies = HostCopies(most=2 * BYTES)
     first, second = (
