@@ -5,10 +5,8 @@
 Tasks of the bundled demo arrive at random; some are paused, cancelled, extended or given another
 priority. Every few seconds the resident memory of the process, its open files and its threads (also
 those of JAX and other libraries) are counted. The first third of the counts is a warm-up. The
-medians of the second third and of the last one are printed, and of the threads the largest counts,
-because TensorStore ends idle threads and starts others at the next checkpoint. If the process has
-grown from one to the other, a line says so and the exit status is 1. `--out` also writes the
-figures as records.
+medians of the second third and of the last one are printed. If the process has grown from one to
+the other, a line says so and the exit status is 1. `--out` also writes the figures as records.
 """
 
 import argparse
@@ -44,8 +42,9 @@ OPTIONS = {
 MOST_TASKS, COMMANDS_EVERY = 8, 0.2
 # Tasks whose status is known after their end.
 MOST_ENDED = 50
-# The memory of the last third over that of the second third.
-MOST_MEMORY = 1.03
+# The memory of the last third over that of the second third, and how many threads more it may have.
+# Libraries start and end theirs as they like; if each task left one, hundreds would be more.
+MOST_MEMORY, MOST_MORE_THREADS = 1.03, 2
 
 
 class Usage(NamedTuple):
@@ -69,9 +68,8 @@ class Usage(NamedTuple):
 
     @classmethod
     def of(cls, counts: Sequence["Usage"]) -> "Usage":
-        """The median memory and number of files, and the largest number of threads."""
-        memory, files, threads = zip(*counts, strict=True)
-        return cls(statistics.median(memory), statistics.median(files), max(threads))
+        """The medians of several counts."""
+        return cls(*map(statistics.median, zip(*counts, strict=True)))
 
 
 def main() -> int:
@@ -166,9 +164,9 @@ def judged(counts: Sequence[Usage], facts: dict[str, float]) -> list[Record]:
             (before.files, after.files),
         ),
         record(
-            "threads that the last third has at most, over the second",
+            "threads that the last third has more than the second",
             after.threads - before.threads,
-            0,
+            MOST_MORE_THREADS,
             "threads",
             (before.threads, after.threads),
         ),
