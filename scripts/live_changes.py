@@ -154,7 +154,8 @@ def come_and_go(backbone: Any, tasks: Sequence[PreparedTask], args: argparse.Nam
         "seconds a round, one task more": with_last,
         "seconds of the rounds around each arrival": [own[1:8] for own in arriving],
         "seconds of the rounds around each departure": [own[1:8] for own in leaving],
-        "seconds of the calls of register_tasks": sorted(changes.arrivals)[-10:],
+        "seconds of the slowest calls that let a task arrive": sorted(changes.arrivals)[-10:],
+        "seconds of the slowest calls that let a task leave": sorted(changes.departures)[-10:],
         "arrivals and departures": changes.count,
         "seconds of rounds with an arrival and a departure before each": changing,
         "seconds of these in which the host waited for microbatches": waited,
@@ -234,19 +235,19 @@ class Changes:
       count: number of arrivals and departures so far.
       in_flight: number of those before and after which a pipeline had microbatches in flight.
       arrivals: seconds that each arrival took.
+      departures: seconds that each departure took.
     """
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.count = self.in_flight = 0
         self.arrivals: list[float] = []
+        self.departures: list[float] = []
         # What the last task that left has left behind.
         self._copies: tuple[Callable[[], Any], ...] = ()
 
     def arrive(self, task: PreparedTask) -> None:
-        began = time.perf_counter()
-        self._change(lambda: self._engine.register_tasks([task]))
-        self.arrivals.append(time.perf_counter() - began)
+        self._change(lambda: self._engine.register_tasks([task]), self.arrivals)
 
     def leave(self, name: str) -> None:
         """Lets a task leave as one that succeeds does: its adapter and its optimizer state are
@@ -257,11 +258,12 @@ class Changes:
             self._copies = self._engine.result(name, snapshot), snapshot
             self._engine.release(name)
 
-        self._change(succeed)
+        self._change(succeed, self.departures)
 
-    def _change(self, change: Callable[[], None]) -> None:
-        before = microbatches_in_flight(self._engine)
+    def _change(self, change: Callable[[], None], seconds: list[float]) -> None:
+        before, began = microbatches_in_flight(self._engine), time.perf_counter()
         change()
+        seconds.append(time.perf_counter() - began)
         self.count += 1
         self.in_flight += min(before, microbatches_in_flight(self._engine)) > 0
 

@@ -1,8 +1,7 @@
 """Arrays on their way from the devices to the host.
 
-The devices keep a copy of what is being copied until it has arrived, because training goes on with
-the original. The memory model knows nothing of these copies, so they must fit into the memory that
-it leaves.
+The devices write them to pinned memory of the host, and threads copy them to other memory. There is
+little pinned memory, so it holds only so many arrays at a time.
 """
 
 import math
@@ -16,56 +15,48 @@ import jax
 import numpy as np
 
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.models import device_memory
-from jaxmux.planner.costs.layer_policies import USABLE
 
 from .out_of_memory import fits
 
-# The memory of the host through which arrays pass, because devices write to it by themselves. The
-# thread that begins to copy to memory of NumPy waits until the devices have ended.
-PASSAGE = "pinned_host"
+# Bytes of the arrays of one device that are on their way. A large task has 1 GB.
+_MOST = 2 * 2**30
 
 
 class HostCopy:
-    """A tree of arrays that is being copied to the host.
+    """A tree of arrays on their way to the host.
 
     Attributes:
-      bytes: the most bytes that a device holds of the copy; 0 once it has arrived.
+      bytes: the most bytes of the arrays that come from one device; 0 once they have arrived.
     """
 
     def __init__(self, arrays: Any):
-        """Begins to copy. The devices need not have computed the arrays yet.
+        """Takes the arrays, which the devices need not have computed yet.
 
         Args:
-          arrays: a tree of arrays on devices or on the host.
+          arrays: a tree of arrays in pinned memory, and of NumPy arrays.
         """
-        self.bytes, self._lock = _most_bytes(arrays), threading.Lock()
-        # Functions that wait for the arrays; then the arrays.
-        self._tree, self._waited = jax.tree.map(_begin, arrays), False
+        self._arrays, self._lock = arrays, threading.Lock()
+        self.bytes = _most_bytes(arrays)
 
     def wait(self) -> Any:
-        """Waits for the copy, in any thread, and returns the tree of NumPy arrays. The devices no
-        longer have the copy then."""
+        """Waits for the arrays, in any thread, and returns the tree of NumPy arrays. Their pinned
+        memory is free then."""
         with self._lock:
-            if not self._waited:
-                self._tree = jax.tree.map(lambda wait: wait(), self._tree)
-                self._waited, self.bytes = True, 0
-            return self._tree
+            if self.bytes:
+                self._arrays, self.bytes = jax.tree.map(_arrived, self._arrays), 0
+            return self._arrays
 
 
 class HostCopies:
-    """Copies of which the devices hold only so many bytes at a time: another one then waits for the
+    """Copies, of which only so many bytes are on their way at a time: another one waits for the
     oldest to arrive. A single copy may be larger."""
 
-    def __init__(self, most: float | None = None):
+    def __init__(self, most: float = _MOST):
         """Begins without copies.
 
         Args:
-          most: bytes of one device; None for half of the memory that plans leave, and for any
-            number if the devices' memory is unknown.
+          most: bytes of the arrays of one device.
         """
-        if most is None:
-            most = (device_memory() or math.inf) * (1 - USABLE) / 2
         self._most = most
         # Nobody waits for a copy that has been dropped.
         self._begun: list[weakref.ref[HostCopy]] = []
@@ -78,7 +69,7 @@ class HostCopies:
         Args:
           key: what it copies, as for `begin`.
         """
-        held = sum(copy.bytes for copy in self._on_devices())
+        held = sum(copy.bytes for copy in self._on_their_way())
         return held > 0 and held + self._bytes.get(key, 0) > self._most
 
     def begin(
@@ -88,21 +79,19 @@ class HostCopies:
 
         Args:
           key: what it copies; copies with equal keys are about equally large.
-          read: function that returns the arrays, which nobody else uses.
+          read: function that lets the devices write the arrays, which nobody else uses.
           wait_for_devices: function that returns when the devices have ended what has been
             dispatched, which needs memory, too.
 
         Raises:
-          OutOfDeviceMemory: a device has too little memory even without other copies.
+          OutOfDeviceMemory: a device has too little memory even if it does nothing else.
         """
         while self.waits(key):
             # Another thread may have waited for the last one by now.
-            for copy in self._on_devices()[:1]:
+            for copy in self._on_their_way()[:1]:
                 copy.wait()
         found: list[Any] = []
         if not fits(lambda: found.append(read())):
-            for copy in self._on_devices():
-                copy.wait()
             wait_for_devices()
             if not fits(lambda: found.append(read())):
                 raise OutOfDeviceMemory(
@@ -111,38 +100,27 @@ class HostCopies:
                 )
         copy = HostCopy(*found)
         self._bytes[key] = copy.bytes
-        self._begun = [weakref.ref(own) for own in (*self._on_devices(), copy)]
+        self._begun = [weakref.ref(own) for own in (*self._on_their_way(), copy)]
         return copy
 
-    def _on_devices(self) -> list[HostCopy]:
+    def _on_their_way(self) -> list[HostCopy]:
         """The copies that have not arrived, the oldest first."""
         return [copy for own in self._begun if (copy := own()) and copy.bytes]
 
 
-def _begin(array: np.ndarray | jax.Array) -> Callable[[], np.ndarray]:
-    """Begins to copy an array. The result waits for it; it holds no memory of the devices once they
-    have written to that of the host."""
+def _arrived(array: np.ndarray | jax.Array) -> np.ndarray:
+    """An array in memory of its own, once it has arrived."""
     if not isinstance(array, jax.Array):
-        return lambda: array
-    parts = [
-        (shard.index, jax.device_put(shard.data, shard.data.sharding.with_memory_kind(PASSAGE)))
-        for shard in array.addressable_shards
-        if shard.replica_id == 0
-    ]
-    shape, dtype = array.shape, array.dtype
-
-    def wait() -> np.ndarray:
-        # The memory for passing is small and is needed again.
-        value = np.empty(shape, dtype)
-        for index, part in parts:
-            value[index] = part
-        return value
-
-    return wait
+        return array
+    value = np.empty(array.shape, array.dtype)
+    for shard in array.addressable_shards:
+        if shard.replica_id == 0:
+            value[shard.index] = shard.data
+    return value
 
 
 def _most_bytes(arrays: Any) -> int:
-    """The most bytes of a tree that one device holds."""
+    """The most bytes of a tree that come from one device."""
     held: Counter[jax.Device] = Counter()
     for array in jax.tree.leaves(arrays):
         if isinstance(array, jax.Array):

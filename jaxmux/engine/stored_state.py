@@ -23,6 +23,7 @@ from .train_state import (
     SlotState,
     TrainState,
     clear_slot,
+    copy_slot,
     empty_state,
     grown,
     moved,
@@ -258,11 +259,13 @@ class StoredState:
         return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-        """For each part, the arrays of one slot by field, on its devices or for every process."""
+        """For each part, the arrays of one slot by field, in memory of the host."""
         self._wait_before_first({(kind, fields)})
+        # Several processes exchange what they read.
+        program = copy_slot if jax.process_count() == 1 else read_slot
         found = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            own = run_on(home, read_slot, state, layout, kind, fields, slot)
+            own = run_on(home, program, state, layout, kind, fields, slot)
             found.append(own if home is None else jax.tree.map(home.read, own))
         return found
 

@@ -310,6 +310,21 @@ def read_slot(
     return {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
 
 
+@partial(jax.jit, static_argnums=(1, 2, 3))
+def copy_slot(
+    state: TrainState,
+    layout: Layout,
+    kind: SlotKind,
+    fields: tuple[str, ...],
+    slot: Int[Array, ""] | int,
+) -> dict[str, Any]:
+    """The result of `read_slot` in pinned memory of the host, to which devices write by themselves.
+    A thread that begins a copy to other memory waits for the devices, and so do calls of the driver
+    while a copy waits for a program; training would stand still. Arguments are as for `read_slot`.
+    """
+    return jax.device_put(read_slot(state, layout, kind, fields, slot), jax.memory.Space.Host)
+
+
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) -> TrainState:
     """Empties one slot in place; every other slot keeps its bits.

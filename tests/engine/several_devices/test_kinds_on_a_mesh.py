@@ -156,8 +156,9 @@ def assert_same_training(tasks, engine, updates, expected, expected_updates):
         for one, other in zip(updates[name], expected_updates[name], strict=True):
             assert not one.skipped
             np.testing.assert_allclose(one.loss, other.loss, rtol=1e-5)
-            # AdamW moves parameters with tiny gradients as far as others, so rounding grows.
-            rtol = 1e-4 if one.task_step == 1 else 1e-3
+            # AdamW moves parameters with tiny gradients as far as others, so rounding grows: by the
+            # third step up to 1.4e-3 on processors with other matrix units.
+            rtol = {1: 1e-4, 2: 1e-3, 3: 4e-3}[one.task_step]
             np.testing.assert_allclose(one.grad_norm, other.grad_norm, rtol=rtol)
         before, found, wanted = (
             [np.asarray(x) for x in jax.tree.leaves(tree)]
