@@ -318,10 +318,9 @@ def copy_slot(
     fields: tuple[str, ...],
     slot: Int[Array, ""] | int,
 ) -> dict[str, Any]:
-    """The result of `read_slot` in pinned memory of the host, to which devices write by themselves.
-    A thread that begins a copy to other memory waits for the devices, and so do calls of the driver
-    while a copy waits for a program; training would stand still. Arguments are as for `read_slot`.
-    """
+    """`read_slot`, with the result in pinned memory of the host, to which devices write by
+    themselves. A copy that is begun outside of a program keeps the thread that begins it, or the
+    next call of the driver, waiting for the devices. Arguments are as for `read_slot`."""
     return jax.device_put(read_slot(state, layout, kind, fields, slot), jax.memory.Space.Host)
 
 

@@ -35,11 +35,11 @@ def pair(trained, name: str) -> Pair:
         for when in ("initial", "final")
     )
     if task["adapter"].get("initialisation") in FROM_WEIGHTS:
-        # PEFT decomposes weights in float32. The errors of its initial values are not those of
-        # training.
+        # PEFT decomposes weights in float32, with errors up to 1.5e-4 that depend on the processor.
+        # The errors of its initial values are not those of training.
         begun, final = (trained_factors(own, peft.initial) for own in (begun, final))
         for key, initial in peft.initial.items():
-            assert (begun[key] - initial).norm() < 1e-4 * initial.norm(), key
+            assert (begun[key] - initial).norm() < 5e-4 * initial.norm(), key
             final[key] += initial - begun[key]
     return Pair(task, trained.updates[name], final, peft)
 
