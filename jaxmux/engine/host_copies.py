@@ -1,7 +1,7 @@
 """Arrays on their way from the devices to the host.
 
-The devices write them to pinned memory of the host, and threads copy them to other memory. There is
-little pinned memory, so it holds only so many arrays at a time.
+The devices write them to pinned memory of the host, and threads copy them to other memory. Pinned
+memory is scarce, so it holds only so many arrays at a time.
 """
 
 import math
@@ -18,7 +18,8 @@ from jaxmux.errors import OutOfDeviceMemory
 
 from .out_of_memory import fits
 
-# Bytes of the arrays of one device that are on their way. A large task has 1 GB.
+# Most bytes of the arrays of one device that are on their way together. On a backbone of 8B
+# parameters, an adapter of rank 32 has 1 GB with its optimizer state.
 _MOST = 2 * 2**30
 
 
