@@ -63,15 +63,14 @@ class GlobalBatches:
             order = order.shuffle()
         one_epoch = order.batch(batch_size, drop_remainder=False, batch_fn=tuple)
         self.batches_per_epoch: int = len(one_epoch)
-        self._samples, every_epoch = samples, one_epoch.repeat(epochs)
-        self._count = len(every_epoch)
+        self._samples, self._batches = samples, one_epoch.repeat(epochs)
         # The next batches are asked for again whenever another task comes or goes, and to shuffle
         # a sample among few takes 1 ms.
-        self._indices = lru_cache(_REMEMBERED)(every_epoch.__getitem__)
+        self._indices = lru_cache(_REMEMBERED)(self._batches.__getitem__)
 
     def __len__(self) -> int:
         """The number of global batches in all epochs; `sys.maxsize` if `epochs` is None."""
-        return self._count
+        return len(self._batches)
 
     def __getitem__(self, k: int) -> list[Sample]:
         """The k-th global batch, k from 0.

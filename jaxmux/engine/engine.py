@@ -252,8 +252,8 @@ class Engine(RoundLoop):
 
     def snapshot(self, name: str) -> Callable[[], SlotArrays]:
         """Begins to copy a task's adapter and optimizer state to the host, as they are after the
-        last update that was dispatched. The devices do not wait for it, but if they hold as many
-        copies as fit, the host does (`snapshot_waits`).
+        last update that was dispatched. The devices do not wait for it, but if as many copies as
+        fit are on their way, the host does (`snapshot_waits`).
 
         Args:
           name: name of the task.
@@ -269,8 +269,8 @@ class Engine(RoundLoop):
         return self._copies.submit(lambda: after_last_update(copied())).result
 
     def snapshot_waits(self, name: str) -> bool:
-        """Whether a snapshot would wait until earlier ones have arrived on the host, because the
-        devices hold as many copies as fit.
+        """Whether a snapshot would wait until earlier ones have arrived on the host, because as
+        many copies as fit are on their way.
 
         Args:
           name: name of the task.

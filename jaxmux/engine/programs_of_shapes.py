@@ -27,8 +27,8 @@ from .train_state import (
     READ_FIELDS,
     TrainState,
     clear_slot,
-    copy_slot,
     moved,
+    read_slot,
     slot_kinds,
     slot_view,
     write_leaf,
@@ -111,7 +111,7 @@ class ProgramsOfShapes:
         written: dict[LeafSpec, None] = {}
         for kind in slot_kinds(layout.tree, self.kinds):
             for fields in READ_FIELDS:
-                copy_slot.lower(state, layout, kind, fields, 0).compile()
+                read_slot.lower(state, layout, kind, fields, 0, True).compile()
             written |= dict.fromkeys(jax.tree.leaves(slot_view(layout.tree, kind)))
         for spec in written:
             for value in map(_arrays, written_specs(spec.of_slot())):

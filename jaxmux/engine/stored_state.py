@@ -23,7 +23,6 @@ from .train_state import (
     SlotState,
     TrainState,
     clear_slot,
-    copy_slot,
     empty_state,
     grown,
     moved,
@@ -222,7 +221,7 @@ class StoredState:
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
     ) -> Callable[[], dict[str, Any]]:
         """Begins to copy one slot to the host, as it is after everything that has been dispatched.
-        If the devices hold many copies, it waits until there is room for this one.
+        If many copies are on their way, it waits until there is room for this one.
 
         Args:
           kind: adapter kind and optimizer kind of the slot's task.
@@ -261,11 +260,11 @@ class StoredState:
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
         """For each part, the arrays of one slot by field, in memory of the host."""
         self._wait_before_first({(kind, fields)})
-        # Several processes exchange what they read.
-        program = copy_slot if jax.process_count() == 1 else read_slot
+        # Several processes exchange what they read, between their devices.
+        to_host = jax.process_count() == 1
         found = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            own = run_on(home, program, state, layout, kind, fields, slot)
+            own = run_on(home, read_slot, state, layout, kind, fields, slot, to_host)
             found.append(own if home is None else jax.tree.map(home.read, own))
         return found
 

@@ -283,13 +283,14 @@ def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
     return jax.tree.map(LeafSpec.of_slot, slot_view(specs, kind))
 
 
-@partial(jax.jit, static_argnums=(1, 2, 3))
+@partial(jax.jit, static_argnums=(1, 2, 3, 5))
 def read_slot(
     state: TrainState,
     layout: Layout,
     kind: SlotKind,
     fields: tuple[str, ...],
     slot: Int[Array, ""] | int,
+    to_host: bool = False,
 ) -> dict[str, Any]:
     """The arrays of one slot, by field; an array with an axis of copies is summed over them.
 
@@ -299,6 +300,9 @@ def read_slot(
       kind: adapter kind and optimizer kind of the slot's task.
       fields: the fields of `SlotState` to read.
       slot: number of the slot.
+      to_host: whether the result is written to pinned memory of the host, which devices do by
+        themselves. A copy that is begun outside of a program keeps the thread that begins it, or
+        the next call of the driver, waiting for the devices.
     """
 
     def take(spec: LeafSpec, leaf: Array) -> Array:
@@ -307,21 +311,8 @@ def read_slot(
 
     specs, view = slot_view(layout.tree, kind), slot_view(state, kind)
     pairs = {field: (getattr(specs, field), getattr(view, field)) for field in fields}
-    return {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
-
-
-@partial(jax.jit, static_argnums=(1, 2, 3))
-def copy_slot(
-    state: TrainState,
-    layout: Layout,
-    kind: SlotKind,
-    fields: tuple[str, ...],
-    slot: Int[Array, ""] | int,
-) -> dict[str, Any]:
-    """`read_slot`, with the result in pinned memory of the host, to which devices write by
-    themselves. A copy that is begun outside of a program keeps the thread that begins it, or the
-    next call of the driver, waiting for the devices. Arguments are as for `read_slot`."""
-    return jax.device_put(read_slot(state, layout, kind, fields, slot), jax.memory.Space.Host)
+    own = {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
+    return jax.device_put(own, jax.memory.Space.Host) if to_host else own
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
