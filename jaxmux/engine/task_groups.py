@@ -21,8 +21,8 @@ class TaskGroups:
     tasks takes longer than a round. That is no matter for tasks that end as planned, because rounds
     are packed ahead. After any other change of the tasks the pipeline would become empty meanwhile,
     so the first rounds keep the groups of before, and each new task joins the one with the fewest
-    tokens. Apart from these rounds, the groups depend only on which tasks are live, so a training
-    run that goes on has the same.
+    tokens. Later rounds keep them too unless the search finds better ones. Without such changes,
+    the groups depend only on which tasks are live, so a training run that goes on has the same.
 
     Attributes:
       task_by_task: whether every task is a group, which shares no microbatch with others.
@@ -43,7 +43,8 @@ class TaskGroups:
         # By the names of the live tasks, with their slots.
         self._known: dict[frozenset[tuple[int, str]], Groups] = {}
         self._last: tuple[frozenset[tuple[int, str]], Groups] = frozenset(), ()
-        # The groups of the rounds after a change of the tasks, and the number of these rounds left.
+        # The groups since the last change of the tasks, and the rounds left before others are
+        # searched.
         self._kept: Groups = ()
         self._rounds_left = 0
 
@@ -72,7 +73,7 @@ class TaskGroups:
         self._known = {names: self._known[names]} if names in self._known else {}
         stay = {slot for slot, _ in names & before}
         kept = [own for group in groups if (own := [slot for slot in group if slot in stay])]
-        self._rounds_left = 0
+        self._kept, self._rounds_left = (), 0
         if self.task_by_task or names in self._known:
             return
         if len(kept) < 2 or 2 * len(stay) < len(tasks):
@@ -85,16 +86,18 @@ class TaskGroups:
     def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
         """The groups of live tasks, by slot."""
         names = _names(tasks)
-        if self._rounds_left and {slot for group in self._kept for slot in group} == tasks.keys():
+        kept = self._kept if {slot for own in self._kept for slot in own} == tasks.keys() else ()
+        if kept and self._rounds_left:
             self._rounds_left -= 1
-            self._last = names, self._kept
-            return self._kept
+            self._last = names, kept
+            return kept
         if names not in self._known:
-            self._known[names] = self._choose({slot: tasks[slot] for slot in sorted(tasks)})
+            own = {slot: tasks[slot] for slot in sorted(tasks)}
+            self._known[names] = self._choose(own, kept)
         self._last = names, self._known[names]
         return self._known[names]
 
-    def _choose(self, tasks: Mapping[int, PreparedTask]) -> Groups:
+    def _choose(self, tasks: Mapping[int, PreparedTask], kept: Groups) -> Groups:
         if self.task_by_task:
             return [(slot,) for slot in tasks]
         if self._longest is None or self._longest.replica.pp == 1 or len(tasks) == 1:
@@ -103,7 +106,9 @@ class TaskGroups:
 
         replica, slots = self._longest.replica, list(tasks)
         lengths = [_lengths(task) for task in tasks.values()]
-        grouping = grouping_of_share(lengths, replica, self._longest.shape, self._devices)
+        present = [tuple(slots.index(slot) for slot in own) for own in kept]
+        shape = self._longest.shape
+        grouping = grouping_of_share(lengths, replica, shape, self._devices, present)
         return [tuple(slots[i] for i in group) for group in grouping.groups]
 
 

@@ -43,6 +43,9 @@ StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 # Groupings are compared by as many rounds as have this many microbatches per stage, with at least
 # two.
 _MICROBATCHES_PER_STAGE = 16
+# Groups that are in use are kept unless others are faster by this fraction. The first round of
+# other groups waits for the last updates of those before, while stages are idle.
+_LEAST_GAIN = 0.01
 
 
 class PipelinePlan(NamedTuple):
@@ -85,7 +88,9 @@ class PipelineCosts(NamedTuple):
     hop_seconds: float = 0.0
 
 
-def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) -> Grouping:
+def grouping_of_tasks(
+    tasks: Sequence[Batches], shape: ShapeClass, stages: int, present: Groups = ()
+) -> Grouping:
     """Returns the grouping with which tasks train in the least time as long as all of them train.
 
     Args:
@@ -93,6 +98,7 @@ def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) 
         batch. The slot of a task is its index.
       shape: shape class of the microbatches.
       stages: S, number of stages of the pipeline.
+      present: the groups in use, see `choose_grouping`.
     """
     together = one_htask(range(len(tasks)))
     if stages == 1 or len(tasks) == 1:
@@ -104,11 +110,15 @@ def grouping_of_tasks(tasks: Sequence[Batches], shape: ShapeClass, stages: int) 
     # A task of which these rounds have no samples could be in any group.
     if len(set().union(*rounds)) < len(tasks):
         return together
-    return choose_grouping(rounds, shape, stages)
+    return choose_grouping(rounds, shape, stages, present)
 
 
 def grouping_of_share(
-    tasks: Sequence[Batches], replica: Replica, shape: ShapeClass, devices: int
+    tasks: Sequence[Batches],
+    replica: Replica,
+    shape: ShapeClass,
+    devices: int,
+    present: Groups = (),
 ) -> Grouping:
     """Returns the grouping of tasks that suits a replica that trains a share of their samples:
     those that fit into its rows, divided by the number of devices.
@@ -119,10 +129,11 @@ def grouping_of_share(
       replica: the replica.
       shape: shape class of its microbatches.
       devices: number of devices of all replicas.
+      present: the groups in use, see `choose_grouping`.
     """
     parts = replica.shards * round(devices / replica.devices)
     share = [PartOfBatches(batches, parts, shape.row_len) for batches in tasks]
-    return grouping_of_tasks(share, shape, replica.pp)
+    return grouping_of_tasks(share, shape, replica.pp, present)
 
 
 class _First(Sequence):
@@ -138,7 +149,9 @@ class _First(Sequence):
         return self._batches[step]
 
 
-def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: int) -> Grouping:
+def choose_grouping(
+    rounds: Sequence[RoundLengths], shape: ShapeClass, stages: int, present: Groups = ()
+) -> Grouping:
     """Returns the grouping of least makespan among the most promising ones.
 
     The passes of all microbatches are taken to be equally long on all stages. As long as the tasks
@@ -166,7 +179,12 @@ def choose_grouping(rounds: Sequence[RoundLengths], shape: ShapeClass, stages: i
     # fast plans the first is taken, because several groups hide the time of updates, which the
     # simulation leaves out.
     useful = (plan for plan in plans if plan.buckets == len(plan.grouping.groups))
-    return min(useful, key=lambda plan: plan.simulation.makespan).grouping
+    best = min(useful, key=lambda plan: plan.simulation.makespan)
+    if present:
+        kept = _plan(packings, of_groups(present), costs)
+        if kept.simulation.makespan * (1 - _LEAST_GAIN) < best.simulation.makespan:
+            return kept.grouping
+    return best.grouping
 
 
 def _enough(rounds: list[RoundLengths], shape: ShapeClass, stages: int) -> list[RoundLengths]:
@@ -179,7 +197,16 @@ def _enough(rounds: list[RoundLengths], shape: ShapeClass, stages: int) -> list[
 
 def one_htask(slots: Sequence[int]) -> Grouping:
     """Returns the grouping in which all tasks are one hTask."""
-    return Grouping((tuple(slots),), ((0,),))
+    return of_groups([tuple(slots)])
+
+
+def of_groups(groups: Groups) -> Grouping:
+    """Returns the grouping in which every group is one hTask.
+
+    Args:
+      groups: for each group, the slots of its tasks.
+    """
+    return Grouping(tuple(groups), tuple((i,) for i in range(len(groups))))
 
 
 def plan_pipeline(

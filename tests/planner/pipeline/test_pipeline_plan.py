@@ -259,6 +259,26 @@ def test_tasks_are_grouped_by_the_rounds_in_which_all_of_them_train():
     assert grouping_of_tasks(batches[:1], SHAPE, STAGES) == one_htask([0])
 
 
+def test_groups_in_use_stay_unless_others_are_faster_by_a_percent():
+    stayed = []
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        rounds = draw(seed, tasks=6, rounds=2, samples=20)
+        best = plan_of(rounds, EQUAL)
+        assert (
+            choose_grouping(rounds, SHAPE, STAGES, best.grouping.groups).groups
+            == best.grouping.groups
+        )
+        parts = np.array_split(rng.permutation(6), rng.integers(1, 4))
+        present = [tuple(part.tolist()) for part in parts]
+        found = choose_grouping(rounds, SHAPE, STAGES, present)
+        kept = plan_pipeline(rounds, grouping_of(*present), EQUAL)
+        stays = kept.simulation.makespan * 0.99 < best.simulation.makespan
+        assert found.groups == (kept if stays else best).grouping.groups
+        stayed.append(stays)
+    assert 0 < sum(stayed) < 12
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_tasks_whose_samples_train_elsewhere_in_some_rounds_are_in_one_group_each(seed):
     rng = np.random.default_rng(seed)
