@@ -3,7 +3,7 @@
 import functools
 import gc
 import os
-import sys
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -61,8 +61,10 @@ def pytest_collection_finish() -> None:
     # a tenth of the time of tests that trace much. It need not look at what was imported.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
-    # Grain takes a millisecond to shuffle one index, which depends on the arguments only.
-    if shuffling := sys.modules.get(SHUFFLING):
+    # Grain takes a millisecond to shuffle one index, which depends on the arguments only. The
+    # package imports it when it is needed.
+    if find_spec("grain"):
+        shuffling = import_module(SHUFFLING)
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)
 
 
