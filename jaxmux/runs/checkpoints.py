@@ -1,7 +1,7 @@
 """Checkpoints: numbered records with the arrays of tasks.
 
-A checkpoint has one entry for each task, at the task's own rank, so any pool, packing or device can
-restore it. Checksums tell a damaged checkpoint, and an older one takes its place.
+The arrays of a task have the task's own rank, so any pool, packing or device can restore them.
+Checksums tell a damaged checkpoint, and an older one takes its place.
 """
 
 import json
@@ -26,9 +26,10 @@ if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
 # The format of a checkpoint's contents. Checkpoints of older versions have no format number.
-FORMAT = 3
+FORMAT = 4
 
-_TASK = "task."
+# The items of a checkpoint.
+_RUN, _TASKS = "run", "tasks"
 
 
 class Found(NamedTuple):
@@ -45,18 +46,17 @@ class Found(NamedTuple):
     arrays: dict[str, SlotArrays]
 
 
-# A function from a record to the tasks whose arrays are to be read: by name, the arrays as they
-# should be, or None for any arrays.
-Wanted = Callable[[dict[str, Any]], Mapping[str, Any]]
+# A function from a record to the names of the tasks whose arrays are to be read.
+Wanted = Callable[[dict[str, Any]], Iterable[str]]
 
 
 class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
 
-    A checkpoint has an item `run` (JSON) and an item of arrays for each task. `run` is the record,
-    with the format and a checksum of itself, and with a checksum of the arrays in the entry of each
-    task.
+    A checkpoint has an item `run` (JSON) and an item `tasks` with all arrays, because Orbax takes
+    longer for many items. `run` is the record, with the format and a checksum of itself, and with a
+    checksum of the arrays in the entry of each task.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
@@ -100,9 +100,9 @@ class Checkpoints:
         run = {"format": FORMAT, **record, "tasks": tasks}
         run["checksum"] = _record_checksum(run)
         ocp = _orbax()
-        items: dict[str, Any] = {"run": ocp.args.JsonSave(run)}
-        for name, own in arrays.items():
-            items[_TASK + name] = ocp.args.StandardSave(own)
+        items: dict[str, Any] = {_RUN: ocp.args.JsonSave(run)}
+        if arrays:
+            items[_TASKS] = ocp.args.PyTreeSave(dict(arrays))
         self._manager.save(number, args=ocp.args.Composite(**items))
 
     def keep_newest(self) -> list[int]:
@@ -161,14 +161,9 @@ class Checkpoints:
 
     @cached_property
     def _manager(self) -> "ocp.CheckpointManager":
-        ocp = _orbax()
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=self._keep,
-            create=False,
-            cleanup_tmp_directories=True,
-            multiprocessing_options=_alone(),
+        return _open(
+            self._folder, max_to_keep=self._keep, create=False, cleanup_tmp_directories=True
         )
-        return ocp.CheckpointManager(self._folder, options=options)
 
     def _set_newer_aside(self, step: int) -> None:
         newer = [other for other in self._manager.all_steps() if other > step]
@@ -209,9 +204,7 @@ def read_task(
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
         raise empty
-    ocp = _orbax()
-    options = ocp.CheckpointManagerOptions(read_only=True, multiprocessing_options=_alone())
-    with ocp.CheckpointManager(folder.absolute(), options=options) as manager:
+    with _open(folder.absolute(), read_only=True) as manager:
         steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
         wanted = [step for step, found in steps.items() if rounds is None or found == rounds]
         if not steps:
@@ -223,13 +216,13 @@ def read_task(
                 f"rounds {kept or 'none'}"
             )
 
-        def own(run: dict[str, Any]) -> dict[str, Any]:
+        def own(run: dict[str, Any]) -> list[str]:
             if name not in run["tasks"]:
                 raise RunDirectoryError(
                     f"{folder.absolute()}: task {name!r} was still waiting for a place after round "
                     f"{run['position']['rounds']}"
                 )
-            return {name: None}
+            return [name]
 
         _, run, arrays = _newest_intact(manager, own, say, wanted)
         progress = TaskProgress.from_json(run["tasks"][name]["progress"])
@@ -238,10 +231,8 @@ def read_task(
 
 def _rounds_of(manager: "ocp.CheckpointManager", step: int) -> int | None:
     """The rounds completed before a checkpoint; None if it is damaged."""
-    ocp = _orbax()
     try:
-        restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-        return restored["run"]["position"]["rounds"]
+        return _read_record(manager, step)["position"]["rounds"]
     except MemoryError:
         raise
     except Exception:  # orbax passes on the errors of many libraries
@@ -290,9 +281,7 @@ def _newest_intact(
 
 def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
     """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
-    ocp = _orbax()
-    restored = manager.restore(step, args=ocp.args.Composite(run=ocp.args.JsonRestore()))
-    run = restored["run"]
+    run = _read_record(manager, step)
     if "checksum" in run and run["checksum"] != _record_checksum(run):
         raise ValueError("the checksum of its item run differs")
     if (found := run.get("format", 1)) != FORMAT:
@@ -301,18 +290,54 @@ def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
             f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
             "begin anew with --restart"
         )
-    templates = wanted(run)
-    if missing := templates.keys() - run["tasks"].keys():
+    names = set(wanted(run))
+    if missing := names - run["tasks"].keys():
         raise RunDirectoryError(
             f"{manager.directory}: no task {min(missing)!r} in the checkpoint of step {step}"
         )
-    items = {_TASK + name: ocp.args.StandardRestore(leaves) for name, leaves in templates.items()}
-    restored = manager.restore(step, args=ocp.args.Composite(**items))
-    arrays = {name: restored[_TASK + name] for name in templates}
+    arrays = _read_arrays(manager, step, names) if names else {}
     for name, leaves in arrays.items():
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
     return Found(step, run, arrays)
+
+
+def _read_record(manager: "ocp.CheckpointManager", step: int) -> dict[str, Any]:
+    ocp = _orbax()
+    restored = manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))
+    return restored[_RUN]
+
+
+def _read_arrays(
+    manager: "ocp.CheckpointManager", step: int, names: Iterable[str]
+) -> dict[str, SlotArrays]:
+    """Reads the arrays of some tasks, by name; those of others stay on disk."""
+    ocp = _orbax()
+    saved = manager.item_metadata(step)[_TASKS].tree
+    own = ocp.args.PyTreeRestore(item={name: saved[name] for name in names}, partial_restore=True)
+    return manager.restore(step, args=ocp.args.Composite(**{_TASKS: own}))[_TASKS]
+
+
+def _open(folder: Path, **options) -> "ocp.CheckpointManager":
+    """Opens a folder of checkpoints.
+
+    Args:
+      folder: the folder.
+      options: those of `CheckpointManagerOptions`.
+    """
+    ocp = _orbax()
+    # Orbax works in process 0 without the others.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
+    )
+    return ocp.CheckpointManager(
+        folder,
+        options=ocp.CheckpointManagerOptions(**options, multiprocessing_options=alone),
+        item_handlers={
+            _RUN: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+            _TASKS: ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
+        },
+    )
 
 
 def _orbax() -> ModuleType:
@@ -320,13 +345,6 @@ def _orbax() -> ModuleType:
     import orbax.checkpoint
 
     return orbax.checkpoint
-
-
-def _alone() -> "ocp.options.MultiprocessingOptions":
-    """Lets Orbax work in process 0 without the others."""
-    return _orbax().options.MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
-    )
 
 
 def _checksum(arrays: SlotArrays) -> int:

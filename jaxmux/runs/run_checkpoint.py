@@ -4,8 +4,6 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxmux.engine import BEST, Engine, TaskProgress, train_on
 from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
@@ -129,13 +127,10 @@ def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:
       RunDirectoryError: every checkpoint is damaged, or the newest has another format.
     """
 
-    def templates(record: dict[str, Any]) -> dict[str, Any]:
-        return {
-            name: {path: np.zeros(spec.shape, spec.dtype) for path, spec in leaves.items()}
-            for name, leaves in array_specs(engine, record["tasks"]).items()
-        }
+    def registered(record: dict[str, Any]) -> list[str]:
+        return [name for name in engine.names if name in record["tasks"]]
 
-    found = checkpoints.newest(templates)
+    found = checkpoints.newest(registered)
     if found is None:
         return None
     position = RunPosition(**found.record["position"])

@@ -217,9 +217,8 @@ class SimulatedServer:
         replaceable = len(numbers) > 1 or (numbers and (image / "journal" / "0.jsonl").exists())
         if random.random() < 0.3 and replaceable:
             newest = checkpoints / str(numbers[-1])
-            arrays = sorted(path for path in newest.iterdir() if path.name.startswith("task."))
-            if arrays and random.random() < 0.5:
-                shutil.rmtree(random.choice(arrays))
+            if (newest / "tasks").exists() and random.random() < 0.5:
+                shutil.rmtree(newest / "tasks")
             else:
                 crash_images.torn(random, newest / "run" / "metadata")
                 (newest / "run" / "metadata").write_bytes(b"{")

@@ -93,7 +93,7 @@ def make_folder(path: Path) -> None:
 
 # Where in a checkpoint the damage is.
 PLACES = {
-    "arrays": lambda folder: largest_file(folder / "task.a"),
+    "arrays": lambda folder: largest_file(folder / "tasks"),
     "record": lambda folder: folder / "run" / "metadata",
 }
 DAMAGE = {"truncated": truncate, "emptied": empty, "flipped": flip, "missing": remove}
@@ -113,17 +113,17 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     assert_same_adapters(run_dir)
 
 
-def test_a_checkpoint_without_a_task_gives_way_to_the_one_before(
+def test_a_checkpoint_without_arrays_gives_way_to_the_one_before(
     run_dir, tasks, train, assert_same_adapters
 ):
-    shutil.rmtree(newest(run_dir) / "task.b")
+    shutil.rmtree(newest(run_dir) / "tasks")
     assert train(run_dir, *tasks, checkpoint_every=3).succeeded
     assert_same_adapters(run_dir)
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_is_refused(run_dir, tasks, train):
     for folder in (run_dir / "checkpoints").glob("[0-9]*"):
-        flip(largest_file(folder / "task.a"))
+        flip(largest_file(folder / "tasks"))
     with pytest.raises(InputError, match="checkpoints: .* is damaged .*, and no other can be read"):
         train(run_dir, *tasks)
 
