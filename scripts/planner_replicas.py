@@ -41,8 +41,8 @@ BOUNDARIES = range(256, CONTEXT + 1, 256)
 # (LobRA 4.2).
 ROUNDS = 10
 SAMPLED_ROUNDS = 100
-# Most seconds for the solver to prove what a round needs. A training run waits for 0.05 s only, but
-# what is proven here should not depend on how busy the machine is.
+# Most seconds for the solver to prove what a round needs: many more than it takes, so that what is
+# proven does not depend on how busy the machine is.
 PROOF_SECONDS = 5.0
 GIB = 2**30
 # From question answering to summaries of meetings.

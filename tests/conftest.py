@@ -57,15 +57,15 @@ if find_spec("jax"):
 
 def pytest_collection_finish() -> None:
     """Makes tests faster, now that everything has been imported."""
-    # JAX makes millions of small objects while it traces, and the collector's default settings take
-    # a tenth of the time of tests that trace much. It need not look at what was imported.
-    gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
     # Grain takes a millisecond to shuffle one index, which depends on the arguments only. The
     # package imports it when it is needed.
     if find_spec("grain"):
         shuffling = import_module(SHUFFLING)
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)
+    # JAX makes millions of small objects while it traces, and the collector's default settings take
+    # a tenth of the time of tests that trace much. It need not look at what was imported.
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 @pytest.fixture(scope="session")

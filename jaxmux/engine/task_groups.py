@@ -59,7 +59,7 @@ class TaskGroups:
           numbers: by old number, the new one of every slot that has a task.
         """
         other, (names, groups) = TaskGroups(replicas), self._last
-        kept = [tuple(numbers[slot] for slot in own if slot in numbers) for own in groups]
+        kept = [tuple(sorted(numbers[n] for n in own if n in numbers)) for own in groups]
         other._last = frozenset((numbers[n], name) for n, name in names if n in numbers), kept
         return other
 
@@ -81,7 +81,8 @@ class TaskGroups:
         tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
         for slot in sorted(tasks.keys() - stay):
             min(kept, key=lambda group: sum(tokens[own] for own in group)).append(slot)
-        self._kept, self._rounds_left = [tuple(group) for group in kept], _ROUNDS_WITHOUT_SEARCH
+        self._kept = [tuple(sorted(group)) for group in kept]
+        self._rounds_left = _ROUNDS_WITHOUT_SEARCH
 
     def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
         """The groups of live tasks, by slot."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxmux.engine import TaskProgress
 from jaxmux.errors import first_line
-from jaxmux.peft import SlotArrays
+from jaxmux.peft import LeafSpec, SlotArrays
 
 from .run_directory import RunDirectoryError
 
@@ -46,8 +46,9 @@ class Found(NamedTuple):
     arrays: dict[str, SlotArrays]
 
 
-# A function from a record to the names of the tasks whose arrays are to be read.
-Wanted = Callable[[dict[str, Any]], Iterable[str]]
+# A function from a record to the tasks whose arrays are to be read: by name, descriptions of the
+# arrays by path, or None for any arrays.
+Wanted = Callable[[dict[str, Any]], Mapping[str, Mapping[str, LeafSpec] | None]]
 
 
 class Checkpoints:
@@ -55,8 +56,8 @@ class Checkpoints:
     that is not damaged.
 
     A checkpoint has an item `run` (JSON) and an item `tasks` with all arrays, because Orbax takes
-    longer for many items. `run` is the record, with the format and a checksum of itself, and with a
-    checksum of the arrays in the entry of each task.
+    longer for many items. `run` is the record, with the format and a checksum of itself, and with
+    the paths and a checksum of the arrays in the entry of each task.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
@@ -91,10 +92,15 @@ class Checkpoints:
           record: a JSON object. Its entry "tasks" has an object for each name in `arrays`.
           arrays: by name, the arrays of tasks by path.
         """
+        arrays = {
+            name: {path: np.asarray(array) for path, array in own.items()}
+            for name, own in arrays.items()
+        }
         with ThreadPoolExecutor() as threads:
             checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
         tasks = {
-            name: own | ({"checksum": checksums[name]} if name in arrays else {})
+            name: own
+            | ({"paths": [*arrays[name]], "checksum": checksums[name]} if name in arrays else {})
             for name, own in record["tasks"].items()
         }
         run = {"format": FORMAT, **record, "tasks": tasks}
@@ -102,7 +108,7 @@ class Checkpoints:
         ocp = _orbax()
         items: dict[str, Any] = {_RUN: ocp.args.JsonSave(run)}
         if arrays:
-            items[_TASKS] = ocp.args.PyTreeSave(dict(arrays))
+            items[_TASKS] = ocp.args.PyTreeSave(arrays)
         self._manager.save(number, args=ocp.args.Composite(**items))
 
     def keep_newest(self) -> list[int]:
@@ -216,13 +222,13 @@ def read_task(
                 f"rounds {kept or 'none'}"
             )
 
-        def own(run: dict[str, Any]) -> list[str]:
+        def own(run: dict[str, Any]) -> dict[str, None]:
             if name not in run["tasks"]:
                 raise RunDirectoryError(
                     f"{folder.absolute()}: task {name!r} was still waiting for a place after round "
                     f"{run['position']['rounds']}"
                 )
-            return [name]
+            return {name: None}
 
         _, run, arrays = _newest_intact(manager, own, say, wanted)
         progress = TaskProgress.from_json(run["tasks"][name]["progress"])
@@ -290,15 +296,18 @@ def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
             f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
             "begin anew with --restart"
         )
-    names = set(wanted(run))
-    if missing := names - run["tasks"].keys():
+    specs = wanted(run)
+    if missing := specs.keys() - run["tasks"].keys():
         raise RunDirectoryError(
             f"{manager.directory}: no task {min(missing)!r} in the checkpoint of step {step}"
         )
-    arrays = _read_arrays(manager, step, names) if names else {}
+    paths = {name: run["tasks"][name]["paths"] for name in specs}
+    arrays = _read_arrays(manager, step, paths) if paths else {}
     for name, leaves in arrays.items():
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
+        if specs[name] is not None and (path := _other_array(leaves, specs[name])):
+            raise ValueError(f"task {name!r} has another array {path!r}")
     return Found(step, run, arrays)
 
 
@@ -309,13 +318,26 @@ def _read_record(manager: "ocp.CheckpointManager", step: int) -> dict[str, Any]:
 
 
 def _read_arrays(
-    manager: "ocp.CheckpointManager", step: int, names: Iterable[str]
+    manager: "ocp.CheckpointManager", step: int, paths: Mapping[str, Iterable[str]]
 ) -> dict[str, SlotArrays]:
-    """Reads the arrays of some tasks, by name; those of others stay on disk."""
+    """Reads the arrays of some tasks, by name. Those of others stay on disk."""
     ocp = _orbax()
-    saved = manager.item_metadata(step)[_TASKS].tree
-    own = ocp.args.PyTreeRestore(item={name: saved[name] for name in names}, partial_restore=True)
+    # Orbax takes the type of what it reads from what it is given: any array.
+    any_array = np.zeros(())
+    wanted = {name: dict.fromkeys(own, any_array) for name, own in paths.items()}
+    own = ocp.args.PyTreeRestore(item=wanted, partial_restore=True)
     return manager.restore(step, args=ocp.args.Composite(**{_TASKS: own}))[_TASKS]
+
+
+def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | None:
+    """The path of an array that is missing, or not described, or has another shape or dtype."""
+    for path in sorted(arrays.keys() | specs.keys()):
+        array, spec = arrays.get(path), specs.get(path)
+        if array is None or spec is None:
+            return path
+        if (array.shape, array.dtype) != (tuple(spec.shape), np.dtype(spec.dtype)):
+            return path
+    return None
 
 
 def _open(folder: Path, **options) -> "ocp.CheckpointManager":
@@ -330,14 +352,8 @@ def _open(folder: Path, **options) -> "ocp.CheckpointManager":
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
     )
-    return ocp.CheckpointManager(
-        folder,
-        options=ocp.CheckpointManagerOptions(**options, multiprocessing_options=alone),
-        item_handlers={
-            _RUN: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
-            _TASKS: ocp.PyTreeCheckpointHandler(multiprocessing_options=alone),
-        },
-    )
+    options = ocp.CheckpointManagerOptions(**options, multiprocessing_options=alone)
+    return ocp.CheckpointManager(folder, options=options)
 
 
 def _orbax() -> ModuleType:

@@ -127,10 +127,7 @@ def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:
       RunDirectoryError: every checkpoint is damaged, or the newest has another format.
     """
 
-    def registered(record: dict[str, Any]) -> list[str]:
-        return [name for name in engine.names if name in record["tasks"]]
-
-    found = checkpoints.newest(registered)
+    found = checkpoints.newest(lambda record: array_specs(engine, record["tasks"]))
     if found is None:
         return None
     position = RunPosition(**found.record["position"])

@@ -346,9 +346,9 @@ def _after(line: dict[str, Any] | None) -> int:
     return number + 1 if isinstance(number, int) else 0
 
 
-def _begun(record: dict[str, Any]) -> list[str]:
+def _begun(record: dict[str, Any]) -> dict[str, None]:
     """The tasks whose arrays a checkpoint holds."""
-    return [name for name, fields in record["tasks"].items() if "checksum" in fields]
+    return {name: None for name, fields in record["tasks"].items() if "checksum" in fields}
 
 
 def _fields(own: SavedTask) -> dict[str, Any]:

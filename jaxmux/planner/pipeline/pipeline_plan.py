@@ -109,7 +109,7 @@ def grouping_of_tasks(
     rounds = _enough([batches for batches in rounds if batches], shape, stages)
     # A task of which these rounds have no samples could be in any group.
     if len(set().union(*rounds)) < len(tasks):
-        return together
+        return of_groups(present) if present else together
     return choose_grouping(rounds, shape, stages, present)
 
 
@@ -160,7 +160,9 @@ def choose_grouping(
     Args:
       rounds: global batches of every task, round after round; they are all packed and simulated.
       shape: shape class of the microbatches.
-      stages: S, number of stages of the pipeline.
+      stages: S, number of stages.
+      present: the groups in use, which together hold all these tasks. They are returned unless
+        others take at least 1% less time. Empty if there are none.
 
     Raises:
       PlanningError: there are no samples, or one is longer than a row.

@@ -279,6 +279,12 @@ def test_groups_in_use_stay_unless_others_are_faster_by_a_percent():
     assert 0 < sum(stayed) < 12
 
 
+def test_groups_in_use_stay_if_no_samples_of_a_task_are_known():
+    batches = [[own[slot] for own in draw(seed=5, rounds=4)] for slot in range(3)]
+    present = ((0, 3), (1, 2))
+    assert grouping_of_tasks([*batches, [[]] * 4], SHAPE, STAGES, present).groups == present
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_tasks_whose_samples_train_elsewhere_in_some_rounds_are_in_one_group_each(seed):
     rng = np.random.default_rng(seed)
