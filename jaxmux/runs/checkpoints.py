@@ -97,12 +97,10 @@ class Checkpoints:
             for name, own in arrays.items()
         }
         with ThreadPoolExecutor() as threads:
-            checksums = dict(zip(arrays, threads.map(_checksum, arrays.values()), strict=True))
-        tasks = {
-            name: own
-            | ({"paths": [*arrays[name]], "checksum": checksums[name]} if name in arrays else {})
-            for name, own in record["tasks"].items()
-        }
+            checksums = list(threads.map(_checksum, arrays.values()))
+        tasks = dict(record["tasks"])
+        for (name, own), checksum in zip(arrays.items(), checksums, strict=True):
+            tasks[name] = {**tasks[name], "paths": [*own], "checksum": checksum}
         run = {"format": FORMAT, **record, "tasks": tasks}
         run["checksum"] = _record_checksum(run)
         ocp = _orbax()
