@@ -305,7 +305,7 @@ def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
         if specs[name] is not None and (path := _other_array(leaves, specs[name])):
-            raise ValueError(f"task {name!r} has another array {path!r}")
+            raise ValueError(f"array {path!r} of task {name!r} is not what this version expects")
     return Found(step, run, arrays)
 
 
@@ -323,8 +323,8 @@ def _read_arrays(
     # Orbax takes the type of what it reads from what it is given: any array.
     any_array = np.zeros(())
     wanted = {name: dict.fromkeys(own, any_array) for name, own in paths.items()}
-    own = ocp.args.PyTreeRestore(item=wanted, partial_restore=True)
-    return manager.restore(step, args=ocp.args.Composite(**{_TASKS: own}))[_TASKS]
+    args = ocp.args.PyTreeRestore(item=wanted, partial_restore=True)
+    return manager.restore(step, args=ocp.args.Composite(**{_TASKS: args}))[_TASKS]
 
 
 def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | None:

@@ -105,4 +105,5 @@ def test_a_checkpoint_of_other_arrays_than_described_gives_way(
     found = checkpoints.newest(lambda record: specs)
     assert found.number == 1
     (line,) = said
-    assert "step 2 is damaged (task 'task9' has another array 'optimizer/" in line
+    assert "step 2 is damaged (array 'optimizer/" in line
+    assert "' of task 'task9' is not what this version expects)" in line
