@@ -59,7 +59,7 @@ class TaskGroups:
           numbers: by old number, the new one of every slot that has a task.
         """
         other, (names, groups) = TaskGroups(replicas), self._last
-        kept = [tuple(sorted(numbers[n] for n in own if n in numbers)) for own in groups]
+        kept = [tuple(numbers[slot] for slot in own if slot in numbers) for own in groups]
         other._last = frozenset((numbers[n], name) for n, name in names if n in numbers), kept
         return other
 

@@ -365,7 +365,6 @@ def _checksum(arrays: SlotArrays) -> int:
     """A CRC-32 of all arrays with their paths, dtypes and shapes."""
     checksum = 0
     for path, array in sorted(arrays.items()):
-        array = np.asarray(array)
         checksum = zlib.crc32(f"{path} {array.dtype} {array.shape}".encode(), checksum)
         checksum = zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8), checksum)
     return checksum
