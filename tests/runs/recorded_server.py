@@ -43,10 +43,13 @@ def main(library: str, backbone: str, short: str, folder: str, copies: str) -> N
     sizes = {"checkpoint_every": 1000, "keep_checkpoints": 2, "events_bytes": 700}
     options = ServerOptions(**OPTIONS | sizes)
     with tuning_server(backbone, folder, options, say=print) as server:
-        for name in ("one", "two"):
-            acknowledged("register", name, register(name))
+        # Preparing "two" may take longer than training "one" does.
+        acknowledged("register", "one", register("one"))
+        acknowledged("pause", "one", server.pause("one"))
+        acknowledged("register", "two", register("two"))
         while server.status("two").step < 1:
             server.step()
+        acknowledged("resume", "one", server.resume("one"))
         server.save()
         server.step()
         server.save()
@@ -59,6 +62,8 @@ def main(library: str, backbone: str, short: str, folder: str, copies: str) -> N
         server.save()
         acknowledged("resume", "two", server.resume("two"))
         assert checkpoints() == 2
+        # The last copies are of a checkpoint that is complete.
+        acknowledged("set_priority", "two", server.set_priority("two", 1))
         shim.record(None, None)
 
 
