@@ -7,6 +7,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,10 +63,39 @@ def pytest_collection_finish() -> None:
     if find_spec("grain"):
         shuffling = import_module(SHUFFLING)
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)
+    if find_spec("jax"):
+        let_parts_share_programs()
+        let_interpreted_kernels_use_numpy()
     # JAX makes millions of small objects while it traces, and the collector's default settings take
     # a tenth of the time of tests that trace much. It need not look at what was imported.
     gc.freeze()
     gc.set_threshold(50_000, 20, 50)
+
+
+def let_parts_share_programs() -> None:
+    """Lets a part of the CPU run what has been compiled for another, as GPUs do. A key of the
+    compilation cache names the devices otherwise."""
+    from jax._src import cache_key
+
+    hash_options = cache_key._hash_serialized_compile_options
+    cache_key._hash_serialized_compile_options = lambda hashed, options, **_: hash_options(
+        hashed, options, strip_device_assignment=True
+    )
+
+
+def let_interpreted_kernels_use_numpy() -> None:
+    """Hands NumPy arrays to the callbacks of the interpreter of GPU kernels. Without this, JAX
+    makes arrays of its own of them, which takes half of the interpreter's time."""
+    import jax
+    from jax._src import callback
+    from jax._src.pallas.mosaic_gpu.interpret import shared_memory
+
+    def run(*arguments, callback, **_):
+        return jax.tree.map(np.asarray, callback(*arguments))
+
+    to_int = shared_memory._to_int
+    callback.io_callback_impl = run
+    shared_memory._to_int = lambda x: x.item() if isinstance(x, np.ndarray) else to_int(x)
 
 
 @pytest.fixture(scope="session")

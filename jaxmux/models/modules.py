@@ -6,6 +6,7 @@ axis. `nnx.split` is called once; all other functions of this package take the n
 parameters (`Weights`).
 """
 
+import functools
 from typing import Any
 
 import jax
@@ -133,6 +134,13 @@ def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> 
     Raises:
       BackboneError: a linear cannot be stored in `config.backbone_format`.
     """
+    # Callers may change the dicts.
+    return jax.tree.map(lambda leaf: leaf, _abstract_weights(config, jnp.dtype(dtype)))
+
+
+# Making the modules takes 10 ms, and they are asked for again and again.
+@functools.lru_cache(16)
+def _abstract_weights(config: BackboneConfig, dtype: jnp.dtype) -> Weights:
     weights = jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
     for module, kept in config.kept:
         block, linear = module.split(".")
