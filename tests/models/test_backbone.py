@@ -67,6 +67,16 @@ def random_backbone(config: BackboneConfig, dtype=jnp.float32) -> Backbone:
     return Backbone(config, weights, "random")
 
 
+def test_who_changes_abstract_weights_changes_nobody_elses():
+    (config, *_) = CONFIGS.values()
+    expected = random_backbone(config).weights
+    del abstract_weights(config)["layers"]["mlp"]
+    found = abstract_weights(config)
+    assert jax.tree.map(jnp.shape, found) == jax.tree.map(jnp.shape, expected)
+    half = jax.tree.leaves(abstract_weights(config, jnp.bfloat16))
+    assert {leaf.dtype for leaf in half} == {jnp.dtype(jnp.bfloat16)}
+
+
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_saved_backbone_loads_back_the_same(config, dtype, tmp_path):
