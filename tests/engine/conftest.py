@@ -53,14 +53,18 @@ def backbone(config) -> Backbone:
 
 @pytest.fixture(scope="session")
 def make_task(config):
-    """Makes a prepared task of random samples; keyword arguments are those of `Task` and `LoRA`."""
+    """Makes a prepared task of random samples; keyword arguments are those of `Task` and `LoRA`.
+
+    Its adapter is on one linear of the attention and one of the MLP, because fewer modules are
+    compiled faster. Tests whose subject are the linears name others as `targets`.
+    """
 
     def make(
         name: str,
         *,
         rank: int = 4,
         dropout: float = 0.0,
-        targets: str | tuple[str, ...] = "all-linear",
+        targets: str | tuple[str, ...] = ("q_proj", "down_proj"),
         loraplus_ratio: float = 1.0,
         samples: int = 24,
         lengths: tuple[int, int] = (5, 90),
@@ -84,16 +88,6 @@ def make_task(config):
         )
 
     return make
-
-
-@pytest.fixture(scope="session")
-def make_narrow_task(make_task):
-    """`make_task` with adapters on a linear of the attention and one of the MLP.
-
-    It is for files whose pools or shapes of microbatches no other file has: fewer modules are
-    compiled faster.
-    """
-    return partial(make_task, targets=("q_proj", "down_proj"))
 
 
 @pytest.fixture(scope="session")

@@ -13,8 +13,8 @@ def shape(rows: int) -> ShapeClass:
 
 
 @pytest.fixture(scope="module")
-def task(make_narrow_task):
-    return make_narrow_task(
+def task(make_task):
+    return make_task(
         "task",
         samples=8,
         lengths=(40, 65),
@@ -48,12 +48,12 @@ def test_one_microbatch_of_eight_and_four_of_two_agree(task, make_engine, train)
             assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(one)
 
 
-def test_loss_of_a_batch_is_the_mean_over_its_target_tokens(make_narrow_task, make_engine, train):
+def test_loss_of_a_batch_is_the_mean_over_its_target_tokens(make_task, make_engine, train):
     """At learning rate 0 the adapters stay at zero: the loss of a batch of eight follows from those
     of its samples."""
     data = {"samples": 8, "lengths": (4, 65), "optimizer": SGD(0.0), "dropout": 0.1}
-    singles = make_narrow_task("task", batch_size=1, steps=8, **data)
-    batch = make_narrow_task("task", batch_size=8, steps=1, **data)
+    singles = make_task("task", batch_size=1, steps=8, **data)
+    batch = make_task("task", batch_size=8, steps=1, **data)
     alone = train(make_engine(singles, shape=shape(2)))["task"]
     (whole,) = train(make_engine(batch, shape=shape(2)))["task"]
     tokens = [u.target_tokens for u in alone]

@@ -35,9 +35,9 @@ def make_guarded(backbone, make_engine):
 
 
 def test_a_task_beyond_memory_is_refused_and_the_others_train_on(
-    make_guarded, make_engine, make_narrow_task, train, assert_same_bits
+    make_guarded, make_engine, make_task, train, assert_same_bits
 ):
-    one, two, three = (make_narrow_task(name) for name in ("one", "two", "three"))
+    one, two, three = (make_task(name) for name in ("one", "two", "three"))
     guarded, free = make_guarded(one, two), make_engine(one, two)
     guarded.register_tasks([one, two])
     for each in (guarded, free):
@@ -55,8 +55,8 @@ def test_a_task_beyond_memory_is_refused_and_the_others_train_on(
     assert guarded.names == ["two", "three"]
 
 
-def test_what_rounds_were_seen_to_need_counts(make_guarded, make_narrow_task, train, monkeypatch):
-    one, two = make_narrow_task("one", steps=2), make_narrow_task("two")
+def test_what_rounds_were_seen_to_need_counts(make_guarded, make_task, train, monkeypatch):
+    one, two = make_task("one", steps=2), make_task("two")
     guarded = make_guarded(one, two)
     before = guarded.admission.costs.memory
     peaks = iter([1, *[2 * before.memory] * 10])
@@ -70,10 +70,10 @@ def test_what_rounds_were_seen_to_need_counts(make_guarded, make_narrow_task, tr
 
 
 def test_a_restored_round_that_only_awaits_its_update_is_finished(
-    make_guarded, make_narrow_task, train, monkeypatch
+    make_guarded, make_task, train, monkeypatch
 ):
     """Nothing is left to compile for, and so no peak to learn from."""
-    task = make_narrow_task("one", steps=1)
+    task = make_task("one", steps=1)
     first, second = make_guarded(task), make_guarded(task)
     first.register_tasks([task])
     first.train_round(stop=lambda: True)
@@ -89,5 +89,5 @@ def test_a_restored_round_that_only_awaits_its_update_is_finished(
     assert second.admission.costs.memory == before
 
 
-def test_without_a_known_memory_every_task_is_admitted(make_engine, make_narrow_task):
-    assert make_engine(make_narrow_task("one")).admission is None
+def test_without_a_known_memory_every_task_is_admitted(make_engine, make_task):
+    assert make_engine(make_task("one")).admission is None

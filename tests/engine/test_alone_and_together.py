@@ -1,5 +1,7 @@
 """A task gets the same adapter alone and beside others."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -12,16 +14,17 @@ OTHER_SHAPE = ShapeClass(rows=1, row_len=512, chunk_len=128, max_sequences=16)
 
 @pytest.fixture(scope="module")
 def tasks(make_task):
-    """Different in everything; all drop out."""
+    """Different in everything; all drop out and adapt all linears."""
     warm = Schedule("cosine", warmup_ratio=0.1)
+    make = partial(make_task, targets="all-linear")
     return {
-        "adam": make_task(
+        "adam": make(
             "adam",
             dropout=0.1,
             steps=UPDATES,
             optimizer=AdamW(5e-3, schedule=warm, weight_decay=0.1, clip_norm=0.02),
         ),
-        "sgd": make_task(
+        "sgd": make(
             "sgd",
             rank=8,
             dropout=0.1,
@@ -30,9 +33,7 @@ def tasks(make_task):
             optimizer=SGD(3e-3, schedule=Schedule("linear"), clip_norm=None),
             loraplus_ratio=2.0,
         ),
-        "lion": make_task(
-            "lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)
-        ),
+        "lion": make("lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)),
     }
 
 
@@ -77,7 +78,7 @@ def test_a_neighbour_with_other_target_modules_leaves_the_losses(
 ):
     """It widens the pool to all linears, which is another program: equal up to rounding."""
     task, _, updates = plain
-    beside = train(make_engine(task, make_task("wide")))["plain"]
+    beside = train(make_engine(task, make_task("wide", targets="all-linear")))["plain"]
     np.testing.assert_allclose([u.loss for u in beside], [u.loss for u in updates], rtol=1e-5)
 
 
@@ -106,6 +107,6 @@ def test_the_task_really_learns_and_really_drops_out(
     moved = [np.abs(f.a - initial[m].a).max() for m, f in adapter.items()]
     assert min(moved) > 1e-3
     adam = tasks["adam"].task
-    dry = make_task("adam", dropout=0.0, steps=3, optimizer=adam.optimizer)
+    dry = make_task("adam", targets="all-linear", dropout=0.0, steps=3, optimizer=adam.optimizer)
     wet = together[1]["adam"]
     assert train(make_engine(dry))["adam"][2].loss != pytest.approx(wet[2].loss, rel=1e-4)

@@ -11,9 +11,9 @@ STEPS = {"a": 5, "b": 3, "c": 6, "d": 4, "e": 2}
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task):
+def tasks(make_task):
     return {
-        name: make_narrow_task(name, rank=2 + i, dropout=0.1, batch_size=3 + i, steps=steps)
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=3 + i, steps=steps)
         for i, (name, steps) in enumerate(STEPS.items())
     }
 

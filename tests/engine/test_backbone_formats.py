@@ -50,11 +50,11 @@ def with_linears(backbone: Backbone, change) -> Backbone:
     return dataclasses.replace(backbone, weights=backbone.weights | {"layers": layers})
 
 
-def test_training_has_the_bits_of_the_decoded_weights(encoded, make_narrow_task, train):
+def test_training_has_the_bits_of_the_decoded_weights(encoded, make_task, train):
     decoded = with_linears(encoded, lambda _, weight: FrozenWeight.of(weight.decoded()))
 
     def make(name: str, **fields) -> PreparedTask:
-        task = make_narrow_task(name, steps=3, **fields)
+        task = make_task(name, steps=3, **fields)
         given = task.task.adapter, task.targets, encoded.config, task.task.seed
         return dataclasses.replace(task, make_adapter=partial(initial_adapter, *given))
 

@@ -17,14 +17,14 @@ SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 
 
 @pytest.fixture(scope="module")
-def make_measured(make_narrow_task):
+def make_measured(make_task):
     """Makes a task with held-out samples. With a learning rate this high its held-out loss goes up
     and down."""
 
     def make(name, **fields):
         fields = {"optimizer": SGD(0.8), "steps": 12, "eval_data": "random.jsonl"} | fields
         held_out = random_samples(99, 5, (20, 90))
-        return dataclasses.replace(make_narrow_task(name, **fields), eval_samples=held_out)
+        return dataclasses.replace(make_task(name, **fields), eval_samples=held_out)
 
     return make
 
@@ -83,13 +83,13 @@ def stopping_step(losses, patience):
 
 @pytest.mark.parametrize("patience", [1, 2])
 def test_a_task_stops_when_its_patience_ends(
-    patience, make_measured, make_narrow_task, make_engine, curve, assert_same_bits
+    patience, make_measured, make_task, make_engine, curve, assert_same_bits
 ):
     losses, adapters = curve
     step, best = stopping_step(losses, patience)
     assert best < step < 12
     measured = make_measured("a", eval_every=1, patience=patience, keep_best=True)
-    for others in ([], [make_narrow_task("b", steps=20), make_narrow_task("c", steps=2)]):
+    for others in ([], [make_task("b", steps=20), make_task("c", steps=2)]):
         engine = make_engine(*others, measured, shape=SMALL)
         assert [done.task_step for done in end(engine)] == list(range(1, step + 1))
         progress = engine.progress("a")
@@ -134,11 +134,11 @@ def test_the_best_adapter_survives_a_break(make_measured, make_engine, curve, as
 
 @pytest.mark.parametrize("rounds", [1, 3, 6])
 def test_a_measurement_that_arrives_after_a_task_has_left_counts(
-    rounds, make_measured, make_narrow_task, make_engine, curve, assert_same_bits
+    rounds, make_measured, make_task, make_engine, curve, assert_same_bits
 ):
     """The task leaves behind the round whose loss is measured; the result arrives later."""
     losses, adapters = curve
-    tasks = make_measured("a", eval_every=1, keep_best=True), make_narrow_task("z", steps=30)
+    tasks = make_measured("a", eval_every=1, keep_best=True), make_task("z", steps=30)
     engine = make_engine(*tasks, shape=SMALL)
     for _ in range(rounds):
         engine.train_round()
@@ -214,11 +214,11 @@ def test_a_measurement_in_turns_is_that_of_all_samples_together(divided, curve, 
 
 
 def test_the_others_train_while_a_task_is_measured(
-    divided, turns, make_long, make_narrow_task, make_engine, assert_same_bits
+    divided, turns, make_long, make_task, make_engine, assert_same_bits
 ):
     """And what is measured does not depend on them."""
     expected, losses = divided
-    engine = make_engine(make_long(), make_narrow_task("b", steps=90), **TURNS)
+    engine = make_engine(make_long(), make_task("b", steps=90), **TURNS)
     engine.begin_evaluation(["a"])
     steps, found, held_out = [], [], []
     while not engine.finished:

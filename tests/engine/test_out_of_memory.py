@@ -31,10 +31,8 @@ def fail_at(monkeypatch):
     return fail
 
 
-def tasks(make_narrow_task):
-    return make_narrow_task("a", batch_size=12), make_narrow_task(
-        "b", dropout=0.1, steps=3, batch_size=8
-    )
+def tasks(make_task):
+    return make_task("a", batch_size=12), make_task("b", dropout=0.1, steps=3, batch_size=8)
 
 
 def assert_same_training(found, found_updates, expected, expected_updates):
@@ -50,16 +48,16 @@ def assert_same_training(found, found_updates, expected, expected_updates):
 
 @pytest.mark.parametrize("numbers", [(0,), (1,), (4,), (1, 2)], ids=str)
 def test_the_round_is_done_again(
-    numbers, fail_at, make_narrow_task, make_engine, train, caplog, monkeypatch
+    numbers, fail_at, make_task, make_engine, train, caplog, monkeypatch
 ):
     # As on a GPU, where the engine holds an array that keeps small ones apart.
     guard = jax.numpy.zeros(2)
     monkeypatch.setattr(single_device, "keep_small_arrays_together", lambda: guard)
-    expected = make_engine(*tasks(make_narrow_task), remat="norms")
+    expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
     assert expected.microbatches > 2 * expected.rounds
     fail_at(numbers)
-    found = make_engine(*tasks(make_narrow_task), remat="norms")
+    found = make_engine(*tasks(make_task), remat="norms")
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         found_updates = train(found)
     said = [record for record in caplog.records if "ran out of memory" in record.message]
@@ -67,11 +65,9 @@ def test_the_round_is_done_again(
     assert_same_training(found, found_updates, expected, expected_updates)
 
 
-def test_only_the_step_is_compiled_again(
-    make_narrow_task, make_engine, train, monkeypatch, compiles
-):
+def test_only_the_step_is_compiled_again(make_task, make_engine, train, monkeypatch, compiles):
     # No other test compiles programs for this rank.
-    engine = make_engine(make_narrow_task("a", rank=7), remat="norms")
+    engine = make_engine(make_task("a", rank=7), remat="norms")
     engine.train_round()
     engine.drain()
     accumulate, seen = single_device.accumulate, itertools.count()
@@ -90,10 +86,10 @@ def test_only_the_step_is_compiled_again(
 
 
 def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
-    make_narrow_task, make_engine, train, monkeypatch
+    make_task, make_engine, train, monkeypatch
 ):
     """As on a GPU, which reports that it ran out of memory only when it is asked."""
-    expected = make_engine(*tasks(make_narrow_task), remat="norms")
+    expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
     wait, seen = jax.block_until_ready, itertools.count()
 
@@ -103,23 +99,21 @@ def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
         return wait(arrays)
 
     monkeypatch.setattr(jax, "block_until_ready", failing)
-    found = make_engine(*tasks(make_narrow_task), remat="norms")
+    found = make_engine(*tasks(make_task), remat="norms")
     found_updates = train(found)
     assert next(seen) > 5
     assert_same_training(found, found_updates, expected, expected_updates)
 
 
-def test_a_restored_round_is_packed_anew(
-    fail_at, make_narrow_task, make_engine, train, monkeypatch
-):
+def test_a_restored_round_is_packed_anew(fail_at, make_task, make_engine, train, monkeypatch):
     """Its accumulated gradients are lost with the donated arrays."""
-    expected = make_engine(*tasks(make_narrow_task), remat="norms")
+    expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
-    first = make_engine(*tasks(make_narrow_task), remat="norms")
+    first = make_engine(*tasks(make_task), remat="norms")
     calls = itertools.count()
     updates = first.train_round(lambda: next(calls) == 1)
     assert not updates and first.microbatches == 2
-    second = make_engine(*tasks(make_narrow_task), remat="norms")
+    second = make_engine(*tasks(make_task), remat="norms")
     for name in first.names:
         state = first.task_arrays(name), first.progress(name), first.accumulated(name)
         second.restore_task(name, *state)
@@ -129,20 +123,20 @@ def test_a_restored_round_is_packed_anew(
     assert_same_training(second, found_updates, expected, expected_updates)
 
 
-def test_only_the_leanest_policy_is_the_end(fail_at, make_narrow_task, make_engine, train):
+def test_only_the_leanest_policy_is_the_end(fail_at, make_task, make_engine, train):
     fail_at(range(100))
-    engine = make_engine(*tasks(make_narrow_task), remat="dots")
+    engine = make_engine(*tasks(make_task), remat="dots")
     with pytest.raises(OutOfDeviceMemory, match="256 tokens does not fit .* try .*=128"):
         train(engine)
 
 
-def test_another_error_is_passed_on(make_narrow_task, make_engine, train, monkeypatch):
+def test_another_error_is_passed_on(make_task, make_engine, train, monkeypatch):
     def failing(*arguments):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
     monkeypatch.setattr(single_device, "accumulate", failing)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
-        train(make_engine(*tasks(make_narrow_task)))
+        train(make_engine(*tasks(make_task)))
 
 
 def test_leaner_policies_end_at_full_recomputation():
@@ -154,10 +148,10 @@ def test_leaner_policies_end_at_full_recomputation():
     assert seen[-1] == ("full", "full", "full")
 
 
-def test_an_exception_between_microbatches_trains_none_twice(make_narrow_task, make_engine, train):
-    expected = make_engine(*tasks(make_narrow_task), remat="norms")
+def test_an_exception_between_microbatches_trains_none_twice(make_task, make_engine, train):
+    expected = make_engine(*tasks(make_task), remat="norms")
     expected_updates = train(expected)
-    found = make_engine(*tasks(make_narrow_task), remat="norms")
+    found = make_engine(*tasks(make_task), remat="norms")
 
     def stop():
         raise ConnectionError("the user's function")
@@ -166,14 +160,14 @@ def test_an_exception_between_microbatches_trains_none_twice(make_narrow_task, m
         found.train_round(stop)
     assert sum(len(found.accumulated(name)) for name in found.names) > 0
     with pytest.raises(RuntimeError, match="end of a round"):
-        found.register_tasks([make_narrow_task("c")])
+        found.register_tasks([make_task("c")])
     assert_same_training(found, train(found), expected, expected_updates)
 
 
 def test_the_last_task_may_fail_before_the_round_is_done_again(
-    fail_at, make_narrow_task, make_engine, replace_adapter, train
+    fail_at, make_task, make_engine, replace_adapter, train
 ):
-    bad = replace_adapter(make_narrow_task("bad", batch_size=3), lambda x: np.full_like(x, np.nan))
+    bad = replace_adapter(make_task("bad", batch_size=3), lambda x: np.full_like(x, np.nan))
     fail_at((1,))
     engine = make_engine(bad, remat="norms", max_bad_steps=1)
     updates = train(engine)

@@ -15,8 +15,8 @@ RANK, POOL_RANK = 4, 16
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task):
-    return [make_narrow_task(k, rank=RANK, dropout=0.1, optimizer=o) for k, o in OPTIMIZERS.items()]
+def tasks(make_task):
+    return [make_task(k, rank=RANK, dropout=0.1, optimizer=o) for k, o in OPTIMIZERS.items()]
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task):
+def tasks(make_task):
     return {
-        name: make_narrow_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=6)
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=6)
         for i, name in enumerate("abc")
     }
 

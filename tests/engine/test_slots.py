@@ -15,10 +15,10 @@ SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task):
+def tasks(make_task):
     return {
-        "early": make_narrow_task("early", dropout=0.1, steps=6),
-        "late": make_narrow_task("late", rank=8, batch_size=4, steps=4),
+        "early": make_task("early", dropout=0.1, steps=6),
+        "late": make_task("late", rank=8, batch_size=4, steps=4),
     }
 
 
@@ -54,9 +54,9 @@ def test_a_task_registered_on_the_fly_disturbs_nobody(tasks, make_engine, train,
 
 
 def test_a_released_task_leaves_the_others_undisturbed(
-    tasks, make_narrow_task, make_engine, train, assert_unchanged
+    tasks, make_task, make_engine, train, assert_unchanged
 ):
-    engine = make_engine(make_narrow_task("leaver", steps=50), *tasks.values(), shape=SMALL)
+    engine = make_engine(make_task("leaver", steps=50), *tasks.values(), shape=SMALL)
     first = train(engine, rounds=2)
     engine.release("leaver")
     assert engine.names == ["early", "late"]
@@ -66,20 +66,20 @@ def test_a_released_task_leaves_the_others_undisturbed(
 
 
 def test_a_slot_is_clean_for_the_task_that_takes_it_over(
-    tasks, make_narrow_task, make_engine, train, assert_unchanged
+    tasks, make_task, make_engine, train, assert_unchanged
 ):
-    engine = make_engine(make_narrow_task("predecessor", rank=8, steps=50), shape=SMALL)
+    engine = make_engine(make_task("predecessor", rank=8, steps=50), shape=SMALL)
     train(engine, rounds=2)
     engine.release("predecessor")
     engine.register_tasks([tasks["early"]])
     assert_unchanged("early", engine, train(engine)["early"])
 
 
-def test_a_task_that_outgrows_the_pool_enlarges_it(tasks, make_narrow_task, make_engine, train):
+def test_a_task_that_outgrows_the_pool_enlarges_it(tasks, make_task, make_engine, train):
     engine = make_engine(tasks["early"], slots=1, rank=4, shape=SMALL)
     train(engine, rounds=1)
     before = engine.task_arrays("early")
-    engine.register_tasks([make_narrow_task("wide", rank=16)])
+    engine.register_tasks([make_task("wide", rank=16)])
     after = engine.task_arrays("early")
     assert before.keys() == after.keys()
     for name in before:
@@ -87,22 +87,18 @@ def test_a_task_that_outgrows_the_pool_enlarges_it(tasks, make_narrow_task, make
     assert engine.adapter("wide")["self_attn.q_proj"].a.shape == (2, 32, 16)
 
 
-def test_slot_numbers_stay_and_a_free_one_is_taken_again(
-    tasks, make_narrow_task, make_engine, train
-):
-    engine = make_engine(make_narrow_task("first"), *tasks.values(), shape=SMALL)
+def test_slot_numbers_stay_and_a_free_one_is_taken_again(tasks, make_task, make_engine, train):
+    engine = make_engine(make_task("first"), *tasks.values(), shape=SMALL)
     train(engine, rounds=1)
     numbers = {name: engine._slots.number(name) for name in engine.names}
     assert list(numbers.values()) == [0, 1, 2]
     engine.release("early")
     assert {name: engine._slots.number(name) for name in engine.names} == {"first": 0, "late": 2}
-    engine.register_tasks([make_narrow_task("new"), make_narrow_task("newer")])
+    engine.register_tasks([make_task("new"), make_task("newer")])
     assert {name: engine._slots.number(name) for name in ("new", "newer")} == {"new": 1, "newer": 3}
 
 
-def test_a_change_of_tasks_touches_no_other_slot_and_moves_no_array(
-    tasks, make_narrow_task, make_engine
-):
+def test_a_change_of_tasks_touches_no_other_slot_and_moves_no_array(tasks, make_task, make_engine):
     """The state's arrays are written in place: they keep their memory."""
     engine = make_engine(*tasks.values(), shape=SMALL)
     engine._slots.state = jax.tree.map(lambda x: x + x.dtype.type(3), engine.state)
@@ -111,7 +107,7 @@ def test_a_change_of_tasks_touches_no_other_slot_and_moves_no_array(
     places = [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.state)]
     engine.release("early")
     assert places == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.state)]
-    engine.register_tasks([make_narrow_task("new")])
+    engine.register_tasks([make_task("new")])
     assert places == [x.unsafe_buffer_pointer() for x in jax.tree.leaves(engine.state)]
     after = jax.device_get(engine.state)
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(after), strict=True):
@@ -121,18 +117,16 @@ def test_a_change_of_tasks_touches_no_other_slot_and_moves_no_array(
         assert (np.take(old, 0, axis) != np.take(new, 0, axis)).any()
 
 
-def test_nothing_compiles_while_tasks_fit_the_pool(
-    tasks, make_narrow_task, make_engine, train, compiles
-):
+def test_nothing_compiles_while_tasks_fit_the_pool(tasks, make_task, make_engine, train, compiles):
     engine = make_engine(*tasks.values(), shape=SMALL)
     train(engine, rounds=2)
     engine.release("late")
-    engine.register_tasks([make_narrow_task("late", rank=8, batch_size=4, steps=9)])
+    engine.register_tasks([make_task("late", rank=8, batch_size=4, steps=9)])
     train(engine, rounds=1)
     engine.restore_task("late", engine.task_arrays("late"), engine.progress("late"))
     before = len(compiles)
     engine.release("early")
-    engine.register_tasks([make_narrow_task("next", rank=4, dropout=0.1, batch_size=3)])
+    engine.register_tasks([make_task("next", rank=4, dropout=0.1, batch_size=3)])
     train(engine, rounds=3)
     engine.restore_task("next", engine.task_arrays("next"), engine.progress("next"))
     train(engine, rounds=1)
@@ -228,15 +222,13 @@ def test_a_slot_that_was_restored_within_a_round_is_clean_for_the_next_task(
     assert_unchanged("late", engine, train(engine)["late"])
 
 
-def test_tasks_of_which_one_cannot_make_its_adapter_take_no_slots(
-    tasks, make_narrow_task, make_engine
-):
+def test_tasks_of_which_one_cannot_make_its_adapter_take_no_slots(tasks, make_task, make_engine):
     engine = make_engine(tasks["early"], shape=SMALL)
 
     def fail():
         raise OSError("the folder is gone")
 
-    gone = dataclasses.replace(make_narrow_task("gone"), make_adapter=fail)
+    gone = dataclasses.replace(make_task("gone"), make_adapter=fail)
     with pytest.raises(OSError, match="the folder is gone"):
         engine.register_tasks([tasks["late"], gone])
     assert engine.names == ["early"]
@@ -256,12 +248,12 @@ def test_a_stopped_round_goes_on_in_the_same_engine(tasks, make_engine, train, a
         assert_unchanged(name, engine, updates[name])
 
 
-def test_tasks_cannot_change_in_the_middle_of_a_round(tasks, make_engine, make_narrow_task):
+def test_tasks_cannot_change_in_the_middle_of_a_round(tasks, make_engine, make_task):
     engine = make_engine(*tasks.values(), shape=SMALL)
     engine.train_round(stop=lambda: True)
     arrays, progress = engine.task_arrays("early"), engine.progress("early")
     for change in (
-        lambda: engine.register_tasks([make_narrow_task("other")]),
+        lambda: engine.register_tasks([make_task("other")]),
         lambda: engine.release("early"),
         lambda: engine.restore_task("early", arrays, progress),
     ):
@@ -303,11 +295,11 @@ def test_a_name_twice_in_one_registration_is_refused(tasks, make_engine):
 
 
 def test_a_sample_longer_than_a_row_is_refused_and_nothing_is_lost(
-    tasks, make_narrow_task, make_engine, train
+    tasks, make_task, make_engine, train
 ):
     engine = make_engine(tasks["early"], shape=SMALL)
     train(engine, rounds=1)
-    long = make_narrow_task("long", lengths=(200, 201))
+    long = make_task("long", lengths=(200, 201))
     with pytest.raises(TaskError, match="task 'long': its longest sample takes 199 places.* 128"):
         engine.register_tasks([long])
     assert engine.names == ["early"] and engine.progress("early").step == 1

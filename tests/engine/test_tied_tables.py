@@ -25,7 +25,7 @@ def model_of_tasks(backbone):
 
 
 @pytest.fixture(scope="module")
-def tasks(model_of_tasks, make_task_with, make_narrow_task):
+def tasks(model_of_tasks, make_task_with, make_task):
     def of_both(name, spec, seed, **fields):
         prepared = make_task_with(name, spec, seed, **fields)
         own = prepared.make_adapter()[EMBEDDING]
@@ -40,7 +40,7 @@ def tasks(model_of_tasks, make_task_with, make_narrow_task):
         name: of_both(name, spec, i, steps=3, samples=12)
         for i, (name, spec) in enumerate(SPECS.items())
     }
-    return found | {"lora": make_narrow_task("lora", steps=3)}
+    return found | {"lora": make_task("lora", steps=3)}
 
 
 @pytest.mark.parametrize("name", [*SPECS, "lora"])

@@ -18,13 +18,13 @@ OPTIONS = {"shape": SMALL, "round_tokens": 150}
 
 
 @pytest.fixture(scope="module")
-def large(make_narrow_task):
-    return make_narrow_task("large", batch_size=12, dropout=0.1, lengths=(30, 90), steps=2)
+def large(make_task):
+    return make_task("large", batch_size=12, dropout=0.1, lengths=(30, 90), steps=2)
 
 
 @pytest.fixture(scope="module")
-def small(make_narrow_task):
-    return make_narrow_task("small", batch_size=2, lengths=(30, 60), steps=20)
+def small(make_task):
+    return make_task("small", batch_size=2, lengths=(30, 60), steps=20)
 
 
 def turns_of(task):

@@ -12,7 +12,6 @@ from tests.engine.conftest import (  # noqa: F401
     compiles,
     config,
     make_engine,
-    make_narrow_task,
     make_task,
     train,
 )
@@ -38,11 +37,11 @@ def make_live_engine(make_engine):  # noqa: F811
 
 
 @pytest.fixture
-def tasks(make_narrow_task):  # noqa: F811
+def tasks(make_task):  # noqa: F811
     """By name, prepared tasks; each has a seed, a rank and a length of its own."""
     steps = {"a": 4, "b": 6, "c": 3, "d": 5, "e": 2}
     return {
-        name: make_narrow_task(name, rank=2 + i, dropout=0.1, batch_size=2 + i, steps=own)
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=2 + i, steps=own)
         for i, (name, own) in enumerate(steps.items())
     }
 

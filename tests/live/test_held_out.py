@@ -17,13 +17,13 @@ STEPS = 12
 
 
 @pytest.fixture
-def make_measured(make_narrow_task):
+def make_measured(make_task):
     """Makes a task with held-out samples whose loss goes up and down."""
 
     def make(name, **fields):
         fields = {"optimizer": SGD(0.8), "steps": STEPS, "eval_data": "random.jsonl"} | fields
         held_out = random_samples(99, 5, (20, 90))
-        return dataclasses.replace(make_narrow_task(name, **fields), eval_samples=held_out)
+        return dataclasses.replace(make_task(name, **fields), eval_samples=held_out)
 
     return make
 

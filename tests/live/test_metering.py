@@ -21,9 +21,9 @@ ROUND_TOKENS = 150
 
 
 @pytest.fixture
-def large(make_narrow_task):  # noqa: F811
+def large(make_task):  # noqa: F811
     """A task whose global batches take several rounds."""
-    return make_narrow_task("a", batch_size=12, lengths=(30, 90), steps=3)
+    return make_task("a", batch_size=12, lengths=(30, 90), steps=3)
 
 
 @pytest.fixture
@@ -206,13 +206,11 @@ def test_the_totals_are_the_sum_also_over_forgotten_tasks(make_live, tasks, watc
     assert totals.device_seconds == sum(seconds for seconds, _ in rounds)
 
 
-def test_learning_rates_follow_the_longer_schedule_from_the_extension_on(
-    make_live, make_narrow_task
-):
+def test_learning_rates_follow_the_longer_schedule_from_the_extension_on(make_live, make_task):
     from jaxmux.learning_rates import Schedule
     from jaxmux.optimizers import AdamW
 
-    decaying = make_narrow_task("a", steps=6, optimizer=AdamW(1e-2, schedule=Schedule("cosine")))
+    decaying = make_task("a", steps=6, optimizer=AdamW(1e-2, schedule=Schedule("cosine")))
     live = make_live({"a": lambda _: decaying})
     events = live.events()
     live.register(decaying.task)

@@ -1,6 +1,7 @@
 """Backbones on several devices, which `make test-devices` sets up on the CPU."""
 
 import dataclasses
+from functools import partial
 from itertools import islice
 
 import jax
@@ -70,11 +71,12 @@ def different_tasks(make_task):
     """Tasks of different lengths, ranks, optimizers, targets and dropout; clipping bites."""
     from jaxmux.optimizers import SGD, AdamW, Lion
 
+    make = partial(make_task, targets="all-linear")
     return (
-        make_task("long", lengths=(60, 120), steps=4),
-        make_task("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4),
-        make_task("short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3),
-        make_task("few", rank=3, targets=("q_proj", "down_proj"), optimizer=SGD(0.1), steps=4),
+        make("long", lengths=(60, 120), steps=4),
+        make("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4),
+        make("short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3),
+        make_task("few", rank=3, optimizer=SGD(0.1), steps=4),
     )
 
 

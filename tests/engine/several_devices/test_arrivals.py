@@ -19,10 +19,10 @@ from tests.engine.conftest import random_samples
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task):
+def tasks(make_task):
     steps = {"a": 5, "b": 3, "c": 6, "d": 4, "e": 2}
     return {
-        name: make_narrow_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=own)
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=own)
         for i, (name, own) in enumerate(steps.items())
     }
 
@@ -83,11 +83,9 @@ def test_every_token_that_is_dispatched_is_counted_once(
         assert counted[name] >= sum(update.computed_tokens for update in own) > 0
 
 
-def test_arrivals_and_departures_do_not_empty_the_pipeline(make_narrow_task, make_engine, compiles):
+def test_arrivals_and_departures_do_not_empty_the_pipeline(make_task, make_engine, compiles):
     """Microbatches of the following round are in flight at every end of a round."""
-    tasks = {
-        name: make_narrow_task(name, steps=20, batch_size=6, lengths=(60, 120)) for name in "abcde"
-    }
+    tasks = {name: make_task(name, steps=20, batch_size=6, lengths=(60, 120)) for name in "abcde"}
     engine = make_engine(*(tasks[name] for name in "abc"), layers=(3, 1))
     engine.train_round()
     engine.resume(engine.suspend("b"))
@@ -141,10 +139,10 @@ def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, 
         pytest.param({"schedule": "gpipe"}, id="gpipe", marks=pytest.mark.slow),
     ],
 )
-def test_gradients_of_a_task_that_left_reach_no_other(options, make_narrow_task, make_engine):
+def test_gradients_of_a_task_that_left_reach_no_other(options, make_task, make_engine):
     """Those that another replica still had when the task left in the middle of a batch."""
     sizes = {"large": {"batch_size": 12, "lengths": (40, 90)}, "small": {"batch_size": 2}}
-    tasks = [make_narrow_task(name, **own) for name, own in sizes.items()]
+    tasks = [make_task(name, **own) for name, own in sizes.items()]
     replicas = {"layers": (2, 2), "others": (((4,), Stage()),)}
     engine = make_engine(*tasks, round_tokens=100, **replicas, **options)
     for _ in range(2):
@@ -153,7 +151,7 @@ def test_gradients_of_a_task_that_left_reach_no_other(options, make_narrow_task,
     number = engine._slots.number("large")
     engine.release("large")
     engine.drain()
-    engine.register_tasks([make_narrow_task("next")])
+    engine.register_tasks([make_task("next")])
     assert engine._slots.number("next") == number
     arrays = engine.task_arrays("next")
     assert all(not x.any() for path, x in arrays.items() if path.startswith("accumulators"))
@@ -161,11 +159,11 @@ def test_gradients_of_a_task_that_left_reach_no_other(options, make_narrow_task,
 
 
 def test_pauses_of_neighbours_move_no_gradients_between_replicas(
-    make_narrow_task, make_engine, assert_same_bits
+    make_task, make_engine, assert_same_bits
 ):
     """Samples of a task that go to the same replicas give the same bits."""
-    large = make_narrow_task("large", batch_size=12, lengths=(40, 90), steps=2)
-    others = [make_narrow_task(name, batch_size=2, steps=99) for name in "abc"]
+    large = make_task("large", batch_size=12, lengths=(40, 90), steps=2)
+    others = [make_task(name, batch_size=2, steps=99) for name in "abc"]
 
     def dealt(lengths):
         every = {slot: range(len(own)) for slot, own in lengths.items()}
@@ -193,11 +191,11 @@ def test_pauses_of_neighbours_move_no_gradients_between_replicas(
     assert_same_bits(found, expected)
 
 
-def test_replicas_follow_a_pool_that_grows(make_narrow_task, make_engine):
+def test_replicas_follow_a_pool_that_grows(make_task, make_engine):
     replicas = {"layers": (2, 2), "others": (((4,), Stage()),)}
-    engine = make_engine(make_narrow_task("narrow", rank=2), **replicas)
+    engine = make_engine(make_task("narrow", rank=2), **replicas)
     engine.train_round()
-    engine.register_tasks([make_narrow_task("wide", rank=16)])
+    engine.register_tasks([make_task("wide", rank=16)])
     engine.drain()
     assert [u.task for u in engine.train_round() + engine.drain()] == ["narrow", "wide"]
 
@@ -223,12 +221,12 @@ def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
     [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
     ids=["pipeline", "unlike replicas"],
 )
-def test_after_a_warm_up_nothing_is_compiled(replicas, make_narrow_task, make_engine, compiles):
+def test_after_a_warm_up_nothing_is_compiled(replicas, make_task, make_engine, compiles):
     engine = make_engine(modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
     engine.warm_up()
     before = len(compiles)
     kinds = {"adamw": AdamW(1e-2), "sgd": SGD(1e-2), "lion": Lion(1e-3)}
-    tasks = [make_narrow_task(kind, optimizer=own, steps=9) for kind, own in kinds.items()]
+    tasks = [make_task(kind, optimizer=own, steps=9) for kind, own in kinds.items()]
     engine.register_tasks(tasks[:1])
     engine.train_round()
     engine.register_tasks(tasks[1:])
@@ -264,7 +262,7 @@ def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
 
 @pytest.mark.parametrize("times", [1, 6])
 def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
-    times, make_narrow_task, make_engine, assert_same_bits
+    times, make_task, make_engine, assert_same_bits
 ):
     """Microbatches of the next round have begun when the held-out loss is known, unless it is
     measured in several rounds."""
@@ -272,7 +270,7 @@ def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
     def trained(**options):
         tasks = [
             dataclasses.replace(
-                make_narrow_task(
+                make_task(
                     name,
                     steps=12,
                     batch_size=8,
@@ -303,10 +301,10 @@ def test_a_task_on_a_pipeline_stops_early_with_the_bits_of_one_device(
 
 
 def test_a_task_of_a_round_that_has_begun_keeps_its_adapter_while_it_is_measured(
-    make_narrow_task, make_engine
+    make_task, make_engine
 ):
     """And it is measured for several rounds."""
-    task = make_narrow_task("a", steps=12, batch_size=8, optimizer=SGD(0.8), eval_data="random")
+    task = make_task("a", steps=12, batch_size=8, optimizer=SGD(0.8), eval_data="random")
     task = dataclasses.replace(task, eval_samples=6 * random_samples(99, 5, (20, 90)))
     engine = make_engine(task, layers=(3, 1), round_tokens=540)
     for _ in range(3):
@@ -322,10 +320,10 @@ def test_a_task_of_a_round_that_has_begun_keeps_its_adapter_while_it_is_measured
 
 
 def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
-    make_narrow_task, make_engine, compiles
+    make_task, make_engine, compiles
 ):
     """The place of a task that has left is used by the round that has begun."""
-    tasks = {n: make_narrow_task(n, steps=99, batch_size=6, lengths=(60, 120)) for n in "abcde"}
+    tasks = {n: make_task(n, steps=99, batch_size=6, lengths=(60, 120)) for n in "abcde"}
     engine = make_engine(layers=(3, 1), slots=2, modules=("self_attn.q_proj", "mlp.down_proj"))
     live = LiveTraining(engine, lambda task: dataclasses.replace(tasks[task.name], task=task))
     before = len(compiles)
@@ -371,16 +369,14 @@ def waits_for_the_state(monkeypatch):
     ],
 )
 def test_programs_for_another_size_are_compiled_beside_training(
-    replicas, make_narrow_task, make_engine, compiles, monkeypatch, waits_for_the_state
+    replicas, make_task, make_engine, compiles, monkeypatch, waits_for_the_state
 ):
     engine = make_engine(slots=3, modules=("self_attn.q_proj", "mlp.down_proj"), **replicas)
     engine.warm_up()
     before = len(compiles)
     held_out = random_samples(99, 5, (20, 90))
     tasks = [
-        dataclasses.replace(
-            make_narrow_task(name, steps=99, optimizer=AdamW(1e-2)), eval_samples=held_out
-        )
+        dataclasses.replace(make_task(name, steps=99, optimizer=AdamW(1e-2)), eval_samples=held_out)
         for name in "ab"
     ]
     engine.register_tasks(tasks)
@@ -428,7 +424,7 @@ def test_programs_for_another_size_are_compiled_beside_training(
         ),
     ],
 )
-def test_a_mesh_grows_and_shrinks_with_its_load(replicas, config, make_narrow_task, make_engine):
+def test_a_mesh_grows_and_shrinks_with_its_load(replicas, config, make_task, make_engine):
     """The results differ from those of an engine that keeps its size by the order of sums at
     most."""
     names = "abcdefg"
@@ -437,7 +433,7 @@ def test_a_mesh_grows_and_shrinks_with_its_load(replicas, config, make_narrow_ta
         # other tests trebles such differences in every step.
         replicas = {"model": Backbone.random(config, seed=5)} | replicas
     tasks = {
-        name: make_narrow_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
+        name: make_task(name, steps=20 if name == "a" else 4, optimizer=AdamW(1e-2))
         for name in names
     }
 

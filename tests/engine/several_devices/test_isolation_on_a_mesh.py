@@ -39,11 +39,11 @@ def engine(make_engine):
 
 
 @pytest.fixture(scope="module")
-def own(make_narrow_task):
+def own(make_task):
     """The tasks that are watched."""
     return (
-        make_narrow_task("first", dropout=0.1, batch_size=5, steps=6),
-        make_narrow_task("last", rank=2, lengths=(60, 120), optimizer=Lion(1e-3), steps=6),
+        make_task("first", dropout=0.1, batch_size=5, steps=6),
+        make_task("last", rank=2, lengths=(60, 120), optimizer=Lion(1e-3), steps=6),
     )
 
 
@@ -85,10 +85,10 @@ def alone(engine, own):
 
 @pytest.mark.parametrize("difference", COMPANY)
 def test_a_co_tenant_changes_no_bit_of_a_task(
-    difference, alone, engine, own, make_narrow_task, replace_adapter, assert_same_bits
+    difference, alone, engine, own, make_task, replace_adapter, assert_same_bits
 ):
     fields, comes, goes = COMPANY[difference]
-    other = make_narrow_task("other", **{"rank": 3, "batch_size": 7, "steps": 20} | fields)
+    other = make_task("other", **{"rank": 3, "batch_size": 7, "steps": 20} | fields)
     if difference == "failure":
         other = replace_adapter(other, lambda x: np.full_like(x, np.nan))
     updates, arrays, status = trained(engine, own, other, comes, goes)
@@ -117,11 +117,11 @@ def test_a_pause_in_the_middle_of_a_batch_changes_no_bit(alone, engine, own, ass
 
 
 def test_lion_updates_like_one_device_from_the_same_accumulators(
-    engine, make_engine, make_narrow_task, replace_adapter, train
+    engine, make_engine, make_task, replace_adapter, train
 ):
     """Other accumulators differ in their last bits, and where they are near zero, in their signs,
     on which Lion's step depends."""
-    task = make_narrow_task("lion", batch_size=2, optimizer=Lion(1e-2), steps=1)
+    task = make_task("lion", batch_size=2, optimizer=Lion(1e-2), steps=1)
     task = replace_adapter(task, lambda x: x + np.float32(0.05))
     one = make_engine(task, **OPTIONS)
     before = one.task_arrays("lion")

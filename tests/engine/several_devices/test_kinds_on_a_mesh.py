@@ -1,6 +1,7 @@
 """Different kinds of adapters on a mesh train as on one device."""
 
 import dataclasses
+import functools
 
 import jax
 import numpy as np
@@ -58,29 +59,44 @@ MESHES = {
     "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2)},
     "replicas": {"layers": (3, 1), "others": (((1, 1, 2), Stage()),)},
 }
-SLOW = ("tp4", "dp2,fsdp2", "replicas")
+# Of these, each is divided among the devices in a way of its own.
+SOME = ("lora", "ia3", "houlsby", "columns", "dora", "vera", "prompt", "tables")
 
 
 @pytest.fixture(scope="module")
 def tasks(make_task_with):
-    return [
-        make_task_with(name, spec, i, steps=3, batch_size=8)
+    """A task of each kind, by name."""
+    return {
+        name: make_task_with(name, spec, i, steps=3, batch_size=8)
         for i, (name, spec) in enumerate(SPECS.items())
-    ]
+    }
 
 
 @pytest.fixture(scope="module")
 def on_one_device(make_engine, tasks, train):
-    engine = make_engine(*tasks)
-    return engine, train(engine)
+    """A function that trains some of the tasks on one device, once."""
+
+    @functools.cache
+    def trained(names: tuple[str, ...]):
+        engine = make_engine(*(tasks[name] for name in names))
+        return engine, train(engine)
+
+    return trained
 
 
 @pytest.mark.parametrize(
-    "mesh", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MESHES]
+    ("mesh", "names"),
+    [
+        pytest.param("pp2,tp2", SOME, id="some-pp2,tp2"),
+        *(pytest.param(m, tuple(SPECS), id=f"all-{m}", marks=pytest.mark.slow) for m in MESHES),
+    ],
 )
-def test_kinds_train_on_a_mesh_as_on_one_device(mesh, make_engine, tasks, train, on_one_device):
-    engine = make_engine(*tasks, **MESHES[mesh])
-    assert_same_training(tasks, engine, train(engine), *on_one_device)
+def test_kinds_train_on_a_mesh_as_on_one_device(
+    mesh, names, make_engine, tasks, train, on_one_device
+):
+    own = [tasks[name] for name in names]
+    engine = make_engine(*own, **MESHES[mesh])
+    assert_same_training(own, engine, train(engine), *on_one_device(names))
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +119,7 @@ def tied(backbone):
 @pytest.fixture(scope="module")
 def task_of_tied(tasks, tied):
     """Trains tokens of embedding and head."""
-    prepared = next(own for own in tasks if own.task.name == "tokens")
+    prepared = tasks["tokens"]
     (targets,), (own,) = prepared.targets.values(), prepared.make_adapter().values()
     size = size_of_adapter(prepared.task.adapter, tied.config)
     assert prepared.targets.keys() == {EMBEDDING}
@@ -115,7 +131,7 @@ def task_of_tied(tasks, tied):
 @pytest.fixture(scope="module")
 def tables_of_tied(tasks, tied):
     """Trains low-rank adapters of the embedding and of the head, with dropout."""
-    prepared = next(own for own in tasks if own.task.name == "tables")
+    prepared = tasks["tables"]
     adapter, more = prepared.make_adapter(), tied.config.vocab_size - 101
     for point, name, axis in (("embed_tokens", "a", 1), ("lm_head", "b", 2)):
         edges = [(0, more if i == axis else 0) for i in range(3)]
@@ -133,8 +149,7 @@ def test_a_head_that_is_the_embedding_trains_on_a_mesh(
     make_engine, tied, task_of_tied, tables_of_tied, train, tasks
 ):
     """IA3 also multiplies the bias of a linear whose inputs are divided."""
-    (ia3,) = (own for own in tasks if own.task.name == "ia3")
-    every = task_of_tied, tables_of_tied, ia3
+    every = task_of_tied, tables_of_tied, tasks["ia3"]
     expected = make_engine(*every, model=tied)
     results = expected, train(expected)
     engine = make_engine(*every, model=tied, layers=(4,), stage=Stage(dp=2, tp=2))

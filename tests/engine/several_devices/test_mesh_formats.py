@@ -56,9 +56,9 @@ def plain(config) -> Backbone:
 
 
 @pytest.fixture(scope="module")
-def tasks(make_narrow_task, plain):
+def tasks(make_task, plain):
     def make(name: str, **fields) -> PreparedTask:
-        task = make_narrow_task(name, **fields)
+        task = make_task(name, **fields)
         given = task.task.adapter, task.targets, plain.config, task.task.seed
         return dataclasses.replace(task, make_adapter=partial(initial_adapter, *given))
 

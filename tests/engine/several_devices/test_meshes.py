@@ -101,11 +101,12 @@ def make_backbone(config):
 def tasks(make_task):
     """Tasks of ten updates, of different lengths, ranks, optimizers, targets and dropout; clipping
     bites."""
+    make = partial(make_task, targets="all-linear", steps=10)
     return (
-        make_task("long", lengths=(60, 120), steps=10),
-        make_task("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.02), steps=10),
-        make_task("short", rank=2, lengths=(3, 20), batch_size=9, steps=10),
-        make_task("few", rank=3, targets=("q_proj", "down_proj"), optimizer=SGD(0.1), steps=10),
+        make("long", lengths=(60, 120)),
+        make("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.02)),
+        make("short", rank=2, lengths=(3, 20), batch_size=9),
+        make("few", rank=3, targets=("q_proj", "down_proj"), optimizer=SGD(0.1)),
     )
 
 
@@ -322,7 +323,7 @@ def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_task):
     """A task with other linears, of a higher rank, and with more moments."""
     few = make_task("few", targets=("q_proj",), rank=2, optimizer=SGD(0.1))
     engine = make_engine(few, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
-    engine.register_tasks([make_task("more", rank=16)])
+    engine.register_tasks([make_task("more", targets="all-linear", rank=16)])
     stored = engine._slots.stored
     (state,), (layout,), (home,) = stored.states, stored.layouts, stored.homes
     leaves, places = map(jax.tree.leaves, (state, home.shardings(home.leaf_specs(layout.tree))))
@@ -332,7 +333,8 @@ def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_task):
 
 
 def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_task):
-    engine = make_engine(make_task("a"), model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    task = make_task("a", targets="all-linear")
+    engine = make_engine(task, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
     layers = engine.backbone.weights[0]["layers"]
     for path, divided in (("self_attn.q_proj", 4), ("mlp.down_proj", 4)):
         block, name = path.split(".")
@@ -351,7 +353,8 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
     mesh, remat, make_backbone, make_engine, make_task
 ):
     """They would be copied for every microbatch in flight."""
-    engine = make_engine(make_task("a"), model=make_backbone(), **mesh)
+    task = make_task("a", targets="all-linear")
+    engine = make_engine(task, model=make_backbone(), **mesh)
     replica = engine._executor._replicas[0]
     compiled, backbone = replica._compiled, replica._backbone
     parts = range(len(backbone.parts))

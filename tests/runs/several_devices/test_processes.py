@@ -166,15 +166,25 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--gin.other/Task.data={long!r}", "process 1 differs from process 0 in the data of task"),
-        (
+        pytest.param(
+            "--gin.other/Task.data={long!r}",
+            "process 1 differs from process 0 in the data of task",
+            id="data",
+        ),
+        pytest.param(
             "--gin.tiny/AdamW.learning_rate=1",
             "process 1 differs from process 0 in the settings of task 'tiny'",
+            id="task",
+            marks=pytest.mark.slow,
         ),
-        ("--gin.other/Task.data='missing.jsonl'", "missing.jsonl"),
-        ("--gin.other/Task.data=", "process 1: "),
+        pytest.param(
+            "--gin.other/Task.data='missing.jsonl'",
+            "missing.jsonl",
+            id="file",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin"),
     ],
-    ids=["data", "task", "file", "gin"],
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
     """The argument reaches only the second process."""
@@ -236,6 +246,7 @@ def test_a_process_that_hangs_ends_when_another_one_has_ended(pair):
     assert errors.splitlines()[-1] == "error: process 1: no room"
 
 
+@pytest.mark.slow
 def test_two_processes_stop_the_same_configurations_at_rungs(write_config, data, tmp_path):
     """Three of the four configurations have a place at the same time. The losses are far apart, so
     that their order does not depend on rounding."""

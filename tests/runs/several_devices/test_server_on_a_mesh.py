@@ -32,7 +32,7 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("seed", [1, 14])
+@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 14])
 def test_random_operations_on_pipelines_lose_nothing_and_change_no_bit(seed, simulate):
     simulate(seed, 60, meshes=("", "pp2"))
 
