@@ -56,7 +56,7 @@ def make_task(config):
     """Makes a prepared task of random samples; keyword arguments are those of `Task` and `LoRA`.
 
     Its adapter is on one linear of the attention and one of the MLP, because fewer modules are
-    compiled faster. Tests whose subject are the linears name others as `targets`.
+    compiled faster. Where the linears matter, tests use `make_wide_task`.
     """
 
     def make(
@@ -88,6 +88,13 @@ def make_task(config):
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def make_wide_task(make_task):
+    """`make_task` with adapters on all linears, for tests of what linears compute together: of
+    isolation, and of devices that divide them."""
+    return partial(make_task, targets="all-linear")
 
 
 @pytest.fixture(scope="session")

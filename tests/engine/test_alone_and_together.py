@@ -1,7 +1,5 @@
 """A task gets the same adapter alone and beside others."""
 
-from functools import partial
-
 import numpy as np
 import pytest
 
@@ -13,18 +11,17 @@ OTHER_SHAPE = ShapeClass(rows=1, row_len=512, chunk_len=128, max_sequences=16)
 
 
 @pytest.fixture(scope="module")
-def tasks(make_task):
+def tasks(make_wide_task):
     """Different in everything; all drop out and adapt all linears."""
     warm = Schedule("cosine", warmup_ratio=0.1)
-    make = partial(make_task, targets="all-linear")
     return {
-        "adam": make(
+        "adam": make_wide_task(
             "adam",
             dropout=0.1,
             steps=UPDATES,
             optimizer=AdamW(5e-3, schedule=warm, weight_decay=0.1, clip_norm=0.02),
         ),
-        "sgd": make(
+        "sgd": make_wide_task(
             "sgd",
             rank=8,
             dropout=0.1,
@@ -33,7 +30,9 @@ def tasks(make_task):
             optimizer=SGD(3e-3, schedule=Schedule("linear"), clip_norm=None),
             loraplus_ratio=2.0,
         ),
-        "lion": make("lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)),
+        "lion": make_wide_task(
+            "lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)
+        ),
     }
 
 
@@ -74,11 +73,11 @@ def test_a_neighbour_that_drops_out_changes_no_bit(
 
 
 def test_a_neighbour_with_other_target_modules_leaves_the_losses(
-    plain, make_task, make_engine, train
+    plain, make_wide_task, make_engine, train
 ):
     """It widens the pool to all linears, which is another program: equal up to rounding."""
     task, _, updates = plain
-    beside = train(make_engine(task, make_task("wide", targets="all-linear")))["plain"]
+    beside = train(make_engine(task, make_wide_task("wide")))["plain"]
     np.testing.assert_allclose([u.loss for u in beside], [u.loss for u in updates], rtol=1e-5)
 
 
@@ -100,13 +99,13 @@ def test_another_shape_class_gives_the_same_losses(name, tasks, together, make_e
 
 
 def test_the_task_really_learns_and_really_drops_out(
-    tasks, together, make_task, make_engine, train
+    tasks, together, make_wide_task, make_engine, train
 ):
     adapter = together[0].adapter("adam")
     initial = tasks["adam"].make_adapter()
     moved = [np.abs(f.a - initial[m].a).max() for m, f in adapter.items()]
     assert min(moved) > 1e-3
     adam = tasks["adam"].task
-    dry = make_task("adam", targets="all-linear", dropout=0.0, steps=3, optimizer=adam.optimizer)
+    dry = make_wide_task("adam", dropout=0.0, steps=3, optimizer=adam.optimizer)
     wet = together[1]["adam"]
     assert train(make_engine(dry))["adam"][2].loss != pytest.approx(wet[2].loss, rel=1e-4)

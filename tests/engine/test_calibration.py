@@ -21,8 +21,8 @@ GRADIENT = SparseDiff(2, "gradient", ("q_proj", "k_proj", "down_proj"), calibrat
 
 
 @pytest.fixture(scope="module")
-def prepared(make_task):
-    return make_task("calibrated", samples=12)
+def prepared(make_wide_task):
+    return make_wide_task("calibrated", samples=12)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,6 @@
 """Backbones on several devices, which `make test-devices` sets up on the CPU."""
 
 import dataclasses
-from functools import partial
 from itertools import islice
 
 import jax
@@ -67,15 +66,18 @@ def make_engine(backbone):
 
 
 @pytest.fixture(scope="session")
-def different_tasks(make_task):
+def different_tasks(make_task, make_wide_task):
     """Tasks of different lengths, ranks, optimizers, targets and dropout; clipping bites."""
     from jaxmux.optimizers import SGD, AdamW, Lion
 
-    make = partial(make_task, targets="all-linear")
     return (
-        make("long", lengths=(60, 120), steps=4),
-        make("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4),
-        make("short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3),
+        make_wide_task("long", lengths=(60, 120), steps=4),
+        make_wide_task(
+            "dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4
+        ),
+        make_wide_task(
+            "short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3
+        ),
         make_task("few", rank=3, optimizer=SGD(0.1), steps=4),
     )
 

@@ -98,10 +98,10 @@ def make_backbone(config):
 
 
 @pytest.fixture(scope="module")
-def tasks(make_task):
+def tasks(make_wide_task):
     """Tasks of ten updates, of different lengths, ranks, optimizers, targets and dropout; clipping
     bites."""
-    make = partial(make_task, targets="all-linear", steps=10)
+    make = partial(make_wide_task, steps=10)
     return (
         make("long", lengths=(60, 120)),
         make("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.02)),
@@ -135,14 +135,14 @@ def test_more_meshes_train_like_one_device(mesh, trained, make_backbone, make_en
 
 
 def test_halves_that_take_turns_change_no_order_of_sums(
-    make_backbone, make_engine, make_task, train
+    make_backbone, make_engine, make_wide_task, train
 ):
     """On four tensor-parallel devices, a task gets the bits that it gets alone, wherever in a
     microbatch its samples lie."""
     # A sample fills a chunk, of which each half has two.
     lengths = (50, 60)
-    first = make_task("first", lengths=lengths, batch_size=1, optimizer=SGD(0.1))
-    task = make_task("task", lengths=lengths, batch_size=3, optimizer=SGD(0.1))
+    first = make_wide_task("first", lengths=lengths, batch_size=1, optimizer=SGD(0.1))
+    task = make_wide_task("task", lengths=lengths, batch_size=3, optimizer=SGD(0.1))
     results = []
     for own in ((task,), (first, task)):
         engine = make_engine(*own, model=make_backbone(), **MORE_MESHES["tp4"])
@@ -225,11 +225,14 @@ def norm_of_difference(one, other, kind):
     ],
 )
 def test_a_task_that_is_not_finite_fails_alone(
-    mesh, make_backbone, make_engine, make_task, replace_adapter, train, assert_same_training
+    mesh, make_backbone, make_engine, make_wide_task, replace_adapter, train, assert_same_training
 ):
     """The other tasks keep their bits, also after the task has left in the middle of the run."""
-    good = make_task("good", steps=4, batch_size=9), make_task("other", dropout=0.2, steps=4)
-    bad = replace_adapter(make_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
+    good = (
+        make_wide_task("good", steps=4, batch_size=9),
+        make_wide_task("other", dropout=0.2, steps=4),
+    )
+    bad = replace_adapter(make_wide_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
     options = {"model": make_backbone(), "max_bad_steps": 2, **mesh}
     expected, found = make_engine(*good, **options), make_engine(*good, bad, **options)
     expected_updates, updates = train(expected), train(found)
@@ -241,11 +244,14 @@ def test_a_task_that_is_not_finite_fails_alone(
 
 @pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
 def test_a_new_task_gets_no_gradients_of_the_failed_one_before_it(
-    schedule, make_backbone, make_engine, make_task, replace_adapter, train
+    schedule, make_backbone, make_engine, make_wide_task, replace_adapter, train
 ):
     """In the same slot, on a replica that does not own the train state."""
-    good, new = make_task("good", steps=3, batch_size=9), make_task("new", steps=2, batch_size=9)
-    bad = make_task("bad", steps=3, batch_size=9)
+    good, new = (
+        make_wide_task("good", steps=3, batch_size=9),
+        make_wide_task("new", steps=2, batch_size=9),
+    )
+    bad = make_wide_task("bad", steps=3, batch_size=9)
     bad = replace_adapter(bad, lambda x: np.full_like(x, np.nan))
     two = {"layers": (4,), "others": (((4,), Stage()),), "schedule": schedule}
     losses = {}
@@ -301,12 +307,14 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
 
 @pytest.mark.usefixtures("trace_once")
 @pytest.mark.parametrize("mesh", [MESHES["dp2,fsdp2,tp2"], MORE_MESHES["tp4"]], ids=str)
-def test_policies_are_chosen_by_the_memory_of_a_device(mesh, make_backbone, make_engine, make_task):
+def test_policies_are_chosen_by_the_memory_of_a_device(
+    mesh, make_backbone, make_engine, make_wide_task
+):
     """Also if a device has more keys than it uses."""
     policies = {}
     for memory in (2**32, 700_000):
         engine = make_engine(
-            make_task("a"), model=make_backbone(), remat="auto", memory=memory, **mesh
+            make_wide_task("a"), model=make_backbone(), remat="auto", memory=memory, **mesh
         )
         executor = engine._executor
         policies[memory] = executor._replicas[0]._compiled.choose_remat(dropout=False)
@@ -314,16 +322,18 @@ def test_policies_are_chosen_by_the_memory_of_a_device(mesh, make_backbone, make
     assert "full" in {policy for part in policies[700_000] for policy in part}
 
 
-def test_fsdp_does_not_keep_the_gathered_weights(make_backbone, make_engine, make_task):
+def test_fsdp_does_not_keep_the_gathered_weights(make_backbone, make_engine, make_wide_task):
     with pytest.raises(PlanningError, match="remat='none' would keep .* use remat='norms'"):
-        make_engine(make_task("a"), model=make_backbone(), remat="none", **MORE_MESHES["fsdp2"])
+        make_engine(
+            make_wide_task("a"), model=make_backbone(), remat="none", **MORE_MESHES["fsdp2"]
+        )
 
 
-def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_task):
+def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_wide_task):
     """A task with other linears, of a higher rank, and with more moments."""
-    few = make_task("few", targets=("q_proj",), rank=2, optimizer=SGD(0.1))
+    few = make_wide_task("few", targets=("q_proj",), rank=2, optimizer=SGD(0.1))
     engine = make_engine(few, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
-    engine.register_tasks([make_task("more", targets="all-linear", rank=16)])
+    engine.register_tasks([make_wide_task("more", rank=16)])
     stored = engine._slots.stored
     (state,), (layout,), (home,) = stored.states, stored.layouts, stored.homes
     leaves, places = map(jax.tree.leaves, (state, home.shardings(home.leaf_specs(layout.tree))))
@@ -332,8 +342,8 @@ def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_task):
         assert leaf.sharding.is_equivalent_to(place, leaf.ndim)
 
 
-def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_task):
-    task = make_task("a", targets="all-linear")
+def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_wide_task):
+    task = make_wide_task("a")
     engine = make_engine(task, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
     layers = engine.backbone.weights[0]["layers"]
     for path, divided in (("self_attn.q_proj", 4), ("mlp.down_proj", 4)):
@@ -350,10 +360,10 @@ def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, m
 @pytest.mark.parametrize("remat", ["norms", "dots", "full"])
 @pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
 def test_the_backward_pass_is_given_no_weights_or_adapters(
-    mesh, remat, make_backbone, make_engine, make_task
+    mesh, remat, make_backbone, make_engine, make_wide_task
 ):
     """They would be copied for every microbatch in flight."""
-    task = make_task("a", targets="all-linear")
+    task = make_wide_task("a")
     engine = make_engine(task, model=make_backbone(), **mesh)
     replica = engine._executor._replicas[0]
     compiled, backbone = replica._compiled, replica._backbone

@@ -98,10 +98,10 @@ def test_held_out_losses_are_those_of_one_device(make_engine, make_task, train):
 
 
 def test_a_task_that_is_not_finite_fails_alone(
-    make_engine, make_task, replace_adapter, train, assert_same_training
+    make_engine, make_wide_task, replace_adapter, train, assert_same_training
 ):
-    good = make_task("good", steps=4), make_task("other", rank=8, dropout=0.1, steps=4)
-    bad = replace_adapter(make_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
+    good = make_wide_task("good", steps=4), make_wide_task("other", rank=8, dropout=0.1, steps=4)
+    bad = replace_adapter(make_wide_task("bad", steps=4), lambda x: np.full_like(x, np.nan))
     options = {"layers": (3, 1), "max_bad_steps": 2}
     expected, found = make_engine(*good, **options), make_engine(*good, bad, **options)
     expected_updates, updates = train(expected), train(found)
@@ -111,10 +111,12 @@ def test_a_task_that_is_not_finite_fails_alone(
 
 
 def test_one_bad_layer_skips_the_update_in_all_stages(
-    make_engine, make_task, replace_adapter, assert_same_bits, train
+    make_engine, make_wide_task, replace_adapter, assert_same_bits, train
 ):
     """The layer of the last stage overflows in the update; the first stage keeps its values too."""
-    task = make_task("task", steps=1, optimizer=dataclasses.replace(make_task("x").task.optimizer))
+    task = make_wide_task(
+        "task", steps=1, optimizer=dataclasses.replace(make_wide_task("x").task.optimizer)
+    )
 
     def change(leaf):
         leaf = np.array(leaf)
