@@ -8,7 +8,7 @@
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-meshes test-peft test-trackers test-ui lint format docs docs-test clean
+.PHONY: help demo test test-devices test-slow test-peft test-trackers test-ui lint format docs docs-test clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -76,8 +76,11 @@ test-devices: .venv/installed ## run the tests of several devices, eight parts o
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300 \
 		tests/engine/several_devices tests/runs/several_devices
 
-test-meshes: .venv/installed ## the same on more meshes and backbones (about 9 minutes)
-	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --timeout 600 -m "not gpu" \
+SLOW = -n $(WORKERS) --timeout 600 -m "slow and not gpu"
+
+test-slow: .venv/installed ## run what CI leaves out: more meshes, shapes, benchmarks (about 15 minutes)
+	$(MAIN)/pytest $(SLOW) --ignore tests/docs
+	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest $(SLOW) \
 		tests/engine/several_devices tests/runs/several_devices
 
 test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and others

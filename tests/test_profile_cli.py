@@ -161,6 +161,7 @@ def test_interrupted_run_goes_on(profile_path, config, tmp_path, monkeypatch):
     assert len(read_profile(part).measurements) == len(read_profile(profile_path).measurements)
 
 
+@pytest.mark.slow
 def test_check_compares_rounds_with_predictions(profile_path, config, tmp_path, capsys):
     out = tmp_path / "check.json"
     folder = str(config.parent)

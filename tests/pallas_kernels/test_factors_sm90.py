@@ -74,7 +74,13 @@ def test_widths_and_ranks_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize(
     ("rank", "padded", "slots"),
-    [(8, 16, 4), (16, 16, 1), (64, 64, 64), (72, 128, 1), (128, 128, 64)],
+    [
+        (8, 16, 4),
+        (64, 64, 64),
+        pytest.param(16, 16, 1, marks=pytest.mark.slow),
+        pytest.param(72, 128, 1, marks=pytest.mark.slow),
+        pytest.param(128, 128, 64, marks=pytest.mark.slow),
+    ],
 )
 def test_real_shapes_lower(rank, padded, slots, lowered):
     def factors(k, n):

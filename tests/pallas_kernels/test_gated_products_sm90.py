@@ -249,7 +249,13 @@ def test_shapes_that_do_not_fit_are_refused():
         gated_forward(z, z, a, jnp.zeros(8, jnp.int32))
 
 
-@pytest.mark.parametrize(("rank", "slots"), [(16, 1), (32, 4), (48, 16), (64, 4)])
+REAL = [
+    (48, 16),
+    *(pytest.param(*own, marks=pytest.mark.slow) for own in ((16, 1), (32, 4), (64, 4))),
+]
+
+
+@pytest.mark.parametrize(("rank", "slots"), REAL)
 def test_real_shapes_lower(rank, slots, lowered):
     rows, width = 8192, 14336
     z, factor, low = abstract(rows, width), abstract(slots, rank, width), abstract(rank, rows)

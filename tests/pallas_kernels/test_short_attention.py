@@ -120,7 +120,13 @@ def test_a_broken_row_changes_no_bit_of_the_others(interpret):
 
 @pytest.mark.parametrize(
     ("row_len", "per_group", "packed"),
-    [(64, 1, False), (64, 4, True), (128, 1, True), (128, 4, False), (128, 8, True)],
+    [
+        (64, 1, False),
+        (64, 4, True),
+        (128, 1, True),
+        pytest.param(128, 4, False, marks=pytest.mark.slow),
+        pytest.param(128, 8, True, marks=pytest.mark.slow),
+    ],
 )
 def test_real_shapes_lower(row_len, per_group, packed, lowered):
     heads = Heads(row_len, 8, per_group, 128)

@@ -287,7 +287,10 @@ REAL = [
 ]
 
 
-@pytest.mark.parametrize(("width", "rank", "slots"), REAL)
+@pytest.mark.parametrize(
+    ("width", "rank", "slots"),
+    [REAL[4], *(pytest.param(*own, marks=pytest.mark.slow) for own in REAL if own != REAL[4])],
+)
 def test_real_shapes_lower(width, rank, slots, lowered):
     z, factor, low = abstract(8192, width), abstract(slots, rank, width), abstract(rank, 8192)
     chunk_slot, scale = abstract(64, dtype=jnp.int32), abstract(slots, dtype=jnp.float32)
@@ -304,7 +307,12 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 # With dropout, rank 128 of three modules is refused.
 @pytest.mark.parametrize(
     ("width", "rank", "slots", "columns_begin_later"),
-    [(1024, 16, 1, False), (14336, 64, 4, False), (4096, 64, 16, True), (14336, 16, 16, True)],
+    [
+        (14336, 64, 4, False),
+        (4096, 64, 16, True),
+        pytest.param(1024, 16, 1, False, marks=pytest.mark.slow),
+        pytest.param(14336, 16, 16, True, marks=pytest.mark.slow),
+    ],
 )
 def test_real_shapes_with_dropout_lower(width, rank, slots, columns_begin_later, lowered):
     counters = (abstract(8192, dtype=jnp.uint32),) * 3

@@ -244,6 +244,7 @@ def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
         train(tmp_path / "lora", lora)
 
 
+@pytest.mark.slow
 def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model, base):
     tokenizer = load_tokenizer(model.name_or_path)
     read = [import_adapter(trained / "adapters" / name, model.config, base=base) for name in SPECS]

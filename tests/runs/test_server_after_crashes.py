@@ -7,7 +7,8 @@ from pathlib import Path
 from jaxmux.live import saving
 
 from .crash_images import copy_now
-from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+from .server_steps import finish, settle, step
+from .test_server_faults import serve, task  # noqa: F401
 
 
 def test_a_checkpoint_has_the_task_that_has_taken_a_name(

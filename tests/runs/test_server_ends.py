@@ -14,7 +14,8 @@ from jaxmux.live import At, Command
 from jaxmux.tasks import Task, TaskError
 
 from .crash_images import copy_now
-from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+from .server_steps import finish, settle, step
+from .test_server_faults import serve, task  # noqa: F401
 
 
 def test_ends_survive_a_kill(serve, task, adapter_bytes, tmp_path):  # noqa: F811

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 
 import pytest
 
@@ -11,6 +10,7 @@ from jaxmux.live.states import ENDED
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
+from .server_steps import finish, settle, step
 from .simulated_tasks import OPTIONS
 
 STEPS = 10
@@ -38,22 +38,6 @@ def tasks(make_task, data):
         # After as many steps as the best adapters of the others have.
         make_task("one", steps=1, **measured),
     )
-
-
-def step(server):
-    server.step()
-    settle(server)
-
-
-def settle(server):
-    while server._preparation.seconds_left is not None:
-        time.sleep(0.001)
-    server._store._writer.submit(lambda: None).result()
-
-
-def finish(server):
-    while any(status.state not in ENDED for status in server.statuses()):
-        step(server)
 
 
 def evaluations(folder):

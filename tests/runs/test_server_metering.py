@@ -18,9 +18,9 @@ from jaxmux.runs import event_log, journal, server_store
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
+from .server_steps import finish, settle, step, step_until
 from .simulated_tasks import OPTIONS
 from .simulated_tasks import make_task as make_kind
-from .test_server_faults import finish, settle, step
 
 
 @pytest.fixture(scope="module")
@@ -54,13 +54,6 @@ def events_of(folder):
 
 def updates_of(folder, name):
     return [e for e in events_of(folder) if e["kind"] == "update" and e["task"] == name]
-
-
-def step_until(server, name, seen):
-    """Trains until so many steps of a task have been seen."""
-    step(server)
-    while server.status(name).step < seen:
-        step(server)
 
 
 def assert_totals(server):
@@ -176,8 +169,7 @@ def test_the_steps_of_a_forgotten_task_of_the_same_name_are_not_those_of_a_new_o
             finish(server)
         server.save()
         server.register(make_kind("adamw", "a", 5, data))
-        step(server, 3)
-        assert server.status("a").step == 1
+        step_until(server, "a", 1)
         copy = crashed(folder, tmp_path)
     with serve(copy) as server:
         finish(server)

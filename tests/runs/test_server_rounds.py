@@ -11,8 +11,8 @@ from jaxmux.runs.line_log import LineLog
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
+from .server_steps import finish, step
 from .simulated_tasks import OPTIONS
-from .test_server_faults import finish, step
 
 
 @pytest.fixture(scope="module")
@@ -79,11 +79,11 @@ def test_rounds_are_set_aside_by_size_and_have_details_now_and_then(
     monkeypatch.setattr(server_store, "has_details", lambda index: False)
     with serve(folder, events_bytes=1000) as server:
         server.register(make_task("a", steps=30))
-        step(server, 20)
+        step(server, 25)
         server._store._detailed_at -= 61
         step(server, 1)
     rounds = lines_of(folder, "rounds")
-    assert len(list(folder.glob("rounds.*"))) == 4 and len(rounds) < 21
+    assert len(list(folder.glob("rounds.*"))) == 4 and len(rounds) < 25
     assert all(path.stat().st_size < 1600 for path in folder.glob("rounds.*"))
     assert ["held" in line for line in rounds[-3:]] == [False, False, True]
     with serve(folder, events_bytes=1000) as server:

@@ -10,7 +10,8 @@ from jaxmux.runs import retry, server_store
 from jaxmux.runs.checkpoints import Checkpoints
 from jaxmux.runs.run_directory import RunDirectoryError
 
-from .test_server_faults import finish, serve, settle, step, task  # noqa: F401
+from .server_steps import finish, settle, step
+from .test_server_faults import serve, task  # noqa: F401
 
 
 def until(server, name):

@@ -141,7 +141,7 @@ def random_specification(rng: random.Random) -> dict:
 @pytest.mark.parametrize("limits", [SpecificationLimits(), NARROW], ids=["default", "narrow"])
 def test_the_schema_permits_exactly_what_the_reader_permits(limits):
     oracle, rng, both = Draft202012Validator(task_schema(limits)), random.Random(0), 0
-    for _ in range(1500):
+    for _ in range(600):
         fields = random_specification(rng)
         try:
             task_from_fields(parse_object(json.dumps(fields), 10**6), None, limits)
@@ -152,7 +152,7 @@ def test_the_schema_permits_exactly_what_the_reader_permits(limits):
             permitted = False
         assert oracle.is_valid(fields) == permitted, fields
         both += permitted
-    assert 200 < both < 1200
+    assert 80 < both < 480
 
 
 def test_held_out_records_come_from_one_place(validator):

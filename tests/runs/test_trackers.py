@@ -26,8 +26,8 @@ from jaxmux.runs.trackers import (
     run_trackers,
 )
 
+from .server_steps import finish, settle, step
 from .simulated_tasks import OPTIONS
-from .test_server_faults import finish, settle, step
 
 FIELDS = {name: name for name in ("loss", "lr", "grad_norm")}
 

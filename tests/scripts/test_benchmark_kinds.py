@@ -62,6 +62,7 @@ def test_the_interval_is_that_of_the_ratio_of_pairs():
     assert interval({"now": one_slow, "before": before})[2] == pytest.approx(0.9)
 
 
+@pytest.mark.slow
 def test_a_dry_run_of_mixes_and_memory(main):
     records = main("--parts", "memory", "mixed", "--kinds", "LN-tuning")
     assert [r["name"].split(",")[0] for r in records] == ["memory", "mixed"]

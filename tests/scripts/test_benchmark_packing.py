@@ -94,6 +94,7 @@ def test_predictions_are_printed_without_training(tmp_path, capsys, monkeypatch)
     assert all("padding" in line and "ms a round" in line for line in lines[1:])
 
 
+@pytest.mark.slow
 def test_a_policy_is_measured_by_training(args):
     """The engine accepts the options of the benchmark, and all tokens of the rounds are counted."""
     small = ["--samples", "2", "--rounds", "1", "--max_length", "64", "--tokens", "128"]

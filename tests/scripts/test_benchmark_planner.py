@@ -35,6 +35,8 @@ from planner_replicas import CONTEXT, SIX_TASKS, cases, most_gain, simulate, sma
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing.shape_class import ShapeClass
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def lengths():

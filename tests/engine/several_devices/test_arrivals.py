@@ -53,7 +53,12 @@ def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
 
 
 @pytest.mark.parametrize(
-    ("layers", "seed"), [((3, 1), 0), ((3, 1), 1), pytest.param((), 1, marks=pytest.mark.slow)]
+    ("layers", "seed"),
+    [
+        ((3, 1), 0),
+        pytest.param((3, 1), 1, marks=pytest.mark.slow),
+        pytest.param((), 1, marks=pytest.mark.slow),
+    ],
 )
 def test_every_token_that_is_dispatched_is_counted_once(
     layers, seed, tasks, make_engine, drive_at_random, monkeypatch
@@ -105,16 +110,11 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_task, make_engin
     assert compiles[before:] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
-    [
-        pytest.param({"layers": (3, 1)}, id="pipeline"),
-        pytest.param(
-            {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
-            id="unlike replicas",
-            marks=pytest.mark.slow,
-        ),
-    ],
+    [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
+    ids=["pipeline", "unlike replicas"],
 )
 def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, train):
     """With what has been accumulated of their global batches."""
@@ -203,16 +203,16 @@ def test_replicas_follow_a_pool_that_grows(make_task, make_engine):
 def test_a_place_that_was_just_left_is_taken_without_a_larger_pool(
     tasks, make_engine, train, assert_same_bits
 ):
-    alone = make_engine(tasks["d"], slots=3)
+    alone = make_engine(tasks["e"])
     train(alone)
-    engine = make_engine(*(tasks[name] for name in "abc"), slots=3, layers=(3, 1))
+    engine = make_engine(*(tasks[name] for name in "abcd"), layers=(3, 1))
     engine.train_round()
     engine.train_round()
     engine.release("a")
-    engine.register_tasks([tasks["d"]])
-    assert engine.size.slots == 3
+    engine.register_tasks([tasks["e"]])
+    assert engine.size.slots == 4
     train(engine)
-    expected, found = alone.task_arrays("d"), engine.task_arrays("d")
+    expected, found = alone.task_arrays("e"), engine.task_arrays("e")
     assert_same_bits(found, {path: expected[path] for path in found})
 
 

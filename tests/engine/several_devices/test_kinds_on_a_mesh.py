@@ -26,12 +26,12 @@ from jaxmux.planner.devices import Stage
 
 SPECS = {
     "lora": LoRA(4, 8.0, target_modules=("q_proj", "down_proj")),
-    "ia3": IA3(("k_proj", "o_proj", "down_proj", "up_proj"), ("down_proj", "up_proj")),
+    "ia3": IA3(("k_proj", "o_proj", "down_proj"), ("down_proj",)),
     "ln": LNTuning(),
     "houlsby": Bottleneck("houlsby", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
-    "dora": DoRA(3, 6.0, target_modules=("k_proj", "o_proj", "gate_proj", "down_proj")),
-    "vera": VeRA(6, d_initial=0.3),
+    "dora": DoRA(3, 6.0, target_modules=("k_proj", "down_proj")),
+    "vera": VeRA(6, d_initial=0.3, target_modules=("k_proj", "o_proj")),
     "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
     "prompt": PromptTuning(7, "random"),
     "tokens": TrainedTokens((7, 0, 100, 31, 55)),

@@ -242,7 +242,8 @@ def test_a_task_that_is_not_finite_fails_alone(
     assert_same_training(found, updates, expected, expected_updates)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", pytest.param("1f1b", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_a_new_task_gets_no_gradients_of_the_failed_one_before_it(
     schedule, make_backbone, make_engine, make_wide_task, replace_adapter, train
 ):

@@ -62,7 +62,7 @@ def test_layers_recompute_more_and_nothing_is_lost(fail_if, make_engine, make_ta
     assert_close(found, found_updates, expected, expected_updates)
 
 
-@pytest.mark.parametrize("replica", [0, 1])
+@pytest.mark.parametrize("replica", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, make_task, train):
     """The round began before a checkpoint; a replica runs out of memory after it."""
 
@@ -116,6 +116,7 @@ def test_memory_that_a_pause_has_freed_may_be_gone(
     assert_close(found, found_updates, expected, expected_updates)
 
 
+@pytest.mark.slow
 def test_a_size_whose_programs_were_compiled_ahead_recomputes_more(
     fail_if, make_engine, make_task, train
 ):

@@ -145,7 +145,7 @@ def test_the_grouping_is_no_slower_than_one_group(rounds):
     assert found.simulation.makespan <= together.simulation.makespan
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
     head_on_last = (1.0, 1.0, 1.0, 1.2)
     rounds = draw(seed, rounds=4, samples=64)
@@ -218,7 +218,7 @@ def test_of_few_tasks_every_division_is_a_candidate(rounds):
     assert {frozenset(candidate.groups) for candidate in found} == expected
 
 
-@pytest.mark.parametrize("samples", [8, 20])
+@pytest.mark.parametrize("samples", [8, pytest.param(20, marks=pytest.mark.slow)])
 def test_search_finds_the_best_of_all_divisions_to_a_percent(samples):
     """The search simulates only a few of them."""
     for seed in range(2):

@@ -59,8 +59,10 @@ def task_lengths(shared_dir) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize(
     "model, devices, batch, fused_reduction, sequential_reduction",
-    [(A100_7B, 16, 128, 0.3, -0.15), (A800_70B, 64, 256, 0.45, 0.1)],
-    ids=["7B on 16 GPUs", "70B on 64 GPUs"],
+    [
+        pytest.param(A100_7B, 16, 128, 0.3, -0.15, id="7B on 16 GPUs", marks=pytest.mark.slow),
+        pytest.param(A800_70B, 64, 256, 0.45, 0.1, id="70B on 64 GPUs"),
+    ],
 )
 def test_real_tasks_take_fewer_device_seconds_than_on_like_replicas(
     task_lengths, model, devices, batch, fused_reduction, sequential_reduction

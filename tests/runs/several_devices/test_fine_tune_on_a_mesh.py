@@ -174,6 +174,7 @@ def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_roun
     assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_rungs_on_a_mesh_are_those_of_one_device_also_after_a_stop_within_a_round(
     make_task, train, data, tmp_path, adapter_bytes, monkeypatch
 ):
