@@ -78,7 +78,7 @@ test-devices: .venv/installed ## run the tests of several devices, eight parts o
 
 SLOW = -n $(WORKERS) --timeout 600 -m "slow and not gpu"
 
-test-slow: .venv/installed ## run what CI leaves out: more meshes, shapes, benchmarks (about 15 minutes)
+test-slow: .venv/installed ## run what CI leaves out: more meshes, shapes, benchmarks
 	$(MAIN)/pytest $(SLOW) --ignore tests/docs
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest $(SLOW) \
 		tests/engine/several_devices tests/runs/several_devices
