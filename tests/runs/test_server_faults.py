@@ -92,7 +92,7 @@ def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
         server.register(task("a", steps=2))
         step_until(server, "a", 1)
         # Its last step has been dispatched, and its result has not been fetched.
-        assert server.status("a").state == "running"
+        assert (server.status("a").state, server.status("a").step) == ("running", 1)
         if lost == "place":
             server.register(task("b", steps=3), priority=1)
             server._runner.carry_out()
@@ -119,6 +119,7 @@ def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_i
     with serve(folder) as server:
         server.register(simulated_task("patient", "a", 3, data))
         step_until(server, "a", 2)
+        assert server.status("a").step == 2
         server.pause("a")
         step(server)
         assert (server.status("a").state, server.status("a").step) == ("paused", 3)

@@ -170,6 +170,7 @@ def test_the_steps_of_a_forgotten_task_of_the_same_name_are_not_those_of_a_new_o
         server.save()
         server.register(make_kind("adamw", "a", 5, data))
         step_until(server, "a", 1)
+        assert server.status("a").step == 1
         copy = crashed(folder, tmp_path)
     with serve(copy) as server:
         finish(server)

@@ -16,6 +16,7 @@ from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
 
 from .conftest import SERVER
+from .server_steps import step
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
 
@@ -137,10 +138,7 @@ def test_a_server_that_is_started_again_loses_nothing(
         for task in tasks.values():
             server.register(task)
         for i in range(8):
-            server.step()
-            while server._preparation.seconds_left is not None:
-                time.sleep(0.001)
-            server._store._writer.submit(lambda: None).result()
+            step(server)
             copies.append(shutil.copytree(folder, tmp_path / f"copy{i}"))
     for copy in copies[1:]:
         with serve(copy) as server:
