@@ -1,5 +1,7 @@
-"""Paths of files that ship with the package. Configs write such a path as `jaxmux:demo/base`."""
+"""Paths of files that ship with the package, which configs write as `jaxmux:demo/base`, and of its
+cache."""
 
+import os
 from importlib.resources import files
 from pathlib import Path
 
@@ -19,3 +21,14 @@ def resolve_path(path: str | Path) -> str:
     if not text.startswith(_PREFIX):
         return text
     return str(Path(str(files("jaxmux"))) / text.removeprefix(_PREFIX))
+
+
+def cache_folder(name: str) -> Path:
+    """A folder for what can be computed again, in the user's cache ($XDG_CACHE_HOME, else
+    ~/.cache). It may not exist.
+
+    Args:
+      name: its name within jaxmux's cache.
+    """
+    user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(user_cache) / "jaxmux" / name

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
+    Progress,
     Weights,
     backbone_dtype,
     backbone_fingerprint,
@@ -90,12 +91,13 @@ def load_placed_backbone(
     homes: Sequence[StageMesh],
     backbone_format: str | None = None,
     cache: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> PlacedBackbone:
     """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
-    Only what this process's devices keep is read, and of that only one parameter, stacked over the
-    layers of a part, is in the host's memory at a time. A linear in a format that is no dtype is
-    read as a whole, one layer at a time, encoded on the default device, and then divided.
+    Of each tensor, the rows are read that this process's devices keep, in pieces that go to the
+    devices at once. A linear in a format that is no dtype is read as a whole, one layer at a time,
+    encoded on the default device, and then divided.
 
     Args:
       folder: the folder, as for `load_backbone`.
@@ -104,13 +106,14 @@ def load_placed_backbone(
       homes: the mesh of each part.
       backbone_format: as for `load_backbone`.
       cache: as for `load_backbone`.
+      progress: as for `load_backbone`, for the devices of this process.
 
     Raises:
       BackboneError, ValueError, OSError: as `load_backbone`.
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
     config = BackboneConfig.from_folder(folder, backbone_format)
-    with reader_of(folder, dtype, backbone_format, cache) as reader:
+    with reader_of(folder, dtype, backbone_format, cache, progress) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
             own = _own_weights(config, part, dtype, home)

@@ -30,6 +30,9 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--restart", action="store_true", help="delete the files of earlier training first"
     )
     parser.add_argument(
+        "--verbose", action="store_true", help="show where the time before the first step goes"
+    )
+    parser.add_argument(
         "--watch",
         metavar="DIR",
         help="train the tasks that tenants specify in this directory, until a signal comes",

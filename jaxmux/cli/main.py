@@ -53,6 +53,8 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     """
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
+    # transformers imports torch, if it is there, which takes eight seconds; no command uses it.
+    sys.modules.setdefault("torch", None)
     # JAX reserves three quarters of a GPU's memory unless told otherwise, and reads this when it
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 
 import jax
 
-from jaxmux.package_files import resolve_path
+from jaxmux.package_files import cache_folder, resolve_path
 from jaxmux.runs import fine_tune, join_processes
+from jaxmux.runs.console import RunConsole
 from jaxmux.runs.joined_processes import leave, process_index, watching_others
 from jaxmux.runs.serving import serve
 
@@ -103,6 +104,7 @@ def _train(options: argparse.Namespace) -> int:
         options=config,
         restart=options.restart,
         config_text=gin_bindings.resolved_config(),
+        console=RunConsole(log_every=config.log_every, verbose=options.verbose),
     )
     return 0 if summary.succeeded else TASK_FAILED
 
@@ -137,5 +139,7 @@ def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:
 def _keep_compiled_programs() -> None:
     """Lets JAX keep compiled programs in the user's cache folder, unless one is chosen already."""
     if jax.config.jax_compilation_cache_dir is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(cache / "jaxmux" / "jax"))
+        jax.config.update("jax_compilation_cache_dir", str(cache_folder("jax")))
+    if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
+        # Otherwise, programs that compile in less than a second are compiled at each start.
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)

@@ -71,8 +71,9 @@ def choose_remat(
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     chunks = len(microbatch.chunk_slot)
     chunk_len = microbatch.tokens.size // chunks
-    room -= in_flight * bytes_at_head(adapters, chunks)
-    loss_bytes = block_bytes(config.vocab_size, chunk_len)
+    at_head = bytes_at_head(adapters, chunks)
+    room -= in_flight * at_head
+    loss_bytes = block_bytes(config.vocab_size, chunk_len if at_head else 1)
     packed_kept, packed_needed = _packed_attention(backbone, options, microbatch)
     sizes: dict[str, float] = {}
     for policy in NAMED_POLICIES:

@@ -16,7 +16,7 @@ from .backbone import (
 )
 from .cached_forward import cached_hidden_states
 from .calibration import FIRST_READERS, Calibration, calibration_of
-from .checkpoint_reader import CheckpointReader, checkpoint_tensors
+from .checkpoint_reader import CheckpointReader, Progress, checkpoint_tensors
 from .device_memory import (
     DeviceBytes,
     device_memory,
@@ -26,7 +26,7 @@ from .device_memory import (
     keep_small_arrays_together,
 )
 from .errors import BackboneError
-from .fingerprint import backbone_fingerprint
+from .fingerprint import backbone_fingerprint, may_be_the_same
 from .forward import ForwardOptions, SlotTable, hidden_states
 from .head import head_kernel, logits_of, microbatch_losses
 from .kept_bytes import kept_bytes
@@ -48,6 +48,7 @@ __all__ = [
     "BackboneError",
     "Calibration",
     "CheckpointReader",
+    "Progress",
     "DeviceBytes",
     "ForwardOptions",
     "SlotTable",
@@ -75,6 +76,7 @@ __all__ = [
     "kept_bytes",
     "linear_sizes",
     "load_backbone",
+    "may_be_the_same",
     "logits_of",
     "matmul_of_chunks",
     "microbatch_losses",

@@ -13,7 +13,7 @@ from safetensors.flax import save_file
 from jaxmux.atomic_files import share_like_folder
 
 from .architectures import BackboneConfig, to_hf_config
-from .checkpoint_reader import CheckpointReader
+from .checkpoint_reader import CheckpointReader, Progress
 from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
 from .quantised.writing import reader_of
@@ -58,13 +58,14 @@ def load_backbone(
     dtype: jnp.dtype | str = "auto",
     backbone_format: str | None = None,
     cache: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Backbone:
     """Loads a Hugging Face checkpoint folder onto the default device.
 
-    Tensors are loaded one at a time: host memory stays below the model's size in `dtype` plus the
-    size of the largest parameter stacked over all layers. Linears that are stored in another format
-    are encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as they are
-    (see `models.quantised`).
+    Threads read pieces of tensors and copy them to the device, which transposes and converts them,
+    so host memory holds a few pieces of 64 MiB. Linears that are stored in another format are
+    encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as they are (see
+    `models.quantised`).
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
@@ -75,6 +76,8 @@ def load_backbone(
         `BACKBONE_FORMATS`; None for that of the checkpoint.
       cache: folder in which checkpoints in a format are kept (see `cached_checkpoint`); None for
         none. It needs a `backbone_format`.
+      progress: a function that is called with the number of bytes of weights, whenever some have
+        come to the device; None calls nothing.
 
     Returns:
       The backbone.
@@ -87,7 +90,7 @@ def load_backbone(
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
     config = BackboneConfig.from_folder(folder, backbone_format)
-    with reader_of(folder, dtype, backbone_format, cache) as reader:
+    with reader_of(folder, dtype, backbone_format, cache, progress) as reader:
         weights = reader.read(abstract_weights(config, dtype))
     return Backbone(config, weights, str(folder), backbone_fingerprint(folder))
 

@@ -2,14 +2,16 @@
 
 import errno
 import json
+import math
+import os
 import shutil
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable
-from contextlib import ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -97,6 +99,24 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
     return 8 + length, header
 
 
+class _Entry(NamedTuple):
+    """Where a tensor lies.
+
+    Attributes:
+      path: its file.
+      file: descriptor of the open file.
+      offset: of its first byte in the file.
+      dtype: its dtype as safetensors names it.
+      shape: its shape.
+    """
+
+    path: Path
+    file: int
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
 class CheckpointTensors:
     """The tensors of a checkpoint folder, by name. A context manager.
 
@@ -108,32 +128,30 @@ class CheckpointTensors:
     def __init__(self, folder: Path):
         """Names the folder; its files are opened on entering the context."""
         self.folder, self.names = folder, []
-        # By name of the tensor, the open file that holds it, and the file's path.
-        self._owner: dict[str, tuple[Any, Path]] = {}
-        # Those of the files whose tensors safetensors cannot read.
-        self._headers: dict[Path, tuple[int, dict[str, Any]]] = {}
+        self._entries: dict[str, _Entry] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointTensors":
         """Opens the files. BackboneError if one is missing or cannot be read."""
         with ExitStack() as stack:
             for path in shards(self.folder):
-                try:
-                    file = stack.enter_context(safe_open(path, framework="numpy"))
-                except (SafetensorError, OSError) as e:
-                    raise BackboneError(
-                        f"{path}: cannot be read as safetensors ({e}); truncated download?"
-                    ) from None
-                self._owner |= dict.fromkeys(file.keys(), (file, path))
+                # safetensors checks that sizes, dtypes and offsets agree.
+                with unreadable_named(path), safe_open(path, framework="numpy"):
+                    start, header = safetensors_header(path)
+                    file = os.open(path, os.O_RDONLY)
+                stack.callback(os.close, file)
+                for name, tensor in header.items():
+                    offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
+                    self._entries[name] = _Entry(path, file, offset, tensor["dtype"], shape)
             self._stack = stack.pop_all()
-        self.names = sorted(self._owner)
+        self.names = sorted(self._entries)
         return self
 
     def __exit__(self, *_: Any) -> None:
         self._stack.close()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._owner
+        return name in self._entries
 
     def of_module(self, module: str) -> list[str]:
         """The names of the tensors that begin with this name and a dot."""
@@ -142,27 +160,34 @@ class CheckpointTensors:
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
-        return tuple(self._slice(name).get_shape())
+        return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
         """The dtype of a tensor as safetensors names it, for example "BF16"."""
-        return self._slice(name).get_dtype()
+        return self._entry(name).dtype
 
-    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """A tensor, or the part of it that an index selects.
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads a tensor, or consecutive rows (indices of its first axis) of it, into new memory.
+        Several threads may call it at the same time.
 
         Raises:
-          BackboneError: its dtype is unknown.
+          BackboneError: the dtype is unknown, or the file cannot be read.
         """
-        dtype = self.array_dtype(name)
-        if not dtype.name.startswith("float8"):
-            return self._slice(name)[index or ...]
-        path = self._owner[name][1]
-        if path not in self._headers:
-            self._headers[path] = safetensors_header(path)
-        start, header = self._headers[path]
-        shape, (first, _) = self.shape(name), header[name]["data_offsets"]
-        return np.memmap(path, dtype, "r", start + first, shape)[index or ...]
+        entry, dtype = self._entry(name), self.array_dtype(name)
+        shape, offset = entry.shape, entry.offset
+        if shape:
+            start, stop, _ = rows.indices(shape[0])
+            offset += start * math.prod(shape[1:]) * dtype.itemsize
+            shape = (stop - start, *shape[1:])
+        values = np.empty(shape, dtype)
+        left = memoryview(values.reshape(-1).view(np.uint8))
+        with unreadable_named(entry.path):
+            while left:
+                count = os.preadv(entry.file, [left], offset)
+                if not count:
+                    raise ValueError(f"the data of tensor {name} is incomplete")
+                left, offset = left[count:], offset + count
+        return values
 
     def array_dtype(self, name: str) -> np.dtype:
         """The dtype of the array that `read` returns.
@@ -174,10 +199,22 @@ class CheckpointTensors:
             raise BackboneError(f"{self.folder}: tensor {name} has the unknown dtype {dtype}")
         return np.dtype(_DTYPES[dtype])
 
-    def _slice(self, name: str) -> Any:
-        if name not in self._owner:
+    def _entry(self, name: str) -> _Entry:
+        if name not in self._entries:
             raise BackboneError(f"{self.folder}: tensor {name} is missing")
-        return self._owner[name][0].get_slice(name)
+        return self._entries[name]
+
+
+@contextmanager
+def unreadable_named(path: Path) -> Iterator[None]:
+    """Turns errors of reading a safetensors file into a BackboneError that names the file."""
+    errors = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
+    try:
+        yield
+    except (*errors, struct.error) as e:
+        raise BackboneError(
+            f"{path}: cannot be read as safetensors ({e}); truncated download?"
+        ) from None
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:

@@ -3,29 +3,52 @@
 import dataclasses
 import hashlib
 import json
-import struct
+import os
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
-from .architectures import BackboneConfig
-from .checkpoint_files import safetensors_header, shards
-from .errors import BackboneError
+import xxhash
 
-# Bytes that are read at the start, in the middle and at the end of each tensor.
-_SAMPLE_BYTES = 1024
+from jaxmux.atomic_files import write_atomically
+from jaxmux.package_files import cache_folder
+
+from .architectures import BackboneConfig
+from .checkpoint_files import safetensors_header, shards, unreadable_named
+
+# Digits of a fingerprint.
+_DIGITS = 32
+# Bytes that a thread reads at a time.
+_BLOCK_BYTES = 16 * 2**20
+_THREADS = 16
+# Digests of smaller files are not kept: they take less time than the file of digests.
+_LEAST_KEPT_BYTES = 64 * 2**20
+# A file that was changed later than this before it was read may change again without another time
+# stamp, so its digests are not kept.
+_SETTLED_NS = 2 * 10**9
+
+# By name of a tensor, its dtype, shape and digest as a text.
+_Digests = dict[str, str]
 
 
 def backbone_fingerprint(folder: str | Path) -> str:
-    """A hash of a backbone that takes milliseconds, because it reads only parts of the weights.
+    """A hash of a backbone, of all bytes of its weights.
 
     It covers the settings that jaxmux reads from config.json and, of every tensor, the name, the
-    dtype, the shape, and the bytes at its start, middle and end. It does not depend on the folder's
-    name or on the division into shards.
+    dtype, the shape and the bytes (XXH3, 128 bits). It does not depend on the folder's name or on
+    the division into shards.
+
+    Threads read about 10 GB/s from memory. The digests of a large file are kept in the user's
+    cache folder and used as long as the file's size, inode and times of change stay the same; every
+    write changes a time, also one that leaves the modification time as it was.
 
     Args:
       folder: Hugging Face checkpoint folder with config.json and safetensors.
 
     Returns:
-      The first 16 hexadecimal digits of the SHA-256 hash.
+      32 hexadecimal digits.
 
     Raises:
       BackboneError: a file is missing or cannot be read; the message names it.
@@ -35,29 +58,77 @@ def backbone_fingerprint(folder: str | Path) -> str:
     for key in ("backbone_format", "quantisation", "kept"):
         # The tensors tell how linears are stored.
         del config[key]
-    tensors = dict(tensor for path in shards(folder) for tensor in _tensors(path))
+    tensors: _Digests = {}
+    with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
+        for path in shards(folder):
+            tensors |= _digests(path, threads)
     digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
-    for name, (description, sample) in sorted(tensors.items()):
-        digest.update(f"{name} {description}".encode() + sample)
-    return digest.hexdigest()[:16]
+    for name, description in sorted(tensors.items()):
+        digest.update(f"{name} {description}\n".encode())
+    return digest.hexdigest()[:_DIGITS]
 
 
-def _tensors(path: Path) -> list[tuple[str, tuple[str, bytes]]]:
-    """By name, the dtype and shape of each tensor of a safetensors file, and a sample of its
-    bytes."""
-    found = []
+def may_be_the_same(one: str, other: str) -> bool:
+    """Whether two fingerprints may be of the same backbone. Those that jaxmux 0.1 recorded cover a
+    sample of the weights and have 16 digits; they cannot be compared with others.
+
+    Args:
+      one: a fingerprint; empty for one that is not known.
+      other: another one.
+    """
+    return one == other or len(one) != len(other)
+
+
+def _digests(path: Path, threads: ThreadPoolExecutor) -> _Digests:
+    """The digests of the tensors of a safetensors file."""
+    with unreadable_named(path):
+        before, began = path.stat(), time.time_ns()
+        kept = _kept_file(path) if before.st_size >= _LEAST_KEPT_BYTES else None
+        if kept and (digests := _read_kept(kept, before)) is not None:
+            return digests
+        start, header = safetensors_header(path)
+        with path.open("rb", buffering=0) as file:
+            digest = partial(_digest, file.fileno(), start)
+            digests = dict(zip(header, threads.map(digest, header.values()), strict=True))
+        after = path.stat()
+    settled = began - before.st_ctime_ns > _SETTLED_NS
+    if kept and settled and _identity(before) == _identity(after):
+        # Without a cache the file is read again next time.
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            record = {"file": _identity(after), "tensors": digests}
+            write_atomically(kept, json.dumps(record) + "\n")
+    return digests
+
+
+def _digest(file: int, start: int, tensor: dict) -> str:
+    (offset, end), hashed = tensor["data_offsets"], xxhash.xxh3_128()
+    block = memoryview(bytearray(min(_BLOCK_BYTES, end - offset)))
+    while offset < end:
+        count = os.preadv(file, [block[: end - offset]], start + offset)
+        if not count:
+            raise ValueError("its data is incomplete")
+        hashed.update(block[:count])
+        offset += count
+    return f"{tensor['dtype']} {tensor['shape']} {hashed.hexdigest()}"
+
+
+def _kept_file(path: Path) -> Path:
+    """The file that keeps the digests of the tensors of a file."""
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
+    return cache_folder("digests") / f"{name}.json"
+
+
+def _read_kept(kept: Path, stat: os.stat_result) -> _Digests | None:
+    """The digests that are kept of a file; None if there are none, or if it has changed."""
     try:
-        data, header = safetensors_header(path)
-        with path.open("rb") as file:
-            for name, tensor in header.items():
-                start, end = tensor["data_offsets"]
-                sample = b""
-                for offset in (start, (start + end) // 2, max(start, end - _SAMPLE_BYTES)):
-                    file.seek(data + offset)
-                    sample += file.read(min(_SAMPLE_BYTES, end - offset))
-                found.append((name, (f"{tensor['dtype']} {tensor['shape']}", sample)))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as e:
-        raise BackboneError(
-            f"{path}: cannot be read as safetensors ({e}); truncated download?"
-        ) from None
-    return found
+        record = json.loads(kept.read_text())
+        digests, is_same = record["tensors"], record["file"] == _identity(stat)
+        valid = all(isinstance(digest, str) for digest in digests.values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    return digests if is_same and valid else None
+
+
+def _identity(stat: os.stat_result) -> list[int]:
+    return [stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns]

@@ -19,21 +19,34 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from .adapter_ops import AdapterOps
 from .head_adapters import changed_logits, differentiable, with_others
 
-# Tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a vocabulary of 128k.
+# Most tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a vocabulary of 128k.
 _BLOCK_TOKENS = 1024
+# Fewer tokens in a block would make its products slow.
+_LEAST_BLOCK_TOKENS = 128
 
 
 def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
     """Bytes that `chunk_losses` needs for its largest temporary arrays.
 
-    It computes float32 logits for one block of tokens at a time. A block has 1024 tokens, or one
-    chunk if that is longer. The result counts the logits of a block and their gradient.
+    It computes float32 logits for one block of tokens at a time. A block has at most 1024 tokens,
+    or one chunk if that is longer and adapters change its logits. The result counts the logits of a
+    block and their gradient.
 
     Args:
       vocab_size: number of tokens in the vocabulary.
-      chunk_len: tokens in a chunk (consecutive tokens of one task).
+      chunk_len: tokens in a chunk (consecutive tokens of one task) with adapters at the head.
     """
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
+
+
+def _pieces(chunk_len: int) -> int:
+    """The number of equal pieces into which a chunk is cut so that each is at most a block; 1 if it
+    cannot be cut."""
+    most = chunk_len // _LEAST_BLOCK_TOKENS
+    for pieces in range(-(-chunk_len // _BLOCK_TOKENS), most + 1):
+        if chunk_len % pieces == 0:
+            return pieces
+    return 1
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -72,8 +85,8 @@ def chunk_losses(
     Returns:
       The losses, float32 [chunks], in nats times weight.
     """
-    return _per_block(
-        lambda *block: _block_losses(vocabulary_axis, ops, *block)[0],
+    (losses,) = _per_block(
+        lambda *block: _block_losses(vocabulary_axis, ops, *block)[:1],
         hidden,
         head,
         targets,
@@ -81,6 +94,7 @@ def chunk_losses(
         chunk_slot,
         own,
     )
+    return losses
 
 
 def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, own):
@@ -103,9 +117,13 @@ chunk_losses.defvjp(_forward, _backward)
 
 
 def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, own):
-    """Applies `block_function` to blocks of whole chunks, one after another; concatenates the
-    results of all chunks."""
-    chunks = len(chunk_slot)
+    """Applies `block_function`, `_block_losses` or its first results, to blocks of whole chunks,
+    one after another; concatenates the results of all chunks. A chunk that is longer than a block
+    is cut into pieces."""
+    whole_chunks = len(chunk_slot)
+    # Adapters at the head have arrays of whole chunks.
+    pieces = _pieces(len(hidden) // whole_chunks) if own is None else 1
+    chunks = whole_chunks * pieces
     chunk_len = len(hidden) // chunks
     chunks_per_block = min(chunks, max(1, _BLOCK_TOKENS // chunk_len))
     missing = -chunks % chunks_per_block
@@ -123,7 +141,13 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, o
         lambda block: block_function(block[0], head, *block[1:]),
         [*streams, jax.tree.map(blocks_of_chunks, own)],
     )
-    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
+    result = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
+    if pieces == 1:
+        return result
+    losses, *gradients = jax.tree.map(
+        lambda x: x.reshape(whole_chunks, pieces, *x.shape[1:]), result
+    )
+    return losses.sum(axis=1), *gradients
 
 
 def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, own):

@@ -16,7 +16,7 @@ from jaxmux.atomic_files import share_like_folder, write_atomically
 from jaxmux.data import Rendering
 from jaxmux.errors import InputError
 from jaxmux.left_out import why_left_out
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, may_be_the_same
 
 from .chat_template_file import TRAINED_ON, write_chat_template
 from .kind import WEIGHTS as WEIGHTS
@@ -162,7 +162,7 @@ def import_adapter(
     if whole := settings.get("modules_to_save"):
         raise AdapterError(f"{where}: modules_to_save={whole!r}; {why_left_out('modules_to_save')}")
     tensors, recorded = _read_tensors(folder / kind.weights_file)
-    if recorded and base_fingerprint and recorded != base_fingerprint:
+    if recorded and base_fingerprint and not may_be_the_same(recorded, base_fingerprint):
         raise AdapterError(
             f"{folder}: was trained on another backbone "
             f"({settings.get('base_model_name_or_path')}), on which alone it makes sense"

@@ -22,6 +22,7 @@ from jaxmux.sweeps import Sweep
 
 from .metrics import read_metrics
 from .run_directory import RunDirectory
+from .start_timeline import Span
 from .summary import Summary
 from .sweep_results import best_of, sweep_table
 from .task_warnings import after_training, before_training
@@ -36,16 +37,22 @@ class RunConsole:
     """Prints the progress and the results of a training run: a live table on a terminal, else
     lines."""
 
-    def __init__(self, console: Console | None = None, log_every: int | None = None):
+    def __init__(
+        self,
+        console: Console | None = None,
+        log_every: int | None = None,
+        verbose: bool = False,
+    ):
         """Creates the console; nothing is printed yet.
 
         Args:
           console: the rich console to print to; None for standard output.
           log_every: where there is no terminal, number of a task's steps from one printed line to
             the next; None prints about ten lines for each task.
+          verbose: whether to print where the time before the first results went.
         """
         self.console = console or Console(file=_PatientOutput(sys.stdout), highlight=False)
-        self._log_every = log_every
+        self._log_every, self._verbose = log_every, verbose
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
         # The time of the first results; tokens and steps are counted from there.
@@ -111,6 +118,22 @@ class RunConsole:
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
+
+    def show_start(self, spans: Sequence[Span]) -> None:
+        """Prints where the time before the first results went, if the console is verbose.
+
+        Args:
+          spans: the parts of the start, in the order of their beginnings.
+        """
+        if not self._verbose:
+            return
+        caption = "seconds; work in another thread goes on beside that of the main thread"
+        table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
+        for column in ("from", "seconds", "what", "thread"):
+            table.add_column(column, justify="right" if column in ("from", "seconds") else "left")
+        for span in spans:
+            table.add_row(f"{span.begin:.1f}", f"{span.seconds:.1f}", span.what, span.thread)
+        self.console.print(table, markup=False)
 
     def show(
         self,

@@ -19,6 +19,7 @@ from .processes import Processes
 from .round_lines import has_details, host_bytes, round_line
 from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
+from .start_timeline import StartTimeline
 from .summary import Summary
 from .sweep_results import values_of, write_results
 from .training_notes import notes_of_task
@@ -84,6 +85,14 @@ class Recorder:
         for update in updates:
             if self._engine.progress(update.task).status == "succeeded":
                 self.export(update.task)
+
+    def record_start(self, timeline: StartTimeline) -> None:
+        """Writes and, if the user asks for it, shows where the time until now went."""
+        spans = timeline.spans
+        if self._files:
+            text = json.dumps([span._asdict() for span in spans], indent=1)
+            write_atomically(self._files.directory.start, text + "\n")
+        self._console.show_start(spans)
 
     def _record_round(self, metrics: MetricsWriter) -> None:
         """Writes the line of the round that was dispatched last, unless that has been done."""

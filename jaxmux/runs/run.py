@@ -16,6 +16,7 @@ from .run_directory import RunDirectory
 from .run_inputs import RunInputs, check_arguments, described, identity_of, read_inputs
 from .run_layout import load_beside
 from .run_options import RunOptions
+from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
 from .trackers import refuse_missing
@@ -85,6 +86,7 @@ def fine_tune(
     if not processes.is_first:
         console = RunConsole.silent()
     with StopSignals() as stop, processes, processes.noticing_failures(), ExitStack() as stack:
+        timeline = stack.enter_context(StartTimeline())
         backbone = processes.together(lambda: check_arguments(backbone, tasks, run_dir, restart))
         processes.refuse_differences(described(tasks, sweeps, options, restart))
         processes.on_first(lambda: refuse_missing(options.trackers))
@@ -93,7 +95,9 @@ def fine_tune(
         if directory:
             stack.enter_context(closing(directory))
         # Everything is read and checked before the backbone is loaded.
-        inputs = processes.together(lambda: read_inputs(backbone, tasks, options, directory))
+        inputs = processes.together(
+            lambda: read_inputs(backbone, tasks, options, directory, timeline)
+        )
         processes.refuse_differences(inputs.fingerprints)
         processes.on_first(lambda: directory.refuse_changes(inputs.fingerprints))
         finished = None if restart else _finished_summary(directory, console)
@@ -103,7 +107,16 @@ def fine_tune(
                 console.summarise(finished, directory, inputs.config, sweeps)
             return finished
         results = train_tasks(
-            backbone, inputs, sweeps, options, directory, config_text, processes, console, stop
+            backbone,
+            inputs,
+            sweeps,
+            options,
+            directory,
+            config_text,
+            processes,
+            console,
+            stop,
+            timeline,
         )
         if results.adapters and processes.is_first:
             _complete_prompts(backbone, inputs, results, options, console)

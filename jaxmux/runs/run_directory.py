@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxmux.atomic_files import write_atomically
 from jaxmux.data import Rendering
 from jaxmux.errors import InputError
+from jaxmux.models import may_be_the_same
 from jaxmux.planner.devices import Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TASK_NAME
@@ -28,6 +29,7 @@ _OWN = {
     "metrics.jsonl": False,
     "held_out.jsonl": False,
     "rounds.jsonl": False,
+    "start.json": False,
     "tasks.json": False,
     "loss.png": False,
     "sweep.json": False,
@@ -96,6 +98,7 @@ class RunDirectory:
         task).
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       rounds: path of rounds.jsonl, one line for each round.
+      start: path of start.json, where the time before the first round of the last start went.
       ended: path of tasks.json, the tasks that have ended while others still train.
       summary: path of summary.json.
       loss_plot: path of loss.png.
@@ -127,6 +130,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.held_out = self.path / "held_out.jsonl"
         self.rounds = self.path / "rounds.jsonl"
+        self.start = self.path / "start.json"
         self.ended = self.path / "tasks.json"
         self.summary = self.path / "summary.json"
         self.loss_plot = self.path / "loss.png"
@@ -169,7 +173,9 @@ class RunDirectory:
         """
         recorded = {} if self._recorded is None else self._recorded["fingerprints"]
         changed = [
-            what for what, found in fingerprints.items() if recorded.get(what, found) != found
+            what
+            for what, found in fingerprints.items()
+            if not may_be_the_same(recorded.get(what, found), found)
         ]
         if changed:
             raise self._error(

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from jaxmux.tasks import Task, TaskError
 from .run_directory import FORMAT, RunDirectory
 from .run_layout import refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
+from .start_timeline import StartTimeline
 from .sweep_results import halving_of, values_of
 from .task_json import task_to_json
 
@@ -175,7 +177,11 @@ def _identity(task: Task) -> dict[str, Any]:
 
 
 def read_inputs(
-    backbone: str, tasks: Sequence[Task], options: RunOptions, directory: RunDirectory | None
+    backbone: str,
+    tasks: Sequence[Task],
+    options: RunOptions,
+    directory: RunDirectory | None,
+    timeline: StartTimeline,
 ) -> RunInputs:
     """Reads and checks everything but the backbone's weights.
 
@@ -185,14 +191,19 @@ def read_inputs(
       options: settings of the training run.
       directory: refuses a backbone that has changed before the data is read; None in a process
         that has no run directory.
+      timeline: records the start.
 
     Raises:
       BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: what the message names
         cannot be used.
     """
     config = BackboneConfig.from_folder(backbone, options.backbone_format)
-    tokenizer = load_tokenizer(backbone)
-    fingerprints = {"backbone": backbone_fingerprint(backbone)}
+    with ThreadPoolExecutor(1) as thread:
+        # Hashing releases Python's lock, which the import of transformers keeps.
+        fingerprint = thread.submit(_fingerprint, backbone, timeline)
+        with timeline.span("load the tokenizer"):
+            tokenizer = load_tokenizer(backbone)
+        fingerprints = {"backbone": fingerprint.result()}
     if directory:
         # Another backbone is said at once, before the data is read.
         directory.refuse_changes(fingerprints)
@@ -203,9 +214,15 @@ def read_inputs(
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
     # The configurations of a sweep read their data once.
     given, loaded = (config, tokenizer, fingerprints["backbone"], base), Loaded()
-    prepared = [prepare_task(task, *given, loaded) for task in tasks]
+    with timeline.span("read the data"):
+        prepared = [prepare_task(task, *given, loaded) for task in tasks]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:
             task.refuse_rows_of(options.row_len)
     return RunInputs(config, tokenizer, prepared, fingerprints)
+
+
+def _fingerprint(backbone: str, timeline: StartTimeline) -> str:
+    with timeline.span("hash the backbone"):
+        return backbone_fingerprint(backbone)

@@ -1,6 +1,7 @@
 """The devices of a training run, and the shape classes of the microbatches that they train."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
@@ -39,6 +40,9 @@ from .run_options import AUTO_MESH, RunOptions
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
+
+# Seconds from one line about a backbone that is being loaded to the next.
+_SECONDS_A_LINE = 5.0
 
 
 class RunLayout(NamedTuple):
@@ -253,6 +257,7 @@ def load_on(
     dtype: jnp.dtype,
     config: BackboneConfig,
     cache: str | None,
+    say: Callable[[str], None],
 ) -> Backbone | list[PlacedBackbone]:
     """Loads a backbone onto the default device, or onto each replica's devices.
 
@@ -262,20 +267,37 @@ def load_on(
       dtype: dtype of the weights.
       config: configuration of the backbone.
       cache: as for `load_backbone`.
+      say: prints a line; it is told every few seconds how much is loaded.
 
     Raises:
       BackboneError: as `load_backbone`.
       OSError: the cache cannot be written.
     """
     form = config.backbone_format
+    progress = _LoadingLines(bytes_of(abstract_weights(config, dtype)), say)
     if deployment.devices == 1:
-        return load_backbone(folder, dtype, form, cache)
+        return load_backbone(folder, dtype, form, cache, progress)
     devices, loaded = iter(jax.devices()), []
     for replica in deployment.replicas:
         parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
         homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
-        loaded.append(load_placed_backbone(folder, dtype, parts, homes, form, cache))
+        loaded.append(load_placed_backbone(folder, dtype, parts, homes, form, cache, progress))
     return loaded
+
+
+class _LoadingLines:
+    """Says how much of a backbone is loaded."""
+
+    def __init__(self, total: int, say: Callable[[str], None]):
+        self._total, self._say = total, say
+        self._done, self._said_at = 0, time.monotonic()
+
+    def __call__(self, count: int) -> None:
+        self._done += count
+        if time.monotonic() - self._said_at > _SECONDS_A_LINE:
+            self._said_at = time.monotonic()
+            done, total = size_text(self._done), size_text(self._total)
+            self._say(f"loading the backbone: {done} of {total}")
 
 
 def load_beside(folder: str, dtype: jnp.dtype, config: BackboneConfig) -> Backbone | None:

@@ -101,7 +101,7 @@ def tuning_server(
             "backbone_format": options.backbone_format,
         }
         directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
-        model = load_on(options.deployment, path, dtype, config, options.backbone_cache)
+        model = load_on(options.deployment, path, dtype, config, options.backbone_cache, say)
         first, *others = admissions or (None,)
         engine = stack.enter_context(
             closing(Engine(model, own_options, first, more_admissions=others))

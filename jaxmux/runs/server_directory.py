@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import write_atomically
+from jaxmux.models import may_be_the_same
 
 from .folder_lock import FolderLock, FolderLockError
 from .line_log import SET_ASIDE
@@ -149,7 +150,11 @@ class ServerDirectory:
         if missing:
             raise self._damaged(f"it has no {missing[0]}")
         different = [key for key in identity if recorded[key] != identity[key]]
-        if different:
+        known, present = str(recorded["fingerprint"]), identity["fingerprint"]
+        if different == ["fingerprint"] and may_be_the_same(known, present):
+            # From now on, a changed backbone is noticed.
+            write_atomically(record, json.dumps(recorded | identity, indent=2) + "\n")
+        elif different:
             key = different[0]
             raise self._error(
                 f"belongs to another server ({key}: {recorded[key]!r} there, {identity[key]!r} "

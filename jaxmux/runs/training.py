@@ -5,7 +5,7 @@ import operator
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ from .run_directory import RunDirectory
 from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, engine_options, load_on
 from .run_options import RunOptions
+from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
 from .sweep_results import brackets_of
@@ -61,6 +62,7 @@ def train_tasks(
     processes: Processes,
     console: RunConsole,
     stop: StopSignals,
+    timeline: StartTimeline,
 ) -> Results:
     """Trains the tasks, from the choice of the devices to the exported adapters.
 
@@ -74,6 +76,7 @@ def train_tasks(
       processes: the processes of the training run.
       console: prints progress.
       stop: signals that stop training.
+      timeline: records the start.
 
     Raises:
       BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
@@ -96,13 +99,14 @@ def train_tasks(
         memory = options.memory or processes.least(device_memory())
         options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
     brackets = brackets_of(sweeps, prepared)
-    layout = processes.agree(
-        processes.on_first(
-            lambda: layout_with_places(
-                prepared, config, options, directory.shapes, console, may_wait=bool(sweeps)
+    with timeline.span("choose devices and shapes"):
+        layout = processes.agree(
+            processes.on_first(
+                lambda: layout_with_places(
+                    prepared, config, options, directory.shapes, console, may_wait=bool(sweeps)
+                )
             )
         )
-    )
     own_options = engine_options(
         options,
         config,
@@ -122,13 +126,23 @@ def train_tasks(
         if layout.deployment.devices == 1:
             programs = ProgramsAhead(config, dtype, own_options, prepared[:places])
             stack.enter_context(closing(programs))
-        given = layout.deployment, backbone, dtype, config, options.backbone_cache
-        model = processes.together(lambda: load_on(*given))
+        with timeline.span("load the backbone"):
+            model = processes.together(
+                lambda: load_on(
+                    layout.deployment,
+                    backbone,
+                    dtype,
+                    config,
+                    options.backbone_cache,
+                    console.say,
+                )
+            )
         admission, *others = layout.admissions or (None,)
         make = partial(QueuedEngine, places=places, brackets=brackets) if queued else Engine
         engine = make(model, own_options, admission, programs, others)
         goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
-        engine.register_tasks(prepared, begin=not goes_on)
+        with timeline.span("register the tasks"):
+            engine.register_tasks(prepared, begin=not goes_on)
         engine.refuse_implementations()
         checkpoints = processes.on_first(
             lambda: _begin(directory, inputs, layout, options, config_text, console.say)
@@ -150,8 +164,11 @@ def train_tasks(
             stack.enter_context(closing(metrics))
             files = RunFiles(directory, checkpoints, metrics)
         recorder = Recorder(engine, files, position, processes, console)
-        recorder.record(engine.drain())
-        seconds = _train(engine, recorder, options.checkpoint_every, processes, console, stop)
+        with timeline.span("measure held-out losses"):
+            recorder.record(engine.drain())
+        seconds = _train(
+            engine, recorder, options.checkpoint_every, processes, console, stop, timeline
+        )
         summary = recorder.finish(
             seconds,
             sweeps,
@@ -216,6 +233,7 @@ def _train(
     processes: Processes,
     console: RunConsole,
     stop: StopSignals,
+    timeline: StartTimeline,
 ) -> float | None:
     """Trains until every task has ended, and records the progress. Returns the median seconds from
     one round to the next, in the later half of the rounds; None if there were too few."""
@@ -233,11 +251,14 @@ def _train(
         with stop.deferred(console.say):
             while not engine.finished:
                 saves = (engine.rounds + 1) % checkpoint_every == 0
-                updates = engine.train_round(stopped, stream=bool(ends) and not saves)
-                if not ends:
-                    # The first results are shown at once, although the devices wait meanwhile.
-                    updates += engine.drain()
+                with nullcontext() if ends else timeline.span("first round"):
+                    updates = engine.train_round(stopped, stream=bool(ends) and not saves)
+                    if not ends:
+                        # The first results are shown at once, although the devices wait meanwhile.
+                        updates += engine.drain()
                 recorder.record(updates)
+                if not ends:
+                    recorder.record_start(timeline)
                 ends.append(time.monotonic())
                 if stopped():
                     recorder.save()

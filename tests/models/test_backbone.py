@@ -20,12 +20,15 @@ from jaxmux.models import (
     Backbone,
     BackboneConfig,
     BackboneError,
+    checkpoint_files,
+    checkpoint_reader,
     checkpoint_tensors,
     linear_sizes,
     load_backbone,
     save_backbone,
 )
 from jaxmux.models.modules import abstract_weights
+from jaxmux.models.tensor_names import hf_name, module_path
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 SIZES = dict(
@@ -118,6 +121,41 @@ def shard(folder: Path, shards: int) -> list[str]:
     index = {"metadata": {"total_size": 0}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return names
+
+
+@pytest.mark.parametrize("stored", [jnp.float16, jnp.float32, np.float64])
+@pytest.mark.parametrize("piece_bytes", [1, 200, 2**26])
+def test_pieces_of_any_size_give_the_tensors_of_the_file(piece_bytes, stored, folder, monkeypatch):
+    """Compared with safetensors and NumPy."""
+    monkeypatch.setattr(checkpoint_reader, "_PIECE_BYTES", piece_bytes)
+    path = folder / "model.safetensors"
+    tensors = {name: np.asarray(t, stored) for name, t in load_file(path).items()}
+    save_file(tensors, path)
+    come = []
+    weights = load_backbone(folder, jnp.bfloat16, progress=come.append).weights
+    for key_path, leaf in jax.tree.leaves_with_path(weights):
+        names = module_path(key_path)
+        layers = range(SIZES["num_layers"]) if names[0] == "layers" else [None]
+        found = np.asarray(leaf) if names[0] == "layers" else np.asarray(leaf)[None]
+        for layer, values in zip(layers, found, strict=True):
+            expected = tensors[hf_name(names, layer)].astype(jnp.bfloat16)
+            expected = expected.T if names[-1] == "kernel" else expected
+            np.testing.assert_array_equal(values, expected)
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(weights))
+    assert 0.9 * total < sum(come) <= total
+
+
+def test_a_file_that_is_cut_while_it_is_read_is_named(folder, monkeypatch):
+    path = folder / "model.safetensors"
+
+    def cut_first(*given):
+        os.truncate(path, path.stat().st_size // 2)
+        return preadv(*given)
+
+    preadv = os.preadv
+    monkeypatch.setattr(checkpoint_files.os, "preadv", cut_first)
+    with pytest.raises(BackboneError, match=f"{path}: .* is incomplete"):
+        load_backbone(folder)
 
 
 def test_tensor_names_and_layouts_are_hugging_faces(folder):

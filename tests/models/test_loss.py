@@ -1,5 +1,7 @@
 """Cross entropy in blocks against log-softmax in float64."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,8 +50,11 @@ def reference(hidden, head, targets, weight, chunks, cotangent):
     return losses, d_logits @ head.T
 
 
-# Fewer, as many and more tokens than the 1024 of a block; a chunk that is longer than a block.
-@pytest.mark.parametrize(("tokens", "chunks"), [(128, 2), (1024, 16), (3072, 24), (4096, 2)])
+# Fewer, as many and more tokens than the 1024 of a block; chunks that are longer than a block, one
+# of which cannot be cut into equal pieces.
+@pytest.mark.parametrize(
+    ("tokens", "chunks"), [(128, 2), (1024, 16), (3072, 24), (4096, 2), (4224, 1), (1031, 1)]
+)
 def test_losses_and_gradient_follow_log_softmax(tokens, chunks):
     inputs = case(tokens)
     cotangent = np.random.default_rng(1).standard_normal(chunks).astype(np.float32)
@@ -57,6 +62,14 @@ def test_losses_and_gradient_follow_log_softmax(tokens, chunks):
     expected, expected_gradient = reference(*inputs, chunks, cotangent)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     np.testing.assert_allclose(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_len", [64, 1024, 1536, 4096, 4224])
+def test_no_more_logits_than_those_of_a_block_are_in_memory(chunk_len):
+    shapes = case(2 * chunk_len), np.zeros(2, np.int32), np.ones(2, np.float32)
+    program = str(jax.make_jaxpr(losses_and_gradient)(*shapes[0], *shapes[1:]))
+    rows = {int(n) for n in re.findall(rf"f32\[(?:\d+,)*(\d+),{VOCAB}\]", program)}
+    assert max(rows - {WIDTH}) <= 1024
 
 
 def test_tokens_of_weight_zero_add_exactly_nothing():

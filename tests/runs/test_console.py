@@ -2,8 +2,10 @@
 
 import io
 import itertools
+import json
 import re
 import signal
+import time
 
 import pytest
 from rich.console import Console
@@ -27,6 +29,24 @@ def test_a_line_leaves_out_the_rate_as_long_as_it_is_unknown(train, make_task, t
     first, second, _ = (line for line in lines_of(printed) if line.startswith("tiny step "))
     assert re.fullmatch(r"tiny step 1/3 loss \d\.\d{4} lr \d\.\d\de[+-]\d\d", first)
     assert re.search(r" [\d,]+ tokens/s without padding ETA 0:\d\d:\d\d$", second)
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_where_the_start_goes_is_kept_and_shown_if_asked_for(
+    verbose, train, make_task, tmp_path, printed
+):
+    console = RunConsole(Console(file=printed, width=80), verbose=verbose)
+    begun = time.monotonic()
+    train(tmp_path, make_task(), console=console)
+    seconds = time.monotonic() - begun
+    spans = json.loads((tmp_path / "start.json").read_text())
+    parts = {span["what"]: span for span in spans}
+    first, backbone, round_ = (
+        parts[what] for what in ("start Python, import modules", "load the backbone", "first round")
+    )
+    assert first["begin"] == 0 and first["seconds"] < backbone["begin"] < round_["begin"]
+    assert sum(parts[w]["seconds"] for w in ("load the backbone", "first round")) < seconds
+    assert ("load the backbone" in printed.getvalue()) == verbose
 
 
 def test_counts_of_one_are_singular(train, make_task, tmp_path, printed):

@@ -21,7 +21,7 @@ from jaxmux.pallas_kernels.number_formats import DYNAMIC_MAP, NF4_TABLE, DoubleQ
 
 from ..architectures import BackboneConfig
 from ..checkpoint_files import copy_other_files, write_tensors
-from ..checkpoint_reader import CheckpointReader
+from ..checkpoint_reader import CheckpointReader, Progress
 from ..fingerprint import backbone_fingerprint
 from ..tensor_names import tensor_names
 from .bitsandbytes import STATE, state_of
@@ -91,7 +91,11 @@ def cached_checkpoint(
 
 
 def reader_of(
-    folder: Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path | None
+    folder: Path,
+    dtype: jnp.dtype,
+    backbone_format: str | None,
+    cache: str | Path | None,
+    progress: Progress | None = None,
 ) -> CheckpointReader:
     """The reader of a backbone's checkpoint, or of the one that a cache holds in its place.
 
@@ -100,12 +104,14 @@ def reader_of(
       dtype: as for `cached_checkpoint`.
       backbone_format: as for `cached_checkpoint`; None for that of the checkpoint.
       cache: as for `cached_checkpoint`; None for none.
+      progress: as for `CheckpointReader`.
 
     Raises:
       BackboneError, ValueError, OSError: as `cached_checkpoint`.
     """
     source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
-    return CheckpointReader(source, BackboneConfig.from_folder(source, backbone_format))
+    config = BackboneConfig.from_folder(source, backbone_format)
+    return CheckpointReader(source, config, progress)
 
 
 def write_quantised(
