@@ -1,6 +1,10 @@
-"""Files that are replaced as a whole, whether they can be written, and who can read them."""
+"""Files that are replaced as a whole, whether they may and can be written, and who can read
+them."""
 
+import json
 import os
+import sys
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from .errors import InputError
@@ -24,6 +28,59 @@ def require_writable(path: Path) -> None:
         probe.unlink()
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror})") from None
+
+
+def require_output(path: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Checks that the output of a command may be written, and can be. What an earlier call of the
+    command has written is replaced, and a line on standard error says so. Nothing else is.
+
+    Args:
+      path: the file.
+      what: what the command writes, for messages, for example "plan".
+      is_ours: function of the file that tells whether it holds such an output.
+
+    Raises:
+      InputError: there is another file, a folder, a device or a symbolic link, or the file cannot
+        be written.
+    """
+    refuse_foreign(path, what, is_ours)
+    if path.is_file():
+        print(f"{path}: the {what} of an earlier call is replaced", file=sys.stderr)
+    require_writable(path)
+
+
+def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
+    """Raises InputError if there is something else than an earlier output of a command; see
+    `require_output`. A folder is left to `require_writable`."""
+    if path.is_symlink():
+        raise InputError(f"{path}: is a symbolic link, which is not written through; name a file")
+    if not path.exists() or path.is_dir():
+        return
+    if not path.is_file():
+        raise InputError(f"{path}: is no regular file; name another --out")
+    if path.stat().st_size and not is_ours(path):
+        raise InputError(
+            f"{path}: exists and is no {what} of jaxmux, so it is not replaced; choose another "
+            "--out, or move it away"
+        )
+
+
+def holds_object(path: Path, keys: Collection[str]) -> bool:
+    """Whether the first line of a file, or all of it, is a JSON object with certain keys.
+
+    Args:
+      path: the file.
+      keys: the keys.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+        try:
+            found = json.loads(text)
+        except ValueError:
+            found = json.loads(text.partition("\n")[0])
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.keys() >= set(keys)
 
 
 def write_atomically(path: Path, text: str) -> None:

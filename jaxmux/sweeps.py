@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import math
 import random
 import re
 from collections import Counter
@@ -17,6 +18,8 @@ from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
 # A value that would take more characters in a task's name is named by its place in its list.
 _LONGEST_LABEL = 24
+# Most configurations of a sweep. More would take minutes before anything is said of them.
+MOST_CONFIGURATIONS = 10_000
 # So many times as many configurations are drawn at most, until enough are different.
 _MOST_DRAWS = 100
 
@@ -68,8 +71,8 @@ class Sweep:
       factor: successive halving keeps one of so many configurations at each rung.
 
     Raises:
-      TaskError: a value is outside its range, or a path or a value does not suit the task. The
-        message names the task and the path.
+      TaskError: a value is outside its range, a path or a value does not suit the task, or there
+        are more than 10,000 configurations. The message names the task and the path.
     """
 
     task: Task
@@ -95,6 +98,7 @@ class Sweep:
             self.task.eval_data or self.task.validation_fraction or "eval_data" in self.space
         ):
             raise self._error("first_rung needs eval_data or validation_fraction of the task")
+        self._require_moderate()
         # Everything that is wrong with a value is said now.
         steps = [task.steps for task in self.tasks()]
         if None not in steps:
@@ -144,6 +148,17 @@ class Sweep:
             raise self._error(
                 f"first_rung is {self.first_rung}, but its tasks train only "
                 f"{numbered(steps, 'step')}; configurations are compared before their last step"
+            )
+
+    def _require_moderate(self) -> None:
+        """Raises TaskError if there are more configurations than a training run can have."""
+        count = self.samples or math.prod(len(values) for values in self.space.values())
+        if count > MOST_CONFIGURATIONS:
+            grid = " x ".join(f"{len(own)} values of {path}" for path, own in self.space.items())
+            raise self._error(
+                f"{count:,} configurations ({'samples' if self.samples else grid}), and a sweep "
+                f"has at most {MOST_CONFIGURATIONS:,}; give fewer values, or draw some of them "
+                "with samples"
             )
 
     def _values(self) -> Iterator[dict[str, Any]]:

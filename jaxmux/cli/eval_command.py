@@ -7,13 +7,14 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from jaxmux.atomic_files import require_writable, write_atomically
+from jaxmux.atomic_files import holds_object, require_output, write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.engine.task_data import Loaded, read_held_out
@@ -28,11 +29,14 @@ from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
 from .report_console import report_console
 
+# The keys of the file with the results.
+_KEYS = ("backbone", "limit", "results")
+
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     if options.out:
-        require_writable(options.out)
+        require_output(options.out, "evaluation", partial(holds_object, keys=_KEYS))
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
@@ -54,7 +58,7 @@ def run(options: argparse.Namespace) -> int:
     results = _results(cases, backbone, tokenizer, options)
     _show(results)
     if options.out:
-        text = {"backbone": folder, "limit": options.limit, "results": results}
+        text = dict(zip(_KEYS, (folder, options.limit, results), strict=True))
         write_atomically(options.out, json.dumps(text, indent=2) + "\n")
     return 0
 

@@ -27,6 +27,9 @@ from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 
+# Files of backbones, one of which every checkpoint folder has.
+_OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.json"}
+
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
@@ -105,13 +108,39 @@ def _rendering(record: Mapping[str, Any], name: str) -> Rendering | None:
 
 
 def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> None:
-    """RunDirectoryError if a folder that is to be written has results already."""
+    """RunDirectoryError if a folder that is to be written is a link or holds something. With
+    --overwrite, an adapter is replaced if the folder holds none of the files of a backbone."""
     for folder in folders:
+        if folder.is_symlink():
+            raise RunDirectoryError(
+                f"{folder}: is a symbolic link, which is not written through; choose another --out"
+            )
+        if folder.exists() and not folder.is_dir():
+            raise RunDirectoryError(f"{folder}: is no folder; choose another --out")
+        present = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
+        # An export that was killed has left it.
+        present = [name for name in present if name != ".partial"]
         if options.merge and folder.exists():
             raise RunDirectoryError(f"{folder}: exists already; choose another --out")
-        if not options.overwrite and is_adapter_folder(folder):
+        if not present:
+            continue
+        if not is_adapter_folder(folder):
+            raise RunDirectoryError(
+                f"{folder}: holds {', '.join(present[:3])} but no adapter, so it may be somebody "
+                "else's; choose another --out"
+            )
+        if not options.overwrite:
             raise RunDirectoryError(
                 f"{folder}: holds an adapter already; choose another --out, or give --overwrite"
+            )
+        if _OF_BACKBONES & set(present):
+            raise RunDirectoryError(
+                f"{folder}: holds a backbone beside an adapter; choose another --out"
+            )
+        if links := [name for name in present if (folder / name).is_symlink()]:
+            raise RunDirectoryError(
+                f"{folder / links[0]}: is a symbolic link, which is not written through; choose "
+                "another --out"
             )
 
 

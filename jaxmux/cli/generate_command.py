@@ -8,6 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxmux.atomic_files import require_output
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.chat_templates import read_template, template_of
@@ -20,7 +21,7 @@ from jaxmux.runs import RunDirectoryError, read_record
 
 from .generate_chat import chat
 from .generate_hints import hint_at_kind
-from .generate_output import CompletionFile, print_completions
+from .generate_output import CompletionFile, holds_completions, print_completions
 from .generate_prompts import read_prompts
 
 BASE = "base"
@@ -28,6 +29,8 @@ BASE = "base"
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    if options.out:
+        require_output(Path(options.out), "completions", holds_completions)
     folders = _adapter_folders(options)
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
     folder = resolve_backbone(options.backbone or record["backbone"])

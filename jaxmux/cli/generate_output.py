@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from jaxmux.atomic_files import holds_object
 from jaxmux.generation import Piece
 
 from .generate_prompts import PromptText
@@ -80,6 +81,11 @@ def _say(text: str) -> None:
     sys.stdout.flush()
 
 
+def holds_completions(path: Path) -> bool:
+    """Whether a file is one of `CompletionFile`."""
+    return holds_object(path, ("adapter", "completion"))
+
+
 class CompletionFile:
     """A JSON-lines file with the completions, each with its prompt and what completed it. It keeps
     those that are complete if the command is stopped."""
@@ -88,11 +94,10 @@ class CompletionFile:
         """Creates the file.
 
         Args:
-          path: the file; its folder is created.
+          path: the file.
           prompts: the prompts.
           labels: what completes the prompts.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self._prompts, self._labels = path, prompts, labels
         self._file = path.open("w", encoding="utf-8")
         self._written = 0

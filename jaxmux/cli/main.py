@@ -51,6 +51,7 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     The command's module is imported after the arguments are parsed, because it imports JAX, which
     takes seconds.
     """
+    _open_standard_streams()
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
     # transformers imports torch, if it is there, which takes eight seconds; no command uses it.
@@ -64,6 +65,19 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
         # Otherwise JAX would wait for the other processes, which may wait for this one.
         exit_at_once(code)
     return code
+
+
+def _open_standard_streams() -> None:
+    """Opens the null device for standard streams that are closed (`>&-`). Otherwise printing would
+    be an error, and the next file that is opened would get what libraries print."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            # The lowest free descriptor is this one.
+            os.open(os.devnull, os.O_RDWR)
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "r" if number == 0 else "w"))
 
 
 def _imported(command: str) -> ModuleType:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rich.text import Text
 
-from jaxmux.atomic_files import require_writable
+from jaxmux.atomic_files import holds_object, refuse_foreign, require_output
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
@@ -63,12 +63,14 @@ def run(options: argparse.Namespace) -> int:
     console = report_console()
     say_if_demo(options, console)
     if options.out:
-        require_writable(options.out / _PLAN)
+        require_output(options.out / _PLAN, "plan", _is_plan)
     if options.mesh == AUTO_MESH:
         raise PlanningError(
             "--mesh=auto: a plan does not know your devices; name them, e.g. --mesh=pp4"
         )
     deployment = Deployment.parse(options.mesh)
+    if options.out:
+        _refuse_foreign_pictures(options.out, deployment)
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     inputs = _read_inputs(gin_bindings.run_config(), deployment, options.profile, options.rounds)
     if len(deployment.replicas) > 1:
@@ -92,11 +94,29 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
+def _is_plan(path: Path) -> bool:
+    return any(holds_object(path, ("format", key)) for key in ("replica", "deployment"))
+
+
+def _pictures(folder: Path, replica: int | None = None) -> tuple[Path, Path]:
+    """The files of the picture and of the trace of a plan, or of a replica's plan."""
+    end = "" if replica is None else f"_replica{replica}"
+    return folder / f"schedule{end}.png", folder / f"trace{end}.json"
+
+
+def _refuse_foreign_pictures(folder: Path, deployment: Deployment) -> None:
+    """Raises InputError if a file beside plan.json would be replaced that belongs to no plan."""
+    count = len(deployment.replicas)
+    for replica in range(count) if count > 1 else (None,):
+        for path in _pictures(folder, replica):
+            refuse_foreign(path, "picture or trace", lambda path: _is_plan(path.parent / _PLAN))
+
+
 def write_plan(plan: Plan, folder: Path) -> list[Path]:
     """Writes plan.json, schedule.png and trace.json (for ui.perfetto.dev); returns their paths."""
     plan_json = folder / _PLAN
     plan_json.write_text(json.dumps(plan.to_json()) + "\n")
-    return [plan_json, *_write_schedule(plan, folder / "schedule.png", folder / "trace.json")]
+    return [plan_json, *_write_schedule(plan, *_pictures(folder))]
 
 
 def write_deployment_plan(several: "DeployedPlans", folder: Path) -> list[Path]:
@@ -105,8 +125,7 @@ def write_deployment_plan(several: "DeployedPlans", folder: Path) -> list[Path]:
     paths[0].write_text(json.dumps(several.to_json()) + "\n")
     for i, plan in enumerate(several.plans):
         if plan:
-            names = f"schedule_replica{i}.png", f"trace_replica{i}.json"
-            paths += _write_schedule(plan, *(folder / name for name in names))
+            paths += _write_schedule(plan, *_pictures(folder, i))
     return paths
 
 

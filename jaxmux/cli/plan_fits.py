@@ -4,10 +4,11 @@ import argparse
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmux.atomic_files import require_writable
+from jaxmux.atomic_files import holds_object, require_output
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError, planned_remat
 from jaxmux.models.device_memory import memory_for_training
@@ -90,7 +91,8 @@ def run(options: argparse.Namespace) -> int:
     console = report_console()
     say_if_demo(options, console)
     if options.out:
-        require_writable(options.out / _FITS)
+        is_ours = partial(holds_object, keys=("device_gib", "cells", "pool"))
+        require_output(options.out / _FITS, "table", is_ours)
     files = [resolve_path(file) for file in options.gin_file or ()]
     gin_bindings.parse(files, options.bindings)
     config = gin_bindings.run_config(options.backbone, [_TASK])

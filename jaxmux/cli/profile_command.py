@@ -5,6 +5,7 @@ import dataclasses
 import json
 import statistics
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from jaxmux.atomic_files import require_writable
+from jaxmux.atomic_files import holds_object, require_output, require_writable
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.models import Backbone, BackboneConfig, BackboneError
 from jaxmux.models.architectures import parse_config
@@ -39,7 +40,9 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     console = report_console()
     config = _config(options)
-    if options.out:
+    if options.check and options.out:
+        require_output(options.out, "comparison", partial(holds_object, keys=("errors", "cases")))
+    elif options.out:
         require_writable(options.out)
     if options.check:
         _check(options, config, console)

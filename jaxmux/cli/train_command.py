@@ -11,11 +11,13 @@ from typing import Any, NoReturn
 
 import jax
 
+from jaxmux.errors import InputError
 from jaxmux.package_files import cache_folder, resolve_path
 from jaxmux.runs import fine_tune, join_processes
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.joined_processes import leave, process_index, watching_others
 from jaxmux.runs.serving import serve
+from jaxmux.similar_names import did_you_mean
 
 from . import gin_bindings
 from .arguments import DEMO_CONFIG, DEMO_SERVER_CONFIG, is_one_of_several
@@ -111,6 +113,7 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> NoReturn:
     """Trains the tasks of a watched directory until a signal stops it, which is an exception."""
+    _require_folder(Path(options.watch))
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
@@ -128,6 +131,16 @@ def _serve(options: argparse.Namespace) -> NoReturn:
         end_at_once=_end_at_once,
     )
     raise AssertionError("only a signal ends a server")
+
+
+def _require_folder(watched: Path) -> None:
+    """Raises InputError if the watched directory does not exist: its name may be mistyped."""
+    if watched.is_dir():
+        return
+    siblings = watched.absolute().parent.glob("*/")
+    hint = did_you_mean(watched.name, [folder.name for folder in siblings])
+    hint = f" {hint}" if hint else ""
+    raise InputError(f"--watch={watched}: no such folder;{hint} `mkdir -p {watched}` makes one")
 
 
 def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:

@@ -1,5 +1,6 @@
 """How processes that train together join each other and leave."""
 
+import math
 import os
 import socket
 import threading
@@ -24,6 +25,8 @@ _SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
 _HANGING_SECONDS = 15
 # A process of which nothing is heard for so many seconds has died: JAX ends the others.
 _HEARTBEAT_SECONDS = 30
+# Seconds from one line about a process that does not answer to the next.
+_SECONDS_A_LINE = 30
 # Least number of threads in XLA's pool.
 _THREADS = 64
 # Seconds between two looks at what another process has said; signals are handled in between.
@@ -137,6 +140,7 @@ def _wait_for(coordinator: str) -> None:
     """Waits until process 0 can be reached. InputError if it cannot for a long time."""
     host, _, port = coordinator.rpartition(":")
     end = time.monotonic() + _JOIN_SECONDS
+    said_at = -math.inf
     while True:
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
@@ -147,4 +151,9 @@ def _wait_for(coordinator: str) -> None:
                     f"process 0 does not answer at {coordinator} ({e}); is it running, and is this "
                     "its address?"
                 ) from None
+            if time.monotonic() - said_at > _SECONDS_A_LINE:
+                said_at = time.monotonic()
+                left = math.ceil(end - said_at)
+                line = f"waiting for process 0 at {coordinator}, {left} s at most ({e})"
+                print(line, flush=True)
         time.sleep(_PATIENCE)
