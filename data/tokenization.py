@@ -1,12 +1,14 @@
 """Tokenization: turns all records of a source into samples, before training begins."""
 
+import json
+import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
-from itertools import chain
+from functools import cache, partial
+from itertools import batched, chain, zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Int
@@ -31,6 +33,21 @@ if TYPE_CHECKING:
 
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
+
+_FILE = "tokenizer.json"
+# Texts that show whether two tokenizers are the same.
+_PROBES = (
+    "Hello world, how are you? I'm fine; they'll say it's 20,000.",
+    " leading space, two  spaces, four    spaces and one behind ",
+    "def f(x, y=[1, 2]):\n    if x != 10:\n\t\treturn {'a': x**2}  # don't\n\n\n\r\n\r done",
+    "1234567890 3.14159 2024-01-31 1 22 333 4444",
+    "Ärger über naïve Füße; e\u0301tude cafe\u0301 ﬁn Ⅳ ½ № ｆｕｌｌ",
+    "Привет мир! Γειά σου Κόσμε. שלום עולם مرحبا بالعالم नमस्ते दुनिया สวัสดีชาวโลก",
+    "你好，世界。 こんにちは世界 안녕하세요 세계",
+    "👩‍👩‍👧‍👦 🙂🙂 🇫🇷 \u00a0nbsp\u200bzero \ufeff \u3000ideographic ▁ Ġ",
+    "CamelCase snake_case UPPER lower! <b>x</b> [INST] ## ... --- === https://a.b/c?d=e&f",
+    "\n\nbegins with lines\n  \n ends with them\n\n",
+)
 
 
 class Samples(NamedTuple):
@@ -97,6 +114,13 @@ class Skipped:
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
+    Where the folder has a tokenizer.json, its normalizer, pre-tokenizer, vocabulary, added tokens,
+    decoder and post-processor are used as they stand. `AutoTokenizer` lets the class of the model's
+    type replace some of them; a warning is logged once if that class gives other tokens or texts.
+    tokenizer_config.json adds the names of special tokens and the chat templates. Its
+    `add_bos_token` and `add_eos_token` change nothing, as in transformers 5; a warning is logged
+    once if `add_bos_token` contradicts tokenizer.json.
+
     Args:
       folder: folder with tokenizer.json, usually the backbone's folder.
 
@@ -111,16 +135,16 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     # Importing transformers takes seconds, and it warns that torch is missing, which tokenizers do
     # not need.
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    from transformers import AutoTokenizer
-
-    if not Path(folder).is_dir():
+    folder = Path(folder)
+    if not folder.is_dir():
         raise DataError(f"{folder}: tokenizer folder not found")
-    if not any(Path(folder).glob("tokenizer*")):
+    if not any(folder.glob("tokenizer*")):
         raise DataError(f"{folder}: holds no tokenizer (tokenizer.json, tokenizer_config.json)")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(folder), local_files_only=True, trust_remote_code=False
-        )
+        if (folder / _FILE).is_file():
+            tokenizer = _tokenizer_of_file(folder)
+        else:
+            tokenizer = _tokenizer_of_class(folder)
     except Exception as error:  # transformers and tokenizers raise many kinds of exceptions
         raise DataError(f"{folder}: no tokenizer can be loaded: {error}") from error
     if not tokenizer.is_fast:
@@ -128,6 +152,206 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
             f"{folder}: {type(tokenizer).__name__} is not a fast tokenizer (no tokenizer.json)"
         )
     return tokenizer
+
+
+def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
+    """What transformers makes of a folder: the class that its files or the model's type name."""
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(
+        str(folder), local_files_only=True, trust_remote_code=False
+    )
+
+
+def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
+    """The tokenizer of a folder's tokenizer.json, compared with that of the class."""
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
+
+    content = json.loads((folder / _FILE).read_text(encoding="utf-8"))
+    added = content.get("added_tokens", ())
+    texts = [*_PROBES, *_around_added_tokens(added)]
+    tokenizer, names, difference = None, {}, ""
+    try:
+        of_class = _tokenizer_of_class(folder)
+    except Exception as error:  # a class may expect another kind of vocabulary, or need code
+        difference = f"AutoTokenizer does not load this folder ({error})"
+    else:
+        by_class = _probed(of_class, texts)
+        # Some classes have special tokens that no file names. They count if the file has them.
+        spelt = {token["content"] for token in added}
+        vocabulary = content["model"]["vocab"]
+        if isinstance(vocabulary, list):
+            spelt |= {piece for piece, _ in vocabulary}
+        names = {
+            name: token
+            for name, token in of_class.special_tokens_map.items()
+            if isinstance(token, str) and (token in spelt or token in vocabulary)
+        }
+        tokenizer = of_class if type(of_class) is PreTrainedTokenizerFast else None
+    if tokenizer is None:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(
+            str(folder), local_files_only=True, **names
+        )
+    # Transformers adds special tokens again, by which they may take other white space with them
+    # than the file says.
+    tokenizer.backend_tokenizer.add_tokens(
+        [AddedToken(**{k: v for k, v in token.items() if k != "id"}) for token in added]
+    )
+    if not difference and (example := _difference(tokenizer, texts, by_class)):
+        difference = (
+            f"AutoTokenizer makes a {type(of_class).__name__} of this folder, which does not do "
+            f"what tokenizer.json says: {example}"
+        )
+    if difference:
+        _warn(
+            f"{folder}: warning: {difference}. jaxmux uses tokenizer.json. In other programs, load "
+            "it by PreTrainedTokenizerFast.from_pretrained to get the same tokens"
+        )
+    if difference := _other_first_token(folder, tokenizer):
+        _warn(f"{folder}: warning: {difference}")
+    return tokenizer
+
+
+def _around_added_tokens(added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A text with each added token, in groups: some tokenizers have thousands."""
+    for group in batched((token["content"] for token in added), 64):
+        yield "".join(f"a {token} b{token}c\n{token}" for token in group)
+
+
+class _Probe(NamedTuple):
+    """What a tokenizer makes of a text.
+
+    Attributes:
+      ids: the tokens of the text, without those that are added around it.
+      all_ids: the tokens with those that are added.
+      decoded: the text of `ids`.
+    """
+
+    ids: list[int]
+    all_ids: list[int]
+    decoded: str
+
+
+def _probed(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[_Probe]:
+    ids, all_ids = (
+        tokenizer(list(texts), add_special_tokens=added, verbose=False)["input_ids"]
+        for added in (False, True)
+    )
+    decoded = [tokenizer.decode(each, clean_up_tokenization_spaces=False) for each in ids]
+    return list(map(_Probe, ids, all_ids, decoded))
+
+
+def _difference(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], by_class: Sequence[_Probe]
+) -> str:
+    """Where a tokenizer's tokens or texts first differ from those of a class, in words; empty if
+    they do not."""
+    for text, of_file, of_class in zip(texts, _probed(tokenizer, texts), by_class, strict=True):
+        for ids, others in ((of_file.ids, of_class.ids), (of_file.all_ids, of_class.all_ids)):
+            if ids == others:
+                continue
+            start = next(n for n, pair in enumerate(zip_longest(ids, others)) if len({*pair}) > 1)
+            shown, instead = (
+                " ".join(map(str, tokenizer.convert_ids_to_tokens(each[start : start + 4])))
+                for each in (ids, others)
+            )
+            return (
+                f"in the text {text[:40]!r}…, token {start + 1} and the next ones are "
+                f"{instead or 'missing'} for the class and {shown or 'missing'} for the file"
+            )
+        if of_file.decoded != of_class.decoded:
+            return (
+                f"the tokens of {text[:40]!r}… are decoded to {of_class.decoded[:40]!r}… by the "
+                f"class and to {of_file.decoded[:40]!r}… by the file"
+            )
+    return ""
+
+
+def _other_first_token(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> str:
+    """How `add_bos_token` of tokenizer_config.json contradicts tokenizer.json, in words; empty if
+    it does not. `add_eos_token` is not compared: samples always end with EOS, and prompts never."""
+    try:
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return ""
+    wanted = settings.get("add_bos_token")
+    adds = tokenizer.bos_token_id in _first_tokens(tokenizer)
+    if wanted is None or bool(wanted) == adds:
+        return ""
+    return (
+        f"tokenizer_config.json has add_bos_token: {json.dumps(wanted)}, but the post-processor of "
+        f"tokenizer.json puts {'a' if adds else 'no'} BOS token before a text. jaxmux does as "
+        "tokenizer.json says, like transformers 5"
+    )
+
+
+@cache
+def _warn(text: str) -> None:
+    """Logs a warning, once in a process."""
+    logging.getLogger(__name__).warning("%s", text)
+
+
+class Encoded(NamedTuple):
+    """The tokens of a text.
+
+    Attributes:
+      ids: the tokens.
+      offsets: the first and the last character of each token, as a range; empty for a token that is
+        added.
+    """
+
+    ids: list[int]
+    offsets: list[tuple[int, int]]
+
+
+def encode(
+    tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, is_rendered: bool
+) -> list[Encoded]:
+    """The tokens of texts, as training samples begin with them and as prompts consist of them.
+
+    Tokens that the tokenizer's post-processor puts before a text, such as BOS, are added, unless
+    the text begins with them. Tokens that it puts behind a text are not: a prompt is to be
+    continued, and `load_samples` itself ends samples with EOS.
+
+    Args:
+      tokenizer: a fast tokenizer, from `load_tokenizer`.
+      texts: the texts.
+      is_rendered: whether a chat template has rendered the texts, so that they have their special
+        tokens.
+    """
+    if not texts:
+        return []
+    # Not verbose: the tokenizer would warn of long texts, which callers cut or refuse.
+    encoded = tokenizer(
+        list(texts),
+        add_special_tokens=False,
+        return_offsets_mapping=True,
+        return_attention_mask=False,
+        verbose=False,
+    )
+    pairs = map(Encoded, encoded["input_ids"], encoded["offset_mapping"])
+    if is_rendered or not (first := _first_tokens(tokenizer)):
+        return list(pairs)
+    return [_with_first_tokens(pair, first, tokenizer.bos_token_id) for pair in pairs]
+
+
+def _first_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
+    """The tokens that the tokenizer adds before every text."""
+    inner, whole = (
+        tokenizer(_PROBES[0], add_special_tokens=added)["input_ids"] for added in (False, True)
+    )
+    starts = (n for n in range(len(whole)) if whole[n : n + len(inner)] == inner)
+    return whole[: next(starts, 0)]
+
+
+def _with_first_tokens(text: Encoded, first: list[int], bos: int | None) -> Encoded:
+    ids, offsets = text
+    if ids[: len(first)] == first:
+        return text
+    if ids[:1] == [bos] and bos in first:
+        ids, offsets = ids[1:], offsets[1:]
+    return Encoded([*first, *ids], [(0, 0)] * len(first) + list(offsets))
 
 
 def load_samples(
@@ -330,19 +554,10 @@ def _tokenize_group(
         return
     # All records of a source have the same form, so the first tells about special tokens for all.
     adds_special_tokens = not rendered[0][1].has_special_tokens
-    encoded = tokenizer(
-        [text for _, (text, *_) in rendered],
-        add_special_tokens=adds_special_tokens,
-        return_offsets_mapping=True,
-        return_attention_mask=False,
-        verbose=False,
+    encoded = encode(
+        tokenizer, [text for _, (text, *_) in rendered], is_rendered=not adds_special_tokens
     )
-    for (record, (text, target_ranges, _)), ids, offsets in zip(
-        rendered, encoded["input_ids"], encoded["offset_mapping"], strict=True
-    ):
-        if adds_special_tokens and len(ids) > 1 and ids[0] == ids[1] == tokenizer.bos_token_id:
-            # The text begins with the BOS token, and the tokenizer added a second one.
-            ids, offsets = ids[1:], offsets[1:]
+    for (record, (text, target_ranges, _)), (ids, offsets) in zip(rendered, encoded, strict=True):
         offsets = np.asarray(offsets, np.int64).reshape(-1, 2)
         target_mask = _target_mask(offsets, target_ranges)
         covers_text = offsets[:, 0] < offsets[:, 1]

@@ -55,12 +55,9 @@ _COPIES = 8
 
 
 class NumberTokenizer:
-    """A tokenizer whose texts are numbers of tokens."""
+    """Decodes tokens to their numbers."""
 
     eos_token_id = None
-
-    def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
-        return {"input_ids": [int(number) for number in text.split()]}
 
     def decode(self, ids: Sequence[int], **_: Any) -> str:
         return "".join(f" {number}" for number in ids)
@@ -165,7 +162,7 @@ def make_requests(
     factors = adapters * 2 * sum(x.size for x in jax.tree.leaves(first))
     prompts = rng.integers(config.vocab_size, size=(sequences, args.prompt_len))
     requests = [
-        Request(" ".join(map(str, prompt)), spec, own[i * adapters // sequences])
+        Request(prompt, spec, own[i * adapters // sequences])
         for i, prompt in enumerate(prompts.tolist())
     ]
     return requests, factors

@@ -12,6 +12,7 @@ import numpy as np
 
 from jaxmux.data import GlobalBatches, Sample, Samples
 from jaxmux.data.stored_samples import stream_lengths
+from jaxmux.data.tokenization import encode
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.peft import (
@@ -273,7 +274,8 @@ def prepare_task(
 def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:
     """ValueError if the prompt that is completed after training cannot be completed."""
     if task.sample_prompt is not None:
-        tokens = len(tokenizer(task.sample_prompt)["input_ids"])
+        ((ids, _),) = encode(tokenizer, [task.sample_prompt], is_rendered=False)
+        tokens = len(ids)
         virtual = kind_of(task.adapter).virtual_tokens(task.adapter)
         context = config.max_position_embeddings - virtual
         if not 0 < tokens < context:

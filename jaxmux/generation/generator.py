@@ -41,7 +41,7 @@ class Generator:
 
         Args:
           backbone: the backbone, from `load_backbone`.
-          tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+          tokenizer: the backbone's tokenizer, from `load_tokenizer`, for requests without one.
           max_batch: most sequences that are computed together; fewer if the device has no memory
             for their keys and values. A completion that ends gives its place to the next request.
           keep_backbone: whether `backbone` can be used afterwards. The weights of its layers are
@@ -88,8 +88,9 @@ class Generator:
           sampling: how tokens are chosen; None takes the most likely ones.
 
         Raises:
-          DataError: a prompt has no tokens, or fills the backbone's context, with its adapter's
-            virtual tokens. It is raised before any text is yielded.
+          DataError: a prompt has no tokens, has one that the backbone does not know, or fills the
+            backbone's context, with its adapter's virtual tokens. It is raised before any text is
+            yielded.
         """
         sampling = sampling or Sampling()
         given = self._tokenizer, self._config, max_new_tokens
@@ -104,8 +105,9 @@ class Generator:
         texts: dict[int, TextStream] = {}
         for new in writing.tokens():
             if new.request not in texts:
-                own = [token for token in prompts[new.request].tokens if token >= 0]
-                texts[new.request] = TextStream(self._tokenizer, own)
+                prompt = prompts[new.request]
+                own = [token for token in prompt.tokens if token >= 0]
+                texts[new.request] = TextStream(prompt.tokenizer, own)
             text = texts[new.request].add(new.tokens, new.is_last)
             if new.is_last:
                 del texts[new.request]

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmux.data import DataError
+from jaxmux.data.tokenization import encode
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import kind_of
 
@@ -18,9 +19,12 @@ class Request(NamedTuple):
         `spec` and `adapter` together. None completes the prompt with the bare backbone. Requests
         that share an adapter share this very object.
       is_rendered: whether the text has its special tokens already, as those of chat templates do.
-        Otherwise the tokenizer adds its first token, if it has one.
+        Otherwise it gets the tokens that the tokenizer puts before a text, unless it begins with
+        them. What the tokenizer puts behind a text is left out.
       stops: tokens before which the completion ends, besides the tokenizer's end-of-sequence token;
         those with which a chat template ends a turn are from `end_of_turn`.
+      tokenizer: the tokenizer of the prompt and the completion, from `adapter_tokenizer`; None for
+        the backbone's.
     """
 
     prompt: str | Sequence[int]
@@ -28,6 +32,7 @@ class Request(NamedTuple):
     adapter: Any = None
     is_rendered: bool = False
     stops: Sequence[int] = ()
+    tokenizer: Any = None
 
 
 class Prompt(NamedTuple):
@@ -38,11 +43,13 @@ class Prompt(NamedTuple):
         `Microbatch.tokens`).
       end: the place behind the last token that the sequence may have.
       stops: tokens before which the sequence ends.
+      tokenizer: the tokenizer of these tokens.
     """
 
     tokens: list[int]
     end: int
     stops: frozenset[int] = frozenset()
+    tokenizer: Any = None
 
 
 def read_prompt(
@@ -52,20 +59,25 @@ def read_prompt(
 
     Args:
       request: the request.
-      tokenizer: the backbone's tokenizer.
+      tokenizer: the backbone's tokenizer, for requests without one.
       config: configuration of the backbone.
       max_new_tokens: most new tokens.
 
     Raises:
-      DataError: the prompt has no tokens, or fills the backbone's context.
+      DataError: the prompt has no tokens, has one that the backbone does not know, or fills the
+        backbone's context.
     """
-    ids = request.prompt
+    ids, tokenizer = request.prompt, request.tokenizer or tokenizer
     if isinstance(ids, str):
-        # Not verbose: the tokenizer would warn of long prompts, which are refused below.
-        options = {"add_special_tokens": False} if request.is_rendered else {}
-        ids = tokenizer(ids, verbose=False, **options)["input_ids"]
+        ((ids, _),) = encode(tokenizer, [ids], is_rendered=request.is_rendered)
     if not ids:
         raise DataError("a prompt is empty, and the tokenizer adds no first token of its own")
+    if (largest := max(ids)) >= config.vocab_size:
+        raise DataError(
+            f"a prompt has the token {tokenizer.convert_ids_to_tokens(largest)!r} with the id "
+            f"{largest}, which is outside the backbone's vocabulary of {config.vocab_size}; the "
+            f"tokenizer is that of {tokenizer.name_or_path}"
+        )
     number = kind_of(request.spec).virtual_tokens(request.spec) if request.spec else 0
     tokens = [*(-1 - i for i in range(number)), *ids]
     if len(tokens) >= (context := config.max_position_embeddings):
@@ -76,7 +88,7 @@ def read_prompt(
     stops = frozenset(request.stops)
     if tokenizer.eos_token_id is not None:
         stops |= {tokenizer.eos_token_id}
-    return Prompt(tokens, min(len(tokens) + max_new_tokens, context), stops)
+    return Prompt(tokens, min(len(tokens) + max_new_tokens, context), stops, tokenizer)
 
 
 def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:

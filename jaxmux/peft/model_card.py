@@ -79,7 +79,9 @@ def adapter_card(
         *_sections(notes),
         "## Use",
         _prompts(rendering, "the chat template in `chat_template.jinja`"),
-        _use_with_peft(base, has_template) if is_peft else _use_with_adapters(base, has_template),
+        (_use_with_peft if is_peft else _use_with_adapters)(
+            base, _tokenizer_class(base_model), has_template
+        ),
         _use_with_vllm(settings, base, title, merges, has_template),
     ]
     return "\n\n".join(filter(None, text)) + "\n"
@@ -93,7 +95,7 @@ def merged_card(
     Args:
       base_model, kind, notes, rendering: as for `adapter_card`.
     """
-    base = model_name(base_model)
+    base, reader = model_name(base_model), _tokenizer_class(base_model)
     title = notes.title if notes else Path(base).name
     text = [
         _front(base, "finetune", "transformers", ["jaxmux"], notes),
@@ -105,10 +107,10 @@ def merged_card(
         _prompts(rendering, "the chat template of the tokenizer"),
         _block(
             "python",
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f"from transformers import AutoModelForCausalLM, {reader}",
             "",
             'model = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THIS_CARD")',
-            'tokenizer = AutoTokenizer.from_pretrained("FOLDER_OF_THIS_CARD")',
+            f'tokenizer = {reader}.from_pretrained("FOLDER_OF_THIS_CARD")',
         ),
     ]
     return "\n\n".join(filter(None, text)) + "\n"
@@ -208,35 +210,42 @@ def _prompts(rendering: Rendering | None, own: str) -> str:
     return f"It was trained on chats that {template} renders{also}. Prompts need the same."
 
 
-def _tokenizer(base: str, has_template: bool) -> list[str]:
+def _tokenizer_class(base_model: str) -> str:
+    """The class of transformers that reads a backbone's tokenizer as training did."""
+    # AutoTokenizer may make a class of the model's type, which has other tokens than the file.
+    has_file = (Path(base_model) / "tokenizer.json").is_file()
+    return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
+
+
+def _tokenizer(base: str, reader: str, has_template: bool) -> list[str]:
     """The lines of code that load the tokenizer."""
-    lines = [f"tokenizer = AutoTokenizer.from_pretrained({json.dumps(base)})"]
+    lines = [f"tokenizer = {reader}.from_pretrained({json.dumps(base)})"]
     if has_template:
         lines.append('with open("FOLDER_OF_THIS_CARD/chat_template.jinja") as file:')
         lines.append("    tokenizer.chat_template = file.read()")
     return lines
 
 
-def _use_with_peft(base: str, has_template: bool) -> str:
+def _use_with_peft(base: str, reader: str, has_template: bool) -> str:
     return _block(
         "python",
         "from peft import PeftModel",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import AutoModelForCausalLM, {reader}",
         "",
         f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-        *_tokenizer(base, has_template),
+        *_tokenizer(base, reader, has_template),
         'model = PeftModel.from_pretrained(base, "FOLDER_OF_THIS_CARD")',
     )
 
 
-def _use_with_adapters(base: str, has_template: bool) -> str:
+def _use_with_adapters(base: str, reader: str, has_template: bool) -> str:
     return _block(
         "python",
         "import adapters",
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        f"from transformers import AutoModelForCausalLM, {reader}",
         "",
         f"model = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-        *_tokenizer(base, has_template),
+        *_tokenizer(base, reader, has_template),
         "adapters.init(model)",
         'model.load_adapter("FOLDER_OF_THIS_CARD", with_head=False, use_safetensors=True, '
         "set_active=True)",

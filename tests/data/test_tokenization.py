@@ -1,13 +1,30 @@
 """Samples hold all tokens of the text, and their masks mark exactly the tokens to learn."""
 
+import functools
+import itertools
 import json
 import re
 
 import numpy as np
 import pytest
-from tokenizers import processors
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
+from transformers import AutoTokenizer
 
 from jaxmux.data import DataError, Source, groups, load_samples, load_tokenizer, tokenization
+from jaxmux.generation import Conversation
+from jaxmux.generation.requests import Request, read_prompt
+from jaxmux.models import BackboneConfig
+
+from .conftest import CHATML
 
 PROMPT, COMPLETION = "What is the capital of France?", " The capital is Paris."
 PAIR = {"prompt": PROMPT, "completion": COMPLETION}
@@ -328,3 +345,219 @@ def test_samples_do_not_depend_on_how_texts_are_grouped(tokenizer, write_jsonl, 
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.input_ids, other.input_ids)
         np.testing.assert_array_equal(one.target_mask, other.target_mask)
+
+
+SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+TEXTS = [
+    "Name a colour,  then\n    return 2024\n\t\tdone ",
+    " leading and    several   spaces\r\n\r\n",
+    "e\u0301tude Ärger ﬁn Привет 你好 👩‍👧🙂 def f(x): # no",
+    "a <|im_end|>  b</s>\nc <s> d",
+]
+
+
+def byte_level(*before, prefix_space=False) -> Tokenizer:
+    core = Tokenizer(models.BPE())
+    splits = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space, use_regex=not before)
+    core.pre_tokenizer = pre_tokenizers.Sequence([*before, splits])
+    core.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=380,
+        special_tokens=SPECIALS,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    core.train_from_iterator([*TEXTS, "Name a colour, then\n    return"] * 9, trainer)
+    return core
+
+
+def pieces(normalizer=None, scheme=None) -> Tokenizer:
+    """A tokenizer like those that are made from SentencePiece, with bytes for unknown letters."""
+    vocab = dict.fromkeys([*SPECIALS, *(f"<0x{n:02X}>" for n in range(256))])
+    merges = [("▁", "▁"), ("c", "o"), ("▁", "a"), ("N", "a"), ("▁", "Na"), ("l", "o")]
+    letters = dict.fromkeys(chain for pair in merges for part in pair for chain in part)
+    vocab |= letters | dict.fromkeys("".join(pair) for pair in merges)
+    core = Tokenizer(
+        models.BPE(
+            {token: n for n, token in enumerate(vocab)},
+            merges,
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token="<unk>",
+        )
+    )
+    core.add_special_tokens(SPECIALS)
+    core.normalizer = normalizer
+    if scheme:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    core.decoder = decoders.Sequence([*steps, decoders.Strip(content=" ", left=1)])
+    return core
+
+
+def unigram() -> Tokenizer:
+    letters = [(chr(n), -5.0 - n / 1000) for n in range(33, 127)]
+    core = Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -2.0), ("▁a", -3.0), *letters], 0))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+    core.decoder = decoders.Metaspace(prepend_scheme="first")
+    core.add_special_tokens(SPECIALS)
+    return core
+
+
+def taking_spaces() -> Tokenizer:
+    """A tokenizer whose end of a turn takes the white space around it with it."""
+    content = json.loads(byte_level().to_str())
+    for token in content["added_tokens"]:
+        token["lstrip"] = token["rstrip"] = token["content"] in ("<|im_end|>", "</s>")
+    return Tokenizer.from_str(json.dumps(content))
+
+
+_LEGACY = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+_DIGITS = pre_tokenizers.Split(Regex(r"\p{N}{1,3}"), "isolated")
+TOKENIZERS = {
+    "Qwen": lambda: byte_level(),
+    "DeepSeek": lambda: byte_level(_DIGITS, pre_tokenizers.Split(Regex(r"\s+"), "isolated")),
+    "SmolLM": lambda: byte_level(pre_tokenizers.Digits(individual_digits=True)),
+    "GPT with a space": lambda: byte_level(prefix_space=True),
+    "Llama 2": lambda: pieces(_LEGACY),
+    "Llama 2 without legacy": lambda: pieces(scheme="first"),
+    "Yi": lambda: pieces(normalizers.Replace(" ", "▁")),
+    "Unigram": unigram,
+    "taking spaces": taking_spaces,
+}
+BOS, EOS = 1, 2
+
+
+def save(core: Tokenizer, folder, model_type="llama", name="PreTrainedTokenizerFast", **settings):
+    """A folder with a tokenizer.json and the files that say which class reads it."""
+    folder.mkdir()
+    core.save(str(folder / "tokenizer.json"))
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    config = named | ({"tokenizer_class": name} if name else {}) | settings
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", TOKENIZERS)
+def test_the_tokens_are_those_of_tokenizer_json_whatever_the_class(kind, tmp_path, caplog):
+    """The tokenizers package reads the file as it stands."""
+    core = TOKENIZERS[kind]()
+    texts = [text for text in TEXTS if kind != "Unigram" or text.isascii()]
+    classes = ["PreTrainedTokenizerFast", "LlamaTokenizerFast", "Qwen2Tokenizer", None]
+    for n, (model_type, name) in enumerate(itertools.product(["llama", "qwen2"], classes)):
+        folder = save(core, tmp_path / str(n), model_type, name)
+        caplog.clear()
+        tokenizer = load_tokenizer(folder)
+        of_class = AutoTokenizer.from_pretrained(folder)
+        differs = False
+        for text in texts:
+            ids = core.encode(text).ids
+            assert tokenizer(text)["input_ids"] == ids, (model_type, name, text)
+            decoded = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+            assert decoded == core.decode(ids, skip_special_tokens=False)
+            differs |= of_class(text)["input_ids"] != ids
+            differs |= of_class.decode(ids, clean_up_tokenization_spaces=False) != decoded
+        warnings = [r for r in caplog.messages if r.startswith(f"{folder}: warning: ")]
+        assert len(warnings) == differs
+        assert not differs or f"makes a {type(of_class).__name__} of this folder" in warnings[0]
+        load_tokenizer(folder)
+        assert len([r for r in caplog.messages if r.startswith(str(folder))]) == differs
+
+
+def test_special_tokens_that_only_the_class_names_stay(tmp_path):
+    folder = save(pieces(_LEGACY), tmp_path / "a")
+    settings = {"tokenizer_class": "LlamaTokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.bos_token, tokenizer.eos_token) == ("<s>", "</s>")
+    assert len(tokenizer) == pieces(_LEGACY).get_vocab_size()
+
+
+def test_a_folder_that_autotokenizer_refuses_is_read_by_its_file(tmp_path, caplog):
+    folder = save(byte_level(), tmp_path / "a", "unheard_of", name=None)
+    settings = {"auto_map": {"AutoTokenizer": ["code.Slow", "code.Fast"]}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer(TEXTS[0])["input_ids"] == byte_level().encode(TEXTS[0]).ids
+    assert tokenizer.eos_token == "</s>"
+    assert "AutoTokenizer does not load this folder" in "".join(caplog.messages)
+
+
+def template(single: str) -> processors.TemplateProcessing:
+    return processors.TemplateProcessing(
+        single=single, special_tokens=[("<s>", BOS), ("</s>", EOS), ("<|im_end|>", 4)]
+    )
+
+
+POST_PROCESSORS = {
+    "none": None,
+    "bytes": processors.ByteLevel(trim_offsets=False),
+    "BOS": template("<s> $A"),
+    "EOS": template("$A </s>"),
+    "BOS and EOS": template("<s> $A </s>"),
+    "another EOS": template("<s> $A <|im_end|>"),
+    "bytes, BOS and EOS": processors.Sequence(
+        [processors.ByteLevel(trim_offsets=False), template("<s> $A </s>")]
+    ),
+    "RoBERTa's": processors.RobertaProcessing(("</s>", EOS), ("<s>", BOS), trim_offsets=False),
+}
+byte_level_json = functools.cache(lambda: byte_level().to_str())
+WITH_BOS = "{{ bos_token }}" + CHATML
+WITHOUT_BOS = CHATML
+
+
+@pytest.mark.parametrize("flags", [*itertools.product([None, True, False], repeat=2)], ids=str)
+@pytest.mark.parametrize("name", POST_PROCESSORS)
+def test_training_and_generation_read_the_same_tokens(name, flags, tmp_path, write_jsonl, caplog):
+    core = Tokenizer.from_str(byte_level_json())
+    if POST_PROCESSORS[name] is not None:
+        core.post_processor = POST_PROCESSORS[name]
+    settings = zip(("add_bos_token", "add_eos_token"), flags, strict=True)
+    settings = {key: value for key, value in settings if value is not None}
+    folder = save(core, tmp_path / "a", **settings)
+    tokenizer = load_tokenizer(folder)
+    config = BackboneConfig("LlamaForCausalLM", core.get_vocab_size(), 8, 8, 1, 1, 1, 8)
+
+    def prompt_ids(request: Request) -> list[int]:
+        return read_prompt(request, tokenizer, config, 1).tokens
+
+    # Transformers, too, does as tokenizer.json says.
+    adds_bos = core.encode("a").ids[0] == BOS
+    assert AutoTokenizer.from_pretrained(folder)("a")["input_ids"] == core.encode("a").ids
+    warned = f"{folder}: warning: tokenizer_config.json has add_bos_token" in caplog.text
+    assert warned == (flags[0] is not None and flags[0] != adds_bos)
+
+    plain = core.encode("Name a colour", add_special_tokens=False).ids
+    answer = core.encode(" Red", add_special_tokens=False).ids
+    cases = list(itertools.product(("", "<s>"), ("", "</s>")))
+    pairs = [{"prompt": f"{bos}Name a colour", "completion": f" Red{end}"} for bos, end in cases]
+    samples = load(write_jsonl(*pairs), tokenizer).samples
+    for (bos, _), pair, sample in zip(cases, pairs, samples, strict=True):
+        wanted = [BOS] * (adds_bos or bos != "") + plain
+        assert prompt_ids(Request(pair["prompt"])) == wanted
+        assert sample.input_ids.tolist() == [*wanted, *answer, EOS]
+        assert sample.target_mask.tolist() == [False] * len(wanted) + [True] * (1 + len(answer))
+    for jinja in (WITH_BOS, WITHOUT_BOS):
+        tokenizer.chat_template = jinja
+        roles = ("user", "assistant")
+        chats = [
+            [
+                {"role": role, "content": text}
+                for role, text in zip(roles, pair.values(), strict=True)
+            ]
+            for pair in pairs
+        ]
+        samples = load(write_jsonl(*({"messages": chat} for chat in chats)), tokenizer).samples
+        for chat, sample in zip(chats, samples, strict=True):
+            text = Conversation(tokenizer, chat[:1]).prompt()
+            ids = prompt_ids(Request(text, is_rendered=True))
+            assert ids == core.encode(text, add_special_tokens=False).ids
+            assert (ids[0] == BOS) == (jinja is WITH_BOS)
+            assert sample.input_ids[~sample.target_mask].tolist()[: len(ids)] == ids
+
+
+def test_a_prompt_with_tokens_that_the_backbone_lacks_is_refused(gpt):
+    config = BackboneConfig("LlamaForCausalLM", 200, 8, 8, 1, 1, 1, 8)
+    with pytest.raises(DataError, match="outside the backbone's vocabulary of 200; the tokenizer"):
+        read_prompt(Request("What is the capital of France?"), gpt, config, 1)

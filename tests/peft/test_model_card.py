@@ -144,6 +144,17 @@ def test_the_metadata_of_a_merged_checkpoint_are_those_of_a_model(tmp_path):
     assert found.data.to_dict()["base_model_relation"] == "finetune"
 
 
+def test_the_tokenizer_is_read_from_its_file_as_training_reads_it(tmp_path):
+    for settings in ({}, {"config": {}}):
+        assert "= AutoTokenizer.from_pretrained" in card(settings, base=str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    merged = merged_card(str(tmp_path), "dora", None)
+    for text in (merged, card(base=str(tmp_path)), card({"config": {}}, base=str(tmp_path))):
+        assert "import AutoModelForCausalLM, PreTrainedTokenizerFast\n" in text
+        assert "tokenizer = PreTrainedTokenizerFast.from_pretrained" in text
+        assert "AutoTokenizer" not in text
+
+
 def test_a_number_as_the_name_of_a_backbone_stays_text():
     front = card(base="/models/1e5").split("---")[1]
     assert yaml.safe_load(front)["base_model"] == "1e5"

@@ -293,18 +293,9 @@ def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
     tokenizer = load_tokenizer(model.name_or_path)
     before = [9, 40, 31]
     rows = base("model.embed_tokens.weight")[before]
-
-    class Prefixed:
-        """The tokenizer with tokens before every text."""
-
-        eos_token_id = tokenizer.eos_token_id
-        decode = tokenizer.decode
-
-        def __call__(self, text, **options):
-            return {"input_ids": before + tokenizer(text, **options)["input_ids"]}
-
     request = Request("red apple", PromptTuning(3), {"embed_tokens": rows[None]})
-    (expected,) = complete(model, Prefixed(), [Request("red apple")], max_new_tokens=8)
+    alone = Request(before + tokenizer("red apple")["input_ids"])
+    (expected,) = complete(model, tokenizer, [alone], max_new_tokens=8)
     found = complete(model, tokenizer, [request, Request("red apple")], max_new_tokens=8)
     assert found[0] == expected != found[1]
     long = PromptTuning(model.config.max_position_embeddings)
