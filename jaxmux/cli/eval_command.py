@@ -22,6 +22,7 @@ from jaxmux.evaluation import Case, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
+from jaxmux.peft.chat_template_file import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.json_lines import finite_or_none
 from jaxmux.runs.task_fields import from_json
@@ -40,22 +41,23 @@ def run(options: argparse.Namespace) -> int:
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
-    # By chat template, the data that have been read.
+    # By tokenizer, the data that have been read.
     cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
         spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
         task, reader = dataclasses.replace(task, adapter=spec), tokenizer
         with_own = adapter_tokenizer(adapter, tokenizer)
-        if with_own is not tokenizer and options.data:
+        has_own_tokens = tokenizer_key(with_own)[0] != tokenizer_key(tokenizer)[0]
+        if with_own is not tokenizer and (options.data or has_own_tokens):
             # The template of a source is refused for records that are no chats.
             task, reader = _with_template(task, None), with_own
         elif with_own is not tokenizer:
             task = _with_template(task, with_own.chat_template)
         for own in _with_data(task, options.data):
-            known = loaded[str(reader.chat_template)]
+            known = loaded[tokenizer_key(reader)]
             samples = read_held_out(own, backbone.config, reader, known)[: options.limit]
-            cases.append(Case(task.name, _name_of_data(own), spec, weights, samples))
-    results = _results(cases, backbone, tokenizer, options)
+            cases.append(Case(task.name, _name_of_data(own), spec, weights, samples, reader))
+    results = _results(cases, backbone, options)
     _show(results)
     if options.out:
         text = dict(zip(_KEYS, (folder, options.limit, results), strict=True))
@@ -153,13 +155,13 @@ def _name_of_data(task: Task) -> str:
 
 
 def _results(
-    cases: Sequence[Case], backbone: Backbone, tokenizer: Any, options: argparse.Namespace
+    cases: Sequence[Case], backbone: Backbone, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One JSON object for each case. Numbers that are not finite or not measured are None."""
     losses = losses_of(cases, backbone)
     matches: Sequence[Any] = [None] * len(cases)
     if options.max_new_tokens != 0:
-        matches = matches_of(cases, backbone, tokenizer, options.max_new_tokens)
+        matches = matches_of(cases, backbone, options.max_new_tokens)
     results = []
     for case, loss, match in zip(cases, losses, matches, strict=True):
         result = {

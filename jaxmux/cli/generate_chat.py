@@ -65,7 +65,7 @@ def _answer(generator, conversations, answering, given) -> list[str]:
     """Prints the answers to the last messages; returns those that have been printed if the user
     stops them."""
     requests = [
-        Request(conversation.prompt(), own.spec, own.adapter, True, own.stops)
+        Request(conversation.prompt(), own.spec, own.adapter, True, own.stops, own.tokenizer)
         for conversation, own in zip(conversations, answering, strict=True)
     ]
     answers, started = [""] * len(requests), -1

@@ -15,7 +15,7 @@ from jaxmux.data.chat_templates import read_template, template_of
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
-from jaxmux.peft.chat_template_file import with_chat_template
+from jaxmux.peft.chat_template_file import tokenizer_key, with_chat_template
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         chat(generator, options.system, answering, given)
         return 0
     requests = [
-        Request(text, own.spec, own.adapter, prompt.is_rendered, own.stops)
+        Request(text, own.spec, own.adapter, prompt.is_rendered, own.stops, own.tokenizer)
         for prompt in prompts
         for text, own in zip(prompt.texts, answering, strict=True)
     ]
@@ -74,7 +74,7 @@ class Answering(NamedTuple):
       label: name that is shown beside the answers.
       spec: specification of the adapter; None for the bare backbone.
       adapter: its arrays, or None.
-      tokenizer: renders and tokenizes its prompts.
+      tokenizer: renders and tokenizes its prompts, and decodes its answers.
       stops: tokens with which its chat template ends an answer; empty for plain prompts.
     """
 
@@ -88,16 +88,16 @@ class Answering(NamedTuple):
 def _tokenizers(
     options: argparse.Namespace, backbone: str, folders: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """By label, the tokenizers of the backbone, if it answers, and of the adapters. What has the
-    same chat template has the same tokenizer."""
+    """By label, the tokenizers of the backbone, if it answers, and of the adapters. Adapters with
+    the same chat template and no tokenizer of their own share one."""
     tokenizer = load_tokenizer(backbone)
     if options.chat_template:
         tokenizer = with_chat_template(tokenizer, read_template(options.chat_template))
     found = {BASE: tokenizer} if options.with_base or not folders else {}
-    known = {str(tokenizer.chat_template): tokenizer}
+    known = {tokenizer_key(tokenizer): tokenizer}
     for label, folder in folders.items():
         own = adapter_tokenizer(folder, tokenizer)
-        found[label] = known.setdefault(str(own.chat_template), own)
+        found[label] = known.setdefault(tokenizer_key(own), own)
     if options.chat:
         for label, own in found.items():
             template_of(own, where=label)

@@ -23,6 +23,7 @@ from jaxmux.peft import (
     kind_of,
     size_of_adapter,
 )
+from jaxmux.peft.chat_template_file import refuse_other_tokens
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
@@ -260,6 +261,7 @@ def prepare_task(
         first = dataclasses.replace(task, adapter=kind.with_tokens(task.adapter, tokenizer))
         targets = dict(kind.targets(first.adapter, config))
         if task.resume_from is not None:
+            refuse_other_tokens(task.resume_from, tokenizer)
             _saved_adapter(task, targets, config, base, base_fingerprint)
         _refuse_sample_prompt(task, config, tokenizer)
     except ValueError as e:

@@ -16,6 +16,7 @@ class Case(NamedTuple):
       spec: the specification of the adapter.
       adapter: its weights, from `import_adapter`.
       samples: the samples, at least one.
+      tokenizer: the tokenizer that read them.
     """
 
     task: str
@@ -23,6 +24,7 @@ class Case(NamedTuple):
     spec: Any
     adapter: Any
     samples: StoredSamples
+    tokenizer: Any
 
     @property
     def target_tokens(self) -> int:

@@ -35,7 +35,7 @@ class _Parts(NamedTuple):
 
 
 def matches_of(
-    cases: Sequence[Case], backbone: Backbone, tokenizer: Any, max_new_tokens: int | None = None
+    cases: Sequence[Case], backbone: Backbone, max_new_tokens: int | None = None
 ) -> list[Matches]:
     """Completes the samples of all cases with their adapters and with the bare backbone, and
     compares the texts with the references, without white space around them.
@@ -48,13 +48,11 @@ def matches_of(
     Args:
       cases: the cases; their samples come from one `Loaded`.
       backbone: the backbone.
-      tokenizer: its tokenizer.
       max_new_tokens: most tokens of a completion; None for those of the longest reference.
 
     Raises:
       DataError: a prompt fills the backbone's context.
     """
-    specials = special_tokens(tokenizer)
     parts = [[p for p in map(_parts_of, case.samples) if p] for case in cases]
     if not any(parts):
         return [Matches(0, 0, 0) for _ in cases]
@@ -63,13 +61,17 @@ def matches_of(
     firsts = first_with_data(cases)
     requests, wanted = [], []
     for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
+        tokenizer, specials = case.tokenizer, special_tokens(case.tokenizer)
         for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
             if which and firsts[number] != number:
                 continue
-            requests += [Request(part.prompt, *adapter, stops=tuple(specials)) for part in own]
+            requests += [
+                Request(part.prompt, *adapter, stops=tuple(specials), tokenizer=tokenizer)
+                for part in own
+            ]
             wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
     counts = np.zeros((len(cases), 2), int)
-    generator = Generator(backbone, tokenizer)
+    generator = Generator(backbone, cases[0].tokenizer)
     found = generator.complete(requests, max_new_tokens=max_new_tokens)
     for (number, which, reference), text in zip(wanted, found, strict=True):
         counts[number, which] += text.strip() == reference.strip()

@@ -1,20 +1,23 @@
-"""The chat template in an adapter folder, and the kinds of records that the adapter was trained on.
+"""The chat template or tokenizer in an adapter folder, and the kinds of records that the adapter
+was trained on.
 
 The folder has the template in `chat_template.jinja`, as those of transformers and TRL do, if it is
-not that of the backbone's tokenizer. It has no other files of a tokenizer: training does not change
-the backbone's, whose files have up to 35 MB, more than many adapters, and versions of vLLM load a
-tokenizer for each adapter that has one.
+not that of the backbone's tokenizer. jaxmux writes no other files of a tokenizer: training does
+not change the backbone's, whose files have up to 35 MB, more than many adapters, and versions of
+vLLM load a tokenizer for each adapter that has one. Other trainers write them, and may have added
+tokens.
 """
 
 import copy
 import json
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.data import Rendering
+from jaxmux.data import DataError, Rendering, load_tokenizer
 from jaxmux.data.chat_templates import ChatTemplate, compiled, read_template
 
 from .kinds import KINDS
@@ -22,6 +25,12 @@ from .kinds import KINDS
 TEMPLATE = "chat_template.jinja"
 # The key of the kinds of records in the metadata of the weights.
 TRAINED_ON = "jaxmux.trained_on"
+
+# Files that hold a whole vocabulary.
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
+# Special tokens that change what is read or where an answer ends.
+_SPECIAL = ("bos_token", "eos_token")
+_SETTINGS = "tokenizer_config.json"
 
 
 def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
@@ -42,18 +51,105 @@ def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
 
 
 def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
-    """The tokenizer that renders and tokenizes prompts of an adapter: one with the chat template in
-    the adapter's folder, or the backbone's if the folder has none.
+    """The tokenizer that renders and tokenizes prompts of an adapter, and decodes its answers: that
+    of its folder if the folder has a vocabulary, and otherwise the backbone's, with the chat
+    template of the folder if it has one.
 
     Args:
       folder: the adapter folder, of jaxmux or of a program that saves a tokenizer with an adapter.
       tokenizer: the backbone's tokenizer, which is not changed.
 
+    Returns:
+      `tokenizer` itself if the folder's has the same tokens and the same template, and otherwise
+      another one. `tokenizer_key` tells whether its tokens are those of the backbone's.
+
     Raises:
-      DataError: the template cannot be read.
+      DataError: the template or the tokenizer cannot be read, or files without a vocabulary speak
+        of other tokens than the backbone's tokenizer has.
     """
-    template = _template_in(Path(folder))
-    return tokenizer if template is None else with_chat_template(tokenizer, template)
+    folder = Path(folder)
+    template = _template_in(folder)
+    if any((folder / name).is_file() for name in _VOCABULARIES):
+        in_folder = load_tokenizer(folder)
+        if not (folder / _SETTINGS).is_file():
+            # Nothing else in the folder names special tokens.
+            for name in _SPECIAL:
+                if (token := getattr(tokenizer, name)) in in_folder.get_vocab():
+                    setattr(in_folder, name, token)
+        if difference_of_tokens(in_folder, tokenizer):
+            return in_folder
+        if template is None and in_folder.chat_template is not None:
+            template = ChatTemplate(in_folder.chat_template, f"the chat template of {folder}")
+    elif wrong := next(_unknown_tokens(folder, tokenizer), ""):
+        raise DataError(
+            f"{folder}: {wrong}, and the folder has no vocabulary ({', '.join(_VOCABULARIES)}). "
+            "Copy the whole tokenizer with which the adapter was trained into the folder, or "
+            f"remove {_SETTINGS} if the adapter was trained with the backbone's tokenizer"
+        )
+    if template is None or template.text == tokenizer.chat_template:
+        return tokenizer
+    return with_chat_template(tokenizer, template)
+
+
+def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
+    """Refuses an adapter whose folder has a tokenizer with other tokens than the backbone's.
+
+    Args:
+      folder: the adapter folder.
+      tokenizer: the backbone's tokenizer.
+
+    Raises:
+      DataError: the tokens differ; the message says how. As for `adapter_tokenizer`, too.
+    """
+    in_folder = adapter_tokenizer(folder, tokenizer)
+    if tokenizer_key(in_folder)[0] != tokenizer_key(tokenizer)[0]:
+        raise DataError(
+            f"{folder}: the adapter's tokenizer is not that of the backbone: "
+            f"{difference_of_tokens(in_folder, tokenizer)}. Training reads data with the tokenizer "
+            "of the backbone; put the adapter's tokenizer files into a copy of the backbone's "
+            "folder, or remove them from the adapter's folder if its tokens were the backbone's"
+        )
+
+
+def tokenizer_key(tokenizer: Any) -> tuple[int, str]:
+    """Equal for tokenizers with the same tokens and the same chat template, while they are in use.
+    The first part stands for the tokens.
+
+    Args:
+      tokenizer: a tokenizer, from `adapter_tokenizer` or `load_tokenizer`.
+    """
+    return id(tokenizer.backend_tokenizer), str(tokenizer.chat_template)
+
+
+def difference_of_tokens(in_folder: Any, backbones: Any) -> str:
+    """How the tokens of an adapter's tokenizer differ from those of the backbone's, in words; empty
+    if both make the same tokens of every text.
+
+    Args:
+      in_folder: the tokenizer in the adapter's folder.
+      backbones: the backbone's tokenizer.
+    """
+    ids, wanted = in_folder.get_vocab(), backbones.get_vocab()
+    if ids != wanted:
+        differing = sorted((n, t) for t, n in ids.items() if wanted.get(t) != n)
+        if differing:
+            (number, token), count = differing[0], len(differing)
+            there = wanted.get(token)
+            place = "lacks" if there is None else f"has at {there}"
+            more = f", and {count - 1} more" if count > 1 else ""
+            return f"it has the token {token!r} at {number}, which the backbone's {place}{more}"
+        token = min(wanted.keys() - ids.keys())
+        return f"it lacks the token {token!r}, which the backbone's has at {wanted[token]}"
+    for name in _SPECIAL:
+        if (token := getattr(in_folder, name)) != (there := getattr(backbones, name)):
+            return f"its {name} is {token!r}, and the backbone's {there!r}"
+    parts, wanted_parts = (
+        json.loads(tokenizer.backend_tokenizer.to_str()) for tokenizer in (in_folder, backbones)
+    )
+    for part in parts.keys() - {"truncation", "padding", "version"}:
+        if parts[part] != wanted_parts[part]:
+            return f"its {part.replace('_', ' ')} is another one"
+    return ""
 
 
 def with_chat_template(tokenizer: Any, template: ChatTemplate) -> Any:
@@ -85,12 +181,42 @@ def trained_on(folder: str | Path) -> str:
     return ""
 
 
+def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
+    """Tokens of which the files beside a vocabulary speak, and which a tokenizer does not have so,
+    in words."""
+    settings = _settings_in(folder / _SETTINGS)
+    listed = settings.get("added_tokens_decoder", {})
+    added = {token["content"]: int(number) for number, token in listed.items()}
+    for token, number in (added | _settings_in(folder / "added_tokens.json")).items():
+        if tokenizer.get_added_vocab().get(token) != number:
+            yield f"its tokenizer has the token {token!r} at {number}, which the backbone's has not"
+    named = _settings_in(folder / "special_tokens_map.json") | settings
+    for name in _SPECIAL:
+        token = named.get(name)
+        token = token.get("content") if isinstance(token, Mapping) else token
+        if token is not None and token != getattr(tokenizer, name):
+            yield (
+                f"its tokenizer has the {name} {token!r}, and the backbone's "
+                f"{getattr(tokenizer, name)!r}"
+            )
+
+
+def _settings_in(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; empty if there is no such file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path}: holds no JSON object")
+    return found
+
+
 def _template_in(folder: Path) -> ChatTemplate | None:
     if (folder / TEMPLATE).is_file():
         return read_template(folder / TEMPLATE)
-    settings = folder / "tokenizer_config.json"
-    try:
-        found = json.loads(settings.read_text(encoding="utf-8")).get("chat_template")
-    except (OSError, ValueError, AttributeError):
-        return None
+    settings = folder / _SETTINGS
+    found = _settings_in(settings).get("chat_template")
     return compiled(ChatTemplate(found, str(settings))) if isinstance(found, str) else None

@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, normalizers
 from transformers import AutoTokenizer
 
-from jaxmux import AdamW, LoRA, import_adapter, load_backbone
+from jaxmux import AdamW, DataError, LoRA, TaskError, import_adapter, load_backbone
 from jaxmux.cli.main import run_command
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.generation import Generator, Request, end_of_turn
@@ -190,3 +191,135 @@ def test_tokenizers_beside_adapters_of_other_programs_are_used(backbone, tmp_pat
         found = adapter_tokenizer(tmp_path / str(is_file), tokenizer)
         assert found.chat_template == TELL and tokenizer.chat_template is None
         assert end_of_turn(found) == [tokenizer.eos_token_id] and end_of_turn(tokenizer) == []
+
+
+OTHER = TELL.replace("<|im_start|>", "<|im_start|><|tool|>")
+
+
+def with_other_tokens(folder: Path, backbone: Path) -> Tokenizer:
+    """Writes a tokenizer into a folder, whose ordinary tokens are the backbone's in reverse order,
+    and which has "<|tool|>" in place of "<pad>"."""
+    shutil.copy(backbone / "tokenizer_config.json", folder)
+    content = json.loads((backbone / "tokenizer.json").read_text())
+    vocab = content["model"]["vocab"]
+    ordinary = [token for token in vocab if not re.fullmatch("<.+>", token)]
+    ids = sorted((vocab[token] for token in ordinary), reverse=True)
+    vocab |= dict(zip(ordinary, ids, strict=True))
+    for token in content["added_tokens"]:
+        if token["content"] == "<pad>":
+            token["content"] = "<|tool|>"
+            vocab["<|tool|>"] = vocab.pop("<pad>")
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings |= {"pad_token": "<|tool|>", "chat_template": OTHER}
+    settings.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def adapter_with_tokens(run_dir, backbone, tmp_path) -> tuple[Path, Tokenizer]:
+    folder = tmp_path / "tell"
+    shutil.copytree(run_dir / "adapters" / "tell", folder)
+    (folder / "chat_template.jinja").unlink()
+    return folder, with_other_tokens(folder, backbone)
+
+
+def test_an_adapter_with_other_tokens_is_read_by_its_own_tokenizer(
+    adapter_with_tokens, backbone, run_dir, answers, tmp_path
+):
+    folder, core = adapter_with_tokens
+    model, tokenizer = load_backbone(backbone, "float32"), load_tokenizer(backbone)
+    prompt = "a red apple, <|tool|> and"
+    ids = core.encode(prompt).ids
+    assert core.token_to_id("<|tool|>") in ids and ids != tokenizer(prompt)["input_ids"]
+    # What the adapter writes behind these tokens, as the backbone's tokenizer spells it, and as its
+    # own does.
+    adapter = import_adapter(folder, model.config)
+    (spelt,) = Generator(model, tokenizer).complete([Request(ids, *adapter)], max_new_tokens=8)
+    (expected,) = Generator(model, load_tokenizer(folder)).complete(
+        [Request(ids, *adapter)], max_new_tokens=8
+    )
+    assert expected != spelt
+
+    out = tmp_path / "out.jsonl"
+    ask = run_dir / "adapters" / "ask"
+    given = [f"--backbone={backbone}", f"--out={out}", "--max_new_tokens=8"]
+    both = [f"--adapter=ask={ask}", f"--adapter={folder}"]
+    assert generate([*given, *both, f"--prompt={prompt}"]) == 0
+    found = {own["adapter"]: own["completion"] for own in map(json.loads, out.open())}
+    assert found["tell"] == expected
+
+    assert generate([*given, *both, "--prompt=red apple", "--template"]) == 0
+    found = {own["adapter"]: own["completion"] for own in map(json.loads, out.open())}
+    assert found["ask"] == answers["ask"][0]
+    text = "<|im_start|><|tool|>user: red apple</s><|im_start|><|tool|>assistant: "
+    ids = core.encode(text, add_special_tokens=False).ids
+    (expected,) = Generator(model, load_tokenizer(folder)).complete(
+        [Request(ids, *adapter)], max_new_tokens=8
+    )
+    assert found["tell"] == expected
+
+
+def test_losses_are_measured_with_the_adapters_own_tokens(
+    adapter_with_tokens, backbone, conversations, tmp_path
+):
+    """They are those of a backbone whose folder has the adapter's tokenizer."""
+    folder, _ = adapter_with_tokens
+    other = tmp_path / "backbone"
+    shutil.copytree(backbone, other)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, other)
+    alone = tmp_path / "alone"
+    shutil.copytree(folder, alone, ignore=shutil.ignore_patterns("tokenizer*"))
+    losses = []
+    for base, adapter in ((backbone, folder), (other, alone)):
+        out = tmp_path / "out.json"
+        given = [f"--backbone={base}", f"--adapter={adapter}", f"--data={conversations}"]
+        assert evaluate([*given, f"--out={out}", "--max_new_tokens=2"]) == 0
+        (result,) = json.loads(out.read_text())["results"]
+        losses.append({key: result[key] for key in ("adapter", "backbone", "target_tokens")})
+    assert losses[0] == losses[1]
+
+
+def test_an_adapter_with_other_tokens_is_no_start_of_training(
+    adapter_with_tokens, train, make_task, data, tmp_path
+):
+    folder, _ = adapter_with_tokens
+    task = make_task("on", data=data["short"], steps=1, resume_from=str(folder))
+    with pytest.raises(TaskError, match=r"'<\|tool\|>' at 3, which the backbone's lacks"):
+        train(tmp_path / "run", task)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("added_tokens.json", {"<|tool|>": 500}, "the token '<|tool|>' at 500"),
+        (
+            "tokenizer_config.json",
+            {"added_tokens_decoder": {"3": {"content": "<|tool|>"}}, "chat_template": TELL},
+            "the token '<|tool|>' at 3",
+        ),
+        ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "eos_token '<|im_end|>'"),
+        ("special_tokens_map.json", {"bos_token": {"content": "<|b|>"}}, "bos_token '<|b|>'"),
+        ("tokenizer.json", {}, "no tokenizer can be loaded"),
+    ],
+)
+def test_settings_of_other_tokens_without_a_vocabulary_are_refused(
+    name, content, said, backbone, tmp_path
+):
+    (tmp_path / name).write_text(json.dumps(content))
+    with pytest.raises(DataError, match=re.escape(said)) as refusal:
+        adapter_tokenizer(tmp_path, load_tokenizer(backbone))
+    assert str(tmp_path) in str(refusal.value)
+
+
+def test_a_tokenizer_that_transformers_class_has_changed_has_other_tokens(backbone, tmp_path):
+    """Trainers save what `AutoTokenizer` has made of the backbone's folder."""
+    tokenizer = load_tokenizer(backbone)
+    core = Tokenizer.from_file(str(backbone / "tokenizer.json"))
+    core.normalizer = normalizers.Lowercase()
+    core.save(str(tmp_path / "tokenizer.json"))
+    own = adapter_tokenizer(tmp_path, tokenizer)
+    assert own("RED")["input_ids"] == tokenizer("red")["input_ids"] != tokenizer("RED")["input_ids"]
+    assert own.eos_token == tokenizer.eos_token
