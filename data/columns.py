@@ -137,7 +137,7 @@ def _found(fields: Mapping[str, Any], name: str) -> str | None:
 
 
 def _may_be(value: Any, name: str) -> bool:
-    if name == "tools":
+    if name in ("tools", "functions", "history"):
         return True
     if name not in ("messages", "conversations"):
         return isinstance(value, str)

@@ -31,13 +31,16 @@ SPEAKERS = {
     "observation": "tool",
     "function_call": ASSISTANT,
 }
+# The speaker of a call in ShareGPT, and the key of a call in a message of OpenAI's old form.
 _FUNCTION_CALL = "function_call"
 
 
 def read_tools(record: Record, form: Form) -> Tools | None:
-    """The field "tools" of a record: the descriptions of functions that the assistant may call.
+    """The field "tools" of a record: the descriptions of functions that the assistant may call. The
+    field "functions", which OpenAI's old form has in its place, holds them without {"type":
+    "function", "function": …} around them.
 
-    Columnar files often hold them as the text of a JSON list, which is parsed.
+    Columnar files often hold them as JSON texts, which are parsed.
 
     Args:
       record: a record of the form.
@@ -48,24 +51,37 @@ def read_tools(record: Record, form: Form) -> Tools | None:
       The descriptions, as transformers' `apply_chat_template` takes them. None if there are none.
 
     Raises:
-      DataError: the field is no list of objects, or its text is not JSON.
+      DataError: the field is no list of objects, its text is not JSON, or there are both fields.
     """
-    found = record.fields.get("tools")
-    if isinstance(found, str) and found.strip():
-        found = _parsed(record, "field 'tools'", found)
-    if not found:
-        return None
-    if not _is_list(found) or not all(isinstance(tool, Mapping) for tool in found):
-        raise DataError(
-            f"{record.where}: field 'tools' must be a list of objects that describe functions, or "
-            f"the JSON text of one, found {type(found).__name__}"
-        )
-    if form == "sharegpt":
-        return [
+    found = {name: _described(record, name) for name in ("tools", "functions")}
+    if all(found.values()):
+        raise DataError(f"{record.where}: has both 'tools' and 'functions'; keep one of them")
+    tools = found["tools"] or found["functions"]
+    if form == "sharegpt" or found["functions"]:
+        tools = [
             tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool}
-            for tool in found
+            for tool in tools
         ]
-    return list(found)
+    return tools or None
+
+
+def _described(record: Record, field: str) -> Tools:
+    """The descriptions of functions in a field; empty if there are none."""
+    found = record.fields.get(field)
+    if isinstance(found, str) and found.strip():
+        found = _parsed(record, f"field {field!r}", found)
+    if not found or isinstance(found, str):
+        return []
+    tools = list(found) if _is_list(found) else [None]
+    for number, tool in enumerate(tools):
+        if isinstance(tool, str):
+            tools[number] = _parsed(record, f"entry {number} of field {field!r}", tool)
+    if not all(isinstance(tool, Mapping) for tool in tools):
+        raise DataError(
+            f"{record.where}: field {field!r} must be a list of objects that describe functions, "
+            f"or the JSON text of one, found {type(found).__name__}"
+        )
+    return tools
 
 
 def read_messages(record: Record, form: Form, template: str) -> Messages:
@@ -74,6 +90,10 @@ def read_messages(record: Record, form: Form, template: str) -> Messages:
     Arguments of tool calls that are JSON texts become objects, as transformers recommends. Fields
     that are null are left out, except the content of a message with tool calls: in columnar files
     every message has the fields of all messages, and some templates would print these nulls.
+
+    The record may have its system prompt in a field "system". Messages of OpenAI's old form are
+    rewritten: "function_call" becomes "tool_calls", and the role "function" becomes "tool" unless
+    the template compares roles with "function".
 
     Args:
       record: a record of the form.
@@ -88,6 +108,8 @@ def read_messages(record: Record, form: Form, template: str) -> Messages:
     else:
         messages = _list_of_messages(record, form, "messages")
     found = [_valid_message(record, number, message) for number, message in enumerate(messages)]
+    _insert_system(record, form, found)
+    _rename_functions(record, found, template)
     for number, message in enumerate(found):
         _refuse_unknown_role(record, number, message["role"], template)
         if "tool_calls" in message and "tool_calls" not in template:
@@ -96,6 +118,34 @@ def read_messages(record: Record, form: Form, template: str) -> Messages:
                 "not render; use a tokenizer whose template does"
             )
     return found
+
+
+def _insert_system(record: Record, form: Form, messages: Messages) -> None:
+    if record.fields.get("system") in (None, ""):
+        return
+    text = string_field(record, form, "system")
+    if messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": text})
+    elif messages[0].get("content") != text:
+        raise DataError(
+            f"{record.where}: the system prompt stands twice, in field 'system' and in the first "
+            "message"
+        )
+
+
+def _rename_functions(record: Record, messages: Messages, template: str) -> None:
+    """Gives results of calls the role that took the place of "function"."""
+    # A template that compares no role prints all of them.
+    is_old = record.fields.get("functions") or any("tool_calls" in own for own in messages)
+    if (is_old or _compares(template, "tool")) and not _compares(template, "function"):
+        for message in messages:
+            if message["role"] == "function":
+                message["role"] = "tool"
+
+
+def _compares(template: str, role: str) -> bool:
+    """Whether a template has a case of its own for a role."""
+    return bool(re.search(rf"==\s*['\"]{re.escape(role)}['\"]", template))
 
 
 def _list_of_messages(record: Record, form: Form, field: str) -> Sequence[Any]:
@@ -120,7 +170,20 @@ def _valid_message(record: Record, number: int, message: Any) -> dict[str, Any]:
     valid_text(record, f"'role' of message {number}", message.get("role"))
     found = {key: value for key, value in message.items() if value is not None}
     by_assistant = message["role"] == ASSISTANT
-    if calls := found.pop("tool_calls", None):
+    calls = found.pop("tool_calls", None)
+    if old := found.pop(_FUNCTION_CALL, None):
+        if calls:
+            raise DataError(
+                f"{record.where}: message {number} has both 'tool_calls' and 'function_call'; keep "
+                "one of them"
+            )
+        if isinstance(old, str):
+            old = _parsed(record, f"'function_call' of message {number}", old)
+        calls = [{"type": "function", "function": old}]
+        if found.get("content") == "":
+            message = {key: value for key, value in message.items() if key != "content"}
+            del found["content"]
+    if calls:
         if not by_assistant:
             raise DataError(
                 f"{record.where}: message {number} has tool calls, but its role is "
@@ -145,10 +208,7 @@ def _valid_message(record: Record, number: int, message: Any) -> dict[str, Any]:
 
 
 def _refuse_unknown_role(record: Record, number: int, role: str, template: str) -> None:
-    if role in ROLES:
-        return
-    is_compared = re.search(rf"==\s*['\"]{re.escape(role)}['\"]", template)
-    if is_compared and role not in _OTHER_NAMES:
+    if role in ROLES or (_compares(template, role) and role not in _OTHER_NAMES):
         return
     similar = _OTHER_NAMES.get(role) or next(iter(get_close_matches(role, ROLES, 1)), None)
     hint = f"; did you mean {similar!r}?" if similar else ""
@@ -200,18 +260,10 @@ def _valid_function(record: Record, name: str, function: Any) -> dict[str, Any]:
 
 def _of_sharegpt(record: Record) -> list[Any]:
     """The messages of a record with "conversations". A message that has a role already stays as it
-    is. The record may have its system prompt in a field "system"."""
+    is."""
     turns = _list_of_messages(record, "sharegpt", "conversations")
     messages = [_of_turn(record, number, turn) for number, turn in enumerate(turns)]
     _name_observations(messages)
-    if record.fields.get("system"):
-        text = string_field(record, "sharegpt", "system")
-        if isinstance(messages[0], Mapping) and messages[0].get("role") == "system":
-            raise DataError(
-                f"{record.where}: the system prompt stands twice, in field 'system' and in the "
-                "first message"
-            )
-        messages.insert(0, {"role": "system", "content": text})
     return messages
 
 

@@ -16,9 +16,9 @@ REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
 }
 # By form, the fields that a record may have.
 OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
-    "messages": ("tools",),
-    "alpaca": ("input",),
-    "sharegpt": ("system", "tools"),
+    "messages": ("system", "tools", "functions"),
+    "alpaca": ("input", "system", "history"),
+    "sharegpt": ("system", "tools", "functions"),
 }
 # The forms that a chat template renders.
 CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")

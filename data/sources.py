@@ -39,10 +39,12 @@ class Source:
       form: the fields of a record and how they become text. "prompt_completion" has the fields
         prompt and completion, which are joined. "messages" has a list of {"role", "content"}
         objects, which the tokenizer's chat template renders; assistant messages may have
-        tool_calls, and a weight of 0 if they do not count in the loss; the field tools describes
-        functions. "sharegpt" has the field conversations, a list of {"from", "value"} objects, and
-        optionally system and tools; it is rendered like "messages". "alpaca" has instruction,
-        output and optionally input, which are joined with the headings of the Alpaca prompt. "text"
+        tool_calls, and a weight of 0 if they do not count in the loss; optionally the field system
+        has the system prompt, and tools describes functions (or OpenAI's older functions, with
+        function_call in messages). "sharegpt" has the field conversations, a list of {"from",
+        "value"} objects, and optionally the same fields; it is rendered like "messages". "alpaca"
+        has instruction, output and optionally input, which are joined with the headings of the
+        Alpaca prompt, and optionally system and history, which come before them. "text"
         has the field text. "auto" looks at the first record and takes the first form that fits, in
         the order messages, prompt_completion, alpaca, text, sharegpt, for all records.
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the

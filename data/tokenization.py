@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
@@ -19,7 +20,7 @@ from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
 from .groups import groups_of_records, groups_of_texts
-from .record_forms import RenderedText, TextRange, detect_form, render
+from .record_forms import RenderedText, TextRange, detect_form, render, unread_fields
 from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
@@ -72,6 +73,8 @@ class Samples(NamedTuple):
         records are cut or dropped. Models do not learn from them where an answer ends.
       joined_prompt: what `chat.joined_prompt` finds of the template of the chats.
       rendering: how the records became text.
+      unread_fields: by name of a field that the form of the records does not read although it looks
+        like text, the number of records that have it.
     """
 
     samples: StoredSamples
@@ -88,6 +91,7 @@ class Samples(NamedTuple):
     endless: int = 0
     joined_prompt: str = ""
     rendering: Rendering = Rendering()
+    unread_fields: Counter[str] = Counter()
 
 
 class Skipped:
@@ -401,8 +405,8 @@ def load_samples(
     ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
     is_end = np.zeros(ends.max(initial=0) + 1, bool)
     is_end[ends] = True
-    rendering = Rendering()
-    for record, whole, found in _tokenize(source, tokenizer, special, skipped, part):
+    rendering, unread = Rendering(), Counter[str]()
+    for record, whole, found in _tokenize(source, tokenizer, special, skipped, part, unread):
         rendering = found
         _require_known_ids(record, whole, tokenizer, vocab_size)
         targets += whole.target_tokens
@@ -434,6 +438,7 @@ def load_samples(
         endless=endless,
         joined_prompt=joined_prompt(tokenizer, rendering),
         rendering=rendering,
+        unread_fields=unread,
     )
 
 
@@ -464,10 +469,11 @@ def _tokenize(
     special: SpecialText,
     skipped: Skipped,
     part: Part | None,
+    unread: Counter[str],
 ) -> Iterator[tuple[Record, Sample, Rendering]]:
     """The untruncated sample of every record that can be trained on, and how all records of the
     source become text. `skipped` counts the other records, if the source says
-    `on_bad_record="skip"`."""
+    `on_bad_record="skip"`. `unread` counts, by name, fields that are not read."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
@@ -514,7 +520,9 @@ def _tokenize(
         limit, rendering = nullcontext(), Rendering(texts=True)
 
         def render_record(record: Record) -> RenderedText:
-            return render(special.treated(record), form, source.loss_on)
+            return render(special.treated(record), form, source.loss_on, tokenizer.eos_token)
+
+    renamed = {own for _, own in source.columns}
 
     def is_wanted(record: Record) -> bool:
         columns.see(record)
@@ -525,7 +533,11 @@ def _tokenize(
         with limit:
             for record in group:
                 try:
-                    rendered.append((record, render_record(columns.renamed(record))))
+                    read = columns.renamed(record)
+                    rendered.append((record, render_record(read)))
+                    if source.special_tokens == "escape":
+                        read = special.treated(read)
+                    unread.update({*unread_fields(read, form, rendered[-1][1])} - renamed)
                 except DataError as error:
                     refuse(error)
                 except TimeLimitExceeded:

@@ -1,6 +1,8 @@
 """The prompts of `jaxmux generate`: from the command line and from files."""
 
 import argparse
+import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,8 +12,9 @@ from jaxmux.data.chat import read_chat
 from jaxmux.data.columns import field_names
 from jaxmux.data.conversations import ASSISTANT
 from jaxmux.data.forms import Form
-from jaxmux.data.record_forms import valid_text
+from jaxmux.data.record_forms import CONTEXT_FIELDS, RenderedText, unread_fields, valid_text
 from jaxmux.generation import Conversation
+from jaxmux.planner.numbers import numbered
 
 
 class PromptText(NamedTuple):
@@ -63,19 +66,31 @@ def _of_file(
     if path.endswith(".txt"):
         yield from (_of_text(line, options, tokenizers) for line in _lines(path))
         return
+    unread = Counter[str]()
     for record in read_records(Source(path)):
+        form: Form = "prompt_completion"
         if "messages" in record.fields:
-            yield _of_chat(record, "messages", options, tokenizers)
+            form = "messages"
+            prompt = _of_chat(record, form, options, tokenizers)
         elif "conversations" in record.fields:
-            yield _of_chat(record, "sharegpt", options, tokenizers)
+            form = "sharegpt"
+            prompt = _of_chat(record, form, options, tokenizers)
         elif "prompt" in record.fields:
             text = valid_text(record, "field 'prompt'", record.fields["prompt"])
-            yield _of_text(text, options, tokenizers)
+            prompt = _of_text(text, options, tokenizers)
         else:
             raise DataError(
                 f"{record.where}: a prompt needs the field 'prompt', 'messages' or "
                 f"'conversations'; found fields: {field_names(record)}"
             )
+        yield prompt
+        # Records may have other texts, such as the answers that are expected.
+        names = unread_fields(record, form, RenderedText(prompt.texts[0], None))
+        unread.update(set(names).intersection(CONTEXT_FIELDS))
+    for name, count in unread.most_common():
+        print(
+            f"warning: {path}: {name!r} of {numbered(count, 'record')} is not read", file=sys.stderr
+        )
 
 
 def _of_chat(

@@ -1,6 +1,7 @@
 """Reads and tokenizes a task's data, and divides it into global batches."""
 
 import dataclasses
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -143,6 +144,8 @@ def _sum(values: Sequence[Any]) -> Any:
     """The sum of counts, the first text that is not empty, or the rendering of all sources."""
     if isinstance(values[0], Rendering):
         return Rendering.together(values)
+    if isinstance(values[0], Counter):
+        return sum(values, Counter())
     return next(filter(None, values), "") if isinstance(values[0], str) else sum(values)
 
 

@@ -144,6 +144,15 @@ def of_texts(data: Samples) -> list[str]:
       data: the samples.
     """
     found = []
+    if data.unread_fields:
+        fields = [
+            f"{name!r} ({numbered(count, 'record')})"
+            for name, count in data.unread_fields.most_common()
+        ]
+        found.append(
+            f"its data have fields that are not read: {', '.join(fields)}; if they matter, write "
+            "them into the fields of the form, or name them by Source.columns"
+        )
     if data.special_records:
         found.append(_special_text(data))
     if _above(data.endless, data.read, ENDLESS_CHATS):

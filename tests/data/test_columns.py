@@ -72,7 +72,7 @@ def test_an_optional_column_may_be_missing_but_not_everywhere(gpt, write_jsonl):
         (
             {"columns": {"prompt": "a"}, "form": "alpaca"},
             "columns: no form has the fields prompt; the forms and their fields are alpaca ("
-            "instruction, output, input)",
+            "instruction, output, input, system, history)",
         ),
         ({"columns": [("text", "a"), ("text", "b")]}, "columns names 'text' twice"),
         ({"columns": {"text": 3}}, "columns should be a mapping from names to a string"),

@@ -169,6 +169,74 @@ def test_sharegpt_is_the_same_chat_as_messages(with_tools):
     assert "colour_of" in expected.text.partition("What colour")[0]
 
 
+def test_a_system_prompt_beside_messages_is_their_first_message(with_tools):
+    text = "Be brief."
+    expected = [{"role": "system", "content": text}, *CHAT]
+    assert read_messages(record(messages=CHAT, system=text), "messages", TOOL_TEMPLATE) == expected
+    # A column may repeat the first message.
+    twice = record(messages=expected, system=text)
+    assert read_messages(twice, "messages", TOOL_TEMPLATE) == expected
+    with pytest.raises(DataError, match="the system prompt stands twice"):
+        read_messages(record(messages=expected, system="Be wordy."), "messages", TOOL_TEMPLATE)
+    for empty in (None, ""):
+        assert read_messages(record(messages=CHAT, system=empty), "messages", TOOL_TEMPLATE) == CHAT
+
+
+@pytest.mark.parametrize("is_text", [True, False])
+@pytest.mark.parametrize("content", [{}, {"content": None}, {"content": ""}])
+def test_openais_old_form_is_the_same_chat_as_tools_and_tool_calls(
+    is_text, content, with_tools, gpt, write_jsonl
+):
+    function, arguments = TOOL["function"], json.dumps(ARGUMENTS)
+    call, functions = {"name": "colour_of", "arguments": arguments}, [function]
+    if is_text:
+        call, functions = json.dumps(call), [json.dumps(function)]
+    old = [
+        CHAT[0],
+        {"role": "assistant", "function_call": call} | content,
+        {"role": "function", "name": "colour_of", "content": "blue"},
+        CHAT[3] | {"function_call": None},
+    ]
+    new = [CHAT[0], {"role": "assistant", "tool_calls": [CALL]}, *CHAT[2:4]]
+    source = Source(write_jsonl({"messages": old, "functions": functions}))
+    (sample,) = load_samples(source, with_tools, max_length=1024).samples
+    oracle = gpt.apply_chat_template(
+        new,
+        tools=[TOOL],
+        chat_template=MARKED_TEMPLATE,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    np.testing.assert_array_equal(sample.input_ids, oracle["input_ids"])
+    np.testing.assert_array_equal(sample.target_mask, np.array(oracle["assistant_masks"], bool))
+
+
+@pytest.mark.parametrize(
+    ("template", "role"),
+    [
+        ("{{ m['role'] }}", "function"),
+        ("{% if m['role'] == 'tool' %}", "tool"),
+        ("{% if m['role'] == 'tool' or m['role'] == \"function\" %}", "function"),
+    ],
+)
+def test_results_have_the_role_that_the_template_knows(template, role):
+    messages = [{"role": "function", "name": "f", "content": "3"}]
+    assert read_messages(record(messages=messages), "messages", template)[0]["role"] == role
+
+
+def test_two_forms_of_calls_or_tools_in_one_record_are_refused():
+    both = CHAT[1] | {"function_call": CALL["function"]}
+    with pytest.raises(DataError, match="message 0 has both 'tool_calls' and 'function_call'"):
+        read_messages(record(messages=[both]), "messages", TOOL_TEMPLATE)
+    with pytest.raises(DataError, match="has both 'tools' and 'functions'"):
+        read_tools(record(tools=[TOOL], functions=[TOOL["function"]]), "messages")
+
+
+@pytest.mark.parametrize("tools", [json.dumps([TOOL]), [json.dumps(TOOL)], [TOOL]])
+def test_tools_may_be_json_texts(tools):
+    assert read_tools(record(messages=CHAT, tools=tools), "messages") == [TOOL]
+
+
 def test_results_of_sharegpt_calls_have_the_names_of_the_functions():
     calls = [{"name": name, "arguments": {}} for name in ("one", "two")]
     turns = [

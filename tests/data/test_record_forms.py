@@ -5,7 +5,13 @@ import re
 import pytest
 
 from jaxmux.data import DataError, Record
-from jaxmux.data.record_forms import detect_form, render
+from jaxmux.data.record_forms import (
+    RenderedText,
+    TextRange,
+    detect_form,
+    render,
+    unread_fields,
+)
 
 
 def record(**fields) -> Record:
@@ -80,3 +86,106 @@ def test_unknown_fields_are_refused_with_the_forms():
 def test_bad_field_is_named_with_its_line(fields, problem):
     with pytest.raises(DataError, match=re.escape("train.jsonl:7: ") + problem):
         render(record(**fields), "prompt_completion", "completion")
+
+
+ALPACA = record(
+    instruction="And in winter?",
+    input="Be exact.",
+    output="It is cold.",
+    system="You talk like a pirate.",
+    history=[["How is summer?", "It is hot."], ("And spring?", "Mild.")],
+)
+
+
+def test_alpaca_with_system_and_history_is_in_llama_factorys_order():
+    """Its template "alpaca": the system prompt, then turns that an EOS token and a blank line end.
+    "The responses in the history will also be learned by the model", says its documentation."""
+    rendered = render(ALPACA, "alpaca", "completion", "</s>")
+    assert rendered.text == (
+        "You talk like a pirate.\n\n"
+        "### Instruction:\nHow is summer?\n\n### Response:\nIt is hot.</s>\n\n"
+        "### Instruction:\nAnd spring?\n\n### Response:\nMild.</s>\n\n"
+        "### Instruction:\nAnd in winter?\n\n### Input:\nBe exact.\n\n### Response:\nIt is cold."
+    )
+    assert learned(rendered) == ["It is hot.</s>", "Mild.</s>", "It is cold."]
+    assert learned(render(ALPACA, "alpaca", "last_turn", "</s>")) == ["It is cold."]
+    assert render(ALPACA, "alpaca", "all", "</s>").target_ranges is None
+
+
+@pytest.mark.parametrize("empty", [None, "", []])
+def test_alpaca_without_system_and_history_is_as_before(empty):
+    fields = ALPACA.fields | {"system": empty or None, "history": empty}
+    rendered = render(record(**fields), "alpaca", "completion", "</s>")
+    assert rendered.text.startswith("### Instruction:\nAnd in winter?\n\n### Input:")
+    assert learned(rendered) == ["It is cold."]
+
+
+@pytest.mark.parametrize(
+    ("history", "problem"),
+    [
+        ("Hello", "field 'history' must be a list of pairs .*, found str"),
+        ([["a", "b", "c"]], "entry 0 of field 'history' must be a pair .*, found \\['a', 'b', 'c'"),
+        ([["a", "b"], "cd"], "entry 1 of field 'history' must be a pair .*, found 'cd'"),
+        ([["a", None]], "entry 0 of field 'history' must be a string, found NoneType"),
+    ],
+)
+def test_a_malformed_history_is_named(history, problem):
+    with pytest.raises(DataError, match=f"train.jsonl:7: {problem}"):
+        render(record(**ALPACA.fields | {"history": history}), "alpaca", "completion")
+
+
+CHAT = [
+    {"role": "user", "content": "Hello there, my friend"},
+    {"role": "assistant", "content": "Hi"},
+]
+
+
+@pytest.mark.parametrize(
+    ("form", "fields", "unread"),
+    [
+        # Context under other names, and texts beside the form.
+        ("prompt_completion", {"prompt": "Why?", "completion": "So."}, []),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "system": "Rhyme."}, ["system"]),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "history": [["c"]]}, ["history"]),
+        ("prompt_completion", {"prompt": "a", "completion": "b", "input": ""}, []),
+        ("text", {"text": "a b", "notes": "four words of text", "url": "http://a"}, ["notes"]),
+        (
+            "alpaca",
+            {"instruction": "a", "output": "b", "dialog": [["how are you", "x"]]},
+            ["dialog"],
+        ),
+        (
+            "alpaca",
+            {"instruction": "a", "output": "b", "functions": [{"name": "f"}]},
+            ["functions"],
+        ),
+        ("messages", {"messages": CHAT, "input": "Paris"}, ["input"]),
+        ("messages", {"messages": CHAT, "documents": [{"title": "A", "text": "b"}]}, ["documents"]),
+        ("messages", {"messages": CHAT, "images": [b"\x89PNG"]}, ["images"]),
+        # Labels, numbers and what stands in the sample anyway.
+        ("messages", {"messages": CHAT, "category": "open qa", "id": 7, "score": 0.5}, []),
+        ("messages", {"messages": CHAT, "prompt": "Hello there, my friend"}, []),
+        (
+            "alpaca",
+            {"instruction": "Say b.", "output": "b!", "text": "Below is: Say b.\n### Response: b!"},
+            [],
+        ),
+        # Parts of messages that the template leaves out.
+        (
+            "messages",
+            {"messages": [{"role": "system", "content": "Rhyme."}, *CHAT]},
+            ["messages: role system"],
+        ),
+        (
+            "messages",
+            {"messages": [CHAT[0], CHAT[1] | {"reasoning_content": "They greet me kindly"}]},
+            ["messages: reasoning_content"],
+        ),
+    ],
+)
+def test_fields_that_look_like_text_and_are_not_read_are_named(form, fields, unread):
+    if form == "messages":
+        rendered = RenderedText("Hello there, my friend: Hi.", (TextRange(24, 27),))
+    else:
+        rendered = render(record(**fields), form, "completion")
+    assert unread_fields(record(**fields), form, rendered) == unread

@@ -57,6 +57,11 @@ DATA = {
         {"max_length": 8, "overlong": "drop"},
         "max_length=8 drops 3 of 4 records",
     ),
+    "fields": (
+        [GOOD | {"context": "Fruit."}] * 2 + [GOOD | {"notes": "written by hand", "id": 7}],
+        {},
+        r"fields that are not read: 'context' \(2 records\), 'notes' \(1 record\); if they matter",
+    ),
     "special tokens": ([GOOD, SPECIAL], {}, "the text of 1 record spells .* '</s>'"),
     "skipped": (
         [GOOD, {"prompt": "red"}],
