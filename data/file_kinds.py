@@ -150,7 +150,8 @@ def _read_json(stream: BinaryIO, path: Path) -> Rows:
 def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
     # The limit is one of the whole process.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
-    lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="")
+    # Only LF and CRLF end lines; the csv module refuses other returns outside of quotes.
+    lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
     before = 0
@@ -158,7 +159,12 @@ def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
         try:
             row = next(rows, None)
         except csv.Error as error:
-            raise DataError(f"{path}:{before + 1}: malformed row: {error}") from error
+            problem = str(error)
+            if problem.startswith("new-line character seen in unquoted field"):
+                problem = (
+                    "a carriage return (\\r) stands outside of quotes; lines end in \\n or \\r\\n"
+                )
+            raise DataError(f"{path}:{before + 1}: malformed row: {problem}") from error
         if row is None:
             return
         # A row may have several lines; it is called after the first one.
@@ -176,6 +182,47 @@ def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
             yield where, dict(zip(header, row, strict=True))
 
 
+def nested_columns(schema: Any) -> dict[str, Any]:
+    """By name, the Arrow types of the columns of a schema that hold objects or lists."""
+    from pyarrow import types
+
+    return {column.name: column.type for column in schema if types.is_nested(column.type)}
+
+
+def without_padding(fields: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """A record of a columnar file as its writer had it, as far as that is known.
+
+    All objects of a column have the keys of all of them, so a key that another object has is null
+    where the writer had none. Such nulls are left out of objects, at any depth. A key that is null
+    in every object of the file stays: somebody wrote it. Columns themselves stay, too, and maps,
+    which have only keys of their own, become objects.
+
+    Args:
+      fields: the values by column, as Arrow gives them.
+      columns: the Arrow types by column, from `nested_columns`.
+    """
+    return {name: _unpadded(value, columns.get(name)) for name, value in fields.items()}
+
+
+def _unpadded(value: Any, kind: Any) -> Any:
+    from pyarrow import types
+
+    if value is None or kind is None:
+        return value
+    if types.is_struct(kind) and isinstance(value, Mapping):
+        found = {}
+        for field in kind:
+            part = value.get(field.name)
+            if field.name in value and (part is not None or types.is_null(field.type)):
+                found[field.name] = _unpadded(part, field.type)
+        return found
+    if types.is_map(kind) and isinstance(value, list):
+        return {key: _unpadded(part, kind.item_type) for key, part in value}
+    if isinstance(value, list) and hasattr(kind, "value_type"):
+        return [_unpadded(part, kind.value_type) for part in value]
+    return value
+
+
 def _read_parquet(path: Path) -> Rows:
     try:
         import pyarrow
@@ -187,9 +234,11 @@ def _read_parquet(path: Path) -> Rows:
         ) from error
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER) as table:
-            rows = chain.from_iterable(batch.to_pylist() for batch in table.iter_batches(_ROWS))
+            batches = table.iter_batches(_ROWS)
+            rows = chain.from_iterable(own.to_pylist() for own in batches)
+            columns = nested_columns(table.schema_arrow)
             for number, fields in enumerate(rows, start=1):
-                yield f"{path}:{number}", fields
+                yield f"{path}:{number}", without_padding(fields, columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
 

@@ -11,7 +11,7 @@ from jaxmux.field_checks import by_name, check_fields, choice, integer, number, 
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
-from .file_kinds import Rows, files_of, read_file
+from .file_kinds import Rows, files_of, nested_columns, read_file, without_padding
 from .forms import REQUIRED_FIELDS, Form, all_fields, fields_of, forms_with
 from .hugging_face import is_saved_data_set, load_data_set
 
@@ -210,5 +210,6 @@ def _read_hugging_face(source: Source) -> Rows:
         found = found[source.split]
     elif is_saved_data_set(Path(name)):
         _require_no_split(source)
+    columns = nested_columns(found.features.arrow_schema)
     for row, fields in enumerate(found, start=1):
-        yield f"{source.path}:{row}", fields
+        yield f"{source.path}:{row}", without_padding(fields, columns)

@@ -107,8 +107,8 @@ def test_an_element_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatc
 def test_rows_of_a_table_are_records(tmp_path, suffix, delimiter):
     path = tmp_path / f"a{suffix}"
     rows = [
-        {"prompt": 'a,"b"\tc\nd', "completion": "–"},
-        {"prompt": "x" * 200_000, "completion": ""},
+        {"prompt": 'a,"b"\tc\nd', "completion": "–\ry"},
+        {"prompt": "x" * 200_000, "completion": "u\u2028v\x0cw\x85x"},
     ]
     with path.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.DictWriter(file, ["prompt", "completion"], delimiter=delimiter)
@@ -137,6 +137,7 @@ def test_rows_of_another_length_than_the_header_can_be_left_out(tmp_path):
         ("text,n,text\na,1,b\n", ":1: the header names the column 'text' twice"),
         ('text\na\n"b', ":3: malformed row: unexpected end of data"),
         ('text\n"a"b\n', ":2: malformed row"),
+        ("text\na\rb\n", r":2: malformed row: a carriage return \(\\r\) stands outside of quotes"),
         ("text\ncaf\udce9\n", ": cannot be read: 'utf-8' codec"),
     ],
 )
@@ -226,3 +227,59 @@ def test_a_line_without_an_end_does_not_fill_the_memory(tmp_path, monkeypatch):
     path.write_text('{"text": "a"}\n{"text": "' + "a" * 1000)
     with pytest.raises(DataError, match=re.escape(f"{path}:2: the line is longer than 20 bytes")):
         read(path)
+
+
+def call(name: str, arguments: dict) -> dict:
+    function = {"name": name, "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def tool(name: str, properties: dict) -> dict:
+    schema = {"type": "object", "properties": properties}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+# No object of one record has all keys that those of the other one have.
+NESTED = [
+    {
+        "messages": [
+            {"role": "user", "content": "Weather in Paris?"},
+            call("weather", {"city": "Paris", "days": [{"from": 1}, {"to": 2}]}),
+            call("now", {}),
+        ],
+        "tools": [
+            tool("weather", {"city": {"type": "string", "enum": ["Paris"]}}),
+            tool("now", {}),
+        ],
+        "note": None,
+    },
+    {
+        "messages": [call("add", {"x": 1, "y": {"value": 2.5}})],
+        "tools": [tool("add", {"x": {"type": "integer"}, "y": {"type": "number", "least": 0}})],
+        "note": "a",
+    },
+]
+
+
+def test_parquet_leaves_out_nulls_that_stand_for_keys_of_other_records(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "a.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(NESTED), path, row_group_size=1)
+    assert fields(path) == NESTED
+
+
+def test_parquet_keeps_nulls_that_a_writer_meant(tmp_path):
+    """Those of columns, of lists, of maps, and of keys that have no value anywhere."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    rows = [
+        {"text": None, "l": [None, {"a": 1, "default": None}, {"b": 2, "default": None}]},
+        {"text": "b", "l": None},
+    ]
+    maps = [{"m": [("x", None), ("y", 1)]}, {"m": None}]
+    kind = pyarrow.schema([("m", pyarrow.map_(pyarrow.string(), pyarrow.int64()))])
+    for name, table, expected in (
+        ("a", pyarrow.Table.from_pylist(rows), rows),
+        ("b", pyarrow.Table.from_pylist(maps, kind), [{"m": {"x": None, "y": 1}}, {"m": None}]),
+    ):
+        parquet.write_table(table, tmp_path / f"{name}.parquet")
+        assert fields(tmp_path / f"{name}.parquet") == expected

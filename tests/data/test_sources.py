@@ -78,11 +78,14 @@ def hub_library(monkeypatch, hub_without_reach) -> SimpleNamespace:
     set. A call that would ask the hub is an error of the test."""
     config = SimpleNamespace(HF_ENDPOINT=hub_without_reach, HF_HUB_OFFLINE=False)
 
-    def load_dataset(name: str, split: str) -> list[dict]:
+    class DataSet(list):
+        features = SimpleNamespace(arrow_schema=())
+
+    def load_dataset(name: str, split: str) -> DataSet:
         assert config.HF_HUB_OFFLINE
         if (name, split) != ("in/cache", "train"):
             raise ConnectionError("offline mode is enabled")
-        return [{"text": "a"}]
+        return DataSet([{"text": "a"}])
 
     library = SimpleNamespace(config=config, load_dataset=load_dataset)
     monkeypatch.setitem(sys.modules, "datasets", library)
