@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
 from .chat_templates import ChatTemplate, line_of, template_of
@@ -13,6 +14,7 @@ from .forms import Form
 from .record_forms import RenderedText, TextRange, valid_text
 from .rendering import Rendering
 from .sources import LossOn, Record
+from .special_text import ends_of_turns
 from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
@@ -64,7 +66,8 @@ def render_chat(
     the range of an assistant message begins where the rendering of the earlier messages with the
     generation prompt ends, and ends where the rendering of all messages up to and including this
     one ends. Such a range includes the template's end-of-turn token. Assistant messages whose
-    weight is 0 are no targets.
+    weight is 0 are no targets. A generation prompt that the template writes behind a message of the
+    assistant, although nobody has asked for it, is no part of the text.
 
     Args:
       record: a record whose field "messages" is a list of {"role", "content"} objects, or a
@@ -87,14 +90,14 @@ def render_chat(
     found = treated(record._replace(fields={**record.fields, "messages": messages, "tools": tools}))
     messages, tools = found.fields["messages"], found.fields["tools"]
     weights = [message.pop("weight", 1) for message in messages]
-    chat = _Chat(record, tokenizer, template, messages, tools, limit)
+    chat = _Chat(record, tokenizer, template, messages, tools, limit, {})
     spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
     ignored = [n for n in spoken if weights[n] == 0]
     last = spoken[-1:] if loss_on == "last_turn" else spoken
     targets = [n for n in last if n not in ignored]
     if loss_on == "all":
-        text, ranges = _ranges(chat, spoken, ignored) if ignored else (chat.rendered(), None)
-        ranges = ranges and _outside(text, ranges)
+        text = chat.rendered()
+        ranges = _outside(text, _ranges(chat, spoken, ignored)[1]) if ignored else None
     else:
         text, ranges = _ranges(chat, spoken, targets)
     return RenderedText(
@@ -137,17 +140,69 @@ class _Chat(NamedTuple):
     messages: Messages
     tools: Tools | None
     limit: TimeLimit | None
+    # By number of messages and whether a generation prompt was asked for, what was rendered.
+    texts: dict[tuple[int, bool], str]
 
     def rendered(self, number: int | None = None, add_generation_prompt: bool = False) -> str:
         """The text of the first messages, or of all of them."""
+        number = len(self.messages) if number is None else number
+        key = number, add_generation_prompt
+        if key not in self.texts:
+            text = self._render(self.messages[:number], add_generation_prompt)
+            self.texts[key] = text if add_generation_prompt else self._unprompted(text, number)
+        return self.texts[key]
+
+    def _render(self, messages: Messages, add_generation_prompt: bool) -> str:
         with self._template_errors():
             return self.tokenizer.apply_chat_template(
-                self.messages[:number],
+                messages,
                 tools=self.tools,
                 chat_template=self.template.text,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
             )
+
+    def _unprompted(self, text: str, number: int) -> str:
+        """The text of the first messages without the generation prompt at its end, if the template
+        writes one behind every chat."""
+        messages = self.messages[:number]
+        if number < 2 or messages[-1]["role"] != ASSISTANT:
+            return text
+        # Such a template does not heed the question for a prompt, the answer follows the prompt,
+        # and the text has another end when the user's next message follows.
+        before = self.rendered(number - 1)
+        if before != self.rendered(number - 1, True) or not text.startswith(before):
+            return text
+        try:
+            longer = self._render([*messages, {"role": "user", "content": "?"}], False)
+        except DataError:
+            return text
+        # The prompt begins at `end` at the latest, and at `start` or behind it: the message before
+        # the answer may end in the same text as the answer.
+        end = len(commonprefix([text, longer]))
+        same = len(commonprefix([text[::-1], before[::-1]]))
+        said = (messages[-1].get("content") or "").strip()
+        said_until = text.rfind(said, len(before)) + len(said) if said else len(before)
+        start = max(len(text) - same, said_until)
+        if end == len(text) or start > end:
+            return text
+        # What ends a turn is a part of the answer, and so is the white space behind it.
+        special = re.compile("|".join(map(re.escape, self._ends_of_turns(text))) or "(?!)")
+        if found := special.search(text, start, end):
+            start = found.end()
+        while start < end and text[start].isspace():
+            start += 1
+        return text[:start]
+
+    def _ends_of_turns(self, text: str) -> list[str]:
+        """The special tokens that may end a turn, the longest first: all but the one with which
+        turns begin."""
+        tokens = self.tokenizer.convert_ids_to_tokens(list(ends_of_turns(self.tokenizer)))
+        tokens = sorted(set(tokens), key=len, reverse=True)
+        heading = text.partition(self.messages[0].get("content") or text)[0]
+        spelt = re.findall("|".join(map(re.escape, tokens)) or "(?!)", heading)
+        first = next((own for own in spelt if own != self.tokenizer.bos_token), None)
+        return [own for own in tokens if own != first]
 
     def marked(self, number: int | None = None) -> tuple[str, list[TextRange]]:
         """The text of the first messages, or of all of them, and its generation blocks."""
@@ -158,7 +213,13 @@ class _Chat(NamedTuple):
 
         with self._template_errors():
             (text,), (blocks,) = render_jinja_template(
-                conversations=[self.messages[:number]],
+                # As in `apply_chat_template`, keys without a value are missing ones.
+                conversations=[
+                    [
+                        {k: v for k, v in own.items() if v is not None}
+                        for own in self.messages[:number]
+                    ]
+                ],
                 tools=self.tools,
                 chat_template=self.template.text,
                 return_assistant_tokens_mask=True,

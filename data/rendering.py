@@ -11,10 +11,12 @@ class Rendering(NamedTuple):
       texts: whether some of the records are no chats, so that no template rendered them.
       chat_templates: the different templates that rendered chats, in the order of the sources; None
         for that of the tokenizer. Empty if there are no chats.
+      date: the time that a template has read, in the form of ISO 8601; empty if none has.
     """
 
     texts: bool = False
     chat_templates: tuple[str | None, ...] = ()
+    date: str = ""
 
     @property
     def own_template(self) -> str | None:
@@ -32,9 +34,11 @@ class Rendering(NamedTuple):
         """The rendering of several sources."""
         parts = list(parts)
         templates = dict.fromkeys(own for part in parts for own in part.chat_templates)
-        return cls(any(part.texts for part in parts), tuple(templates))
+        date = next((part.date for part in parts if part.date), "")
+        return cls(any(part.texts for part in parts), tuple(templates), date)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Rendering":
         """The inverse of `_asdict`, after JSON has made the tuple a list."""
-        return cls(bool(fields["texts"]), tuple(fields["chat_templates"]))
+        date = fields.get("date", "")
+        return cls(bool(fields["texts"]), tuple(fields["chat_templates"]), date)

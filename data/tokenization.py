@@ -15,7 +15,7 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .chat import joined_prompt, render_chat
-from .chat_templates import own_template, template_of
+from .chat_templates import TemplateClock, own_template, template_of
 from .columns import Columns
 from .errors import DataError
 from .forms import CHAT_FORMS
@@ -406,21 +406,24 @@ def load_samples(
     is_end = np.zeros(ends.max(initial=0) + 1, bool)
     is_end[ends] = True
     rendering, unread = Rendering(), Counter[str]()
-    for record, whole, found in _tokenize(source, tokenizer, special, skipped, part, unread):
-        rendering = found
-        _require_known_ids(record, whole, tokenizer, vocab_size)
-        targets += whole.target_tokens
-        target_ids = whole.input_ids[whole.target_mask]
-        unknown += np.count_nonzero(target_ids == unknown_id)
-        if found.chat_templates:
-            endless += not is_end[target_ids[target_ids < len(is_end)]].any()
-        sample = _fit(record, whole, source, max_length)
-        if sample is None:
-            dropped += 1
-            continue
-        samples.append(sample)
-        truncated += sample is not whole
-        cut += whole.target_tokens - sample.target_tokens
+    with TemplateClock() as clock:
+        for record, whole, found in _tokenize(source, tokenizer, special, skipped, part, unread):
+            rendering = found
+            _require_known_ids(record, whole, tokenizer, vocab_size)
+            targets += whole.target_tokens
+            target_ids = whole.input_ids[whole.target_mask]
+            unknown += np.count_nonzero(target_ids == unknown_id)
+            if found.chat_templates:
+                endless += not is_end[target_ids[target_ids < len(is_end)]].any()
+            sample = _fit(record, whole, source, max_length)
+            if sample is None:
+                dropped += 1
+                continue
+            samples.append(sample)
+            truncated += sample is not whole
+            cut += whole.target_tokens - sample.target_tokens
+    if clock.was_read:
+        rendering = rendering._replace(date=clock.date.isoformat(" ", "seconds"))
     if not samples:
         raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
@@ -480,7 +483,7 @@ def _tokenize(
             raise error
         skipped.add(error)
 
-    own = own_template(source)
+    own = own_template(source, tokenizer)
     columns = Columns(source)
     records = read_records(source, skipped.add)
     for first in records:
@@ -493,7 +496,7 @@ def _tokenize(
     else:
         return
     if form in CHAT_FORMS:
-        if own is None:
+        if own is None and tokenizer.chat_template is None:
             template_of(tokenizer, where=first.where)
         rendering = Rendering(chat_templates=(own and own.text,))
         limit = TimeLimit(_TEMPLATE_SECONDS)
@@ -507,7 +510,7 @@ def _tokenize(
             own=own,
         )
     else:
-        if own is not None:
+        if source.chat_template is not None:
             raise DataError(
                 f"{source.path}: chat_template renders chats, and these records have the form "
                 f"{form!r}"

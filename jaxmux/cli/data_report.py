@@ -84,6 +84,8 @@ class TaskReport:
       context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch).
       sources: its sources.
+      template_date: the time that a chat template has read, in the form of ISO 8601; empty if none
+        has. Training takes the time at which the run begins.
       warnings: what training warns of in the texts of its records.
       shown: the first samples of each source.
     """
@@ -99,6 +101,7 @@ class TaskReport:
     context: int
     histogram: list[tuple[int, int, int]]
     sources: list[SourceReport]
+    template_date: str
     warnings: list[str]
     shown: list[ShownSample]
 
@@ -159,6 +162,7 @@ def report_task(
             _report_source(source.path, own, len(samples))
             for source, own in zip(task.sources, data.sources, strict=True)
         ],
+        template_date=data.samples.rendering.date,
         warnings=of_texts(data.samples),
         shown=shown,
     )

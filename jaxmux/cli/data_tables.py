@@ -39,6 +39,11 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
     yield _sources(report.sources)
     for source in report.sources:
         yield from _warnings(source)
+    if report.template_date:
+        yield (
+            f"its chat template writes the date, here {report.template_date}; training takes that "
+            "of the run's beginning, and keeps it"
+        )
     yield from report.warnings
     yield "tokens of a sample"
     yield from _bars(report.histogram)

@@ -7,6 +7,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rich.table import Table
 from jaxmux.atomic_files import holds_object, require_output, write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
+from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine.task_data import Loaded, read_held_out
 from jaxmux.evaluation import Case, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
@@ -25,6 +27,7 @@ from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.json_lines import finite_or_none
+from jaxmux.runs.run_directory import begun_of
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
@@ -41,6 +44,8 @@ def run(options: argparse.Namespace) -> int:
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
+    # Templates that write the date write that of training.
+    begun = begun_of(read_record(Path(options.run_dir))) if options.run_dir else datetime.now()
     # By tokenizer, the data that have been read.
     cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
@@ -55,7 +60,8 @@ def run(options: argparse.Namespace) -> int:
             task = _with_template(task, with_own.chat_template)
         for own in _with_data(task, options.data):
             known = loaded[tokenizer_key(reader)]
-            samples = read_held_out(own, backbone.config, reader, known)[: options.limit]
+            with TemplateClock(begun):
+                samples = read_held_out(own, backbone.config, reader, known)[: options.limit]
             cases.append(Case(task.name, _name_of_data(own), spec, weights, samples, reader))
     results = _results(cases, backbone, options)
     _show(results)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
+from io import TextIOWrapper
 from typing import Any
 
 from jaxmux.data import DataError
@@ -85,6 +86,9 @@ def _answer(generator, conversations, answering, given) -> list[str]:
 def _lines() -> Iterator[str]:
     """The messages of the user, until the input ends."""
     is_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, TextIOWrapper) and not is_terminal:
+        # Only LF and CRLF end lines, and a file may begin with a byte order mark.
+        sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
     while True:
         try:
             text = input(_PROMPT if is_terminal else "").strip()

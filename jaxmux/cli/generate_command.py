@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 from jaxmux.atomic_files import require_output
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.data.chat_templates import read_template, template_of
+from jaxmux.data.chat_templates import TemplateClock, named_template, read_template, template_of
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key, with_chat_template
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
+from jaxmux.runs.run_directory import begun_of
 
 from .generate_chat import chat
 from .generate_hints import hint_at_kind
@@ -33,6 +34,14 @@ def run(options: argparse.Namespace) -> int:
         require_output(Path(options.out), "completions", holds_completions)
     folders = _adapter_folders(options)
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
+    # Templates that write the date write that of training, and the same one in all prompts.
+    with TemplateClock(begun_of(record)):
+        return _answer(options, folders, record)
+
+
+def _answer(
+    options: argparse.Namespace, folders: Mapping[str, Path], record: Mapping[str, Any]
+) -> int:
     folder = resolve_backbone(options.backbone or record["backbone"])
     format = options.backbone_format or record.get("backbone_format")
     BackboneConfig.from_folder(folder)
@@ -91,8 +100,9 @@ def _tokenizers(
     """By label, the tokenizers of the backbone, if it answers, and of the adapters. Adapters with
     the same chat template and no tokenizer of their own share one."""
     tokenizer = load_tokenizer(backbone)
-    if options.chat_template:
-        tokenizer = with_chat_template(tokenizer, read_template(options.chat_template))
+    if name := options.chat_template:
+        template = named_template(tokenizer, name) or read_template(name)
+        tokenizer = with_chat_template(tokenizer, template)
     found = {BASE: tokenizer} if options.with_base or not folders else {}
     known = {tokenizer_key(tokenizer): tokenizer}
     for label, folder in folders.items():

@@ -55,8 +55,8 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
     prompts.add_argument(
         "--chat_template",
         metavar="FILE",
-        help="chat template in place of that of the backbone's tokenizer; adapters that bring one "
-        "keep it",
+        help="chat template in place of that of the backbone's tokenizer, or the name of one of "
+        "several templates that it has; adapters that bring one keep it",
     )
     prompts.add_argument("--system", metavar="TEXT", help="the system's message of every chat")
     prompts.add_argument(

@@ -118,7 +118,9 @@ def _of_chat(
 
 def _lines(path: str) -> list[str]:
     try:
-        lines = Path(path).read_text("utf-8").splitlines()
+        # Only LF and CRLF end lines. Texts may have other separators, such as U+2028.
+        text = Path(path).read_bytes().decode("utf-8-sig")
+        lines = [line.removesuffix("\r") for line in text.split("\n")]
     except FileNotFoundError:
         raise DataError(f"{path}: file not found") from None
     except (OSError, UnicodeDecodeError) as error:

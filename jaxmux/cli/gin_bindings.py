@@ -5,8 +5,10 @@ imports a module is refused: importing runs whatever the module holds.
 """
 
 import dataclasses
+import os
 import tokenize
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +70,9 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
 }
 
 
+# Of configs; they may begin with a byte order mark.
+_ENCODING = "utf-8-sig"
+
 # By binding, the scopes that it refers to: "billing" for @billing/LoRA(); and the scopes to which
 # bindings have referred that later ones replaced. Like gin's own state, both are global.
 _REFERENCES: dict[tuple[str, str, str], set[str]] = {}
@@ -101,6 +106,8 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
                 f"--gin.{binding}: {name.strip()!r} is no parameter; the name of one says whose it "
                 f"is, such as {parameter_like(name.strip(), value, _FIELDS)}"
             )
+    # gin tries its own reader first, which would keep the mark.
+    gin.config._FILE_READERS[0] = (partial(open, encoding=_ENCODING), os.path.isfile)
     try:
         gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
     except (OSError, SyntaxError, TypeError, ValueError) as e:
@@ -220,7 +227,7 @@ def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) ->
     if file in within:
         raise ConfigError(f"{file}: includes itself")
     try:
-        text = file.read_text()
+        text = file.read_text(encoding=_ENCODING)
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError as e:

@@ -81,7 +81,9 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
-        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        # Of several templates, that of chats with tools may be the only one.
+        template = template_of(tokenizer, tools=[]).text
+        text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except Exception:  # such a template needs other messages, and they say what ends them
         return []
     behind = text.rpartition(_PROBE)[2]

@@ -379,7 +379,8 @@ class LiveTasks:
     def _read_data(self, own: LiveTask) -> None:
         # A task that goes on has its arrays, and needs no initial adapter.
         begins, aside = own.saved_arrays is None, own.state == PAUSED
-        own.reading = self._preparation.add(own.task, own.files, aside, begins)
+        registered = own.history[0].time
+        own.reading = self._preparation.add(own.task, own.files, aside, begins, registered)
 
     def _waits_for(self, reading: Reading) -> bool:
         """Whether a task waits for this reading of its data, and is not paused."""

@@ -4,8 +4,10 @@ import dataclasses
 import threading
 import time
 from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
 from typing import NamedTuple
 
+from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine import PreparedTask
 from jaxmux.tasks import Task, TaskError
 
@@ -25,12 +27,15 @@ class Reading:
         were read before.
       aside: whether nobody waits for the data, because the task is paused.
       begins: whether the task has not begun before.
+      registered: when it was registered, in seconds since 1970. Chat templates that write the date
+        write this one, in UTC, whenever the data are read.
     """
 
     task: Task
     files: Mapping[str, str]
     aside: bool = False
     begins: bool = True
+    registered: float | None = None
 
 
 class Prepared(NamedTuple):
@@ -101,7 +106,12 @@ class Preparation:
         self._closed = False
 
     def add(
-        self, task: Task, files: Mapping[str, str], aside: bool = False, begins: bool = True
+        self,
+        task: Task,
+        files: Mapping[str, str],
+        aside: bool = False,
+        begins: bool = True,
+        registered: float | None = None,
     ) -> Reading:
         """Prepares a task when its turn has come.
 
@@ -111,8 +121,9 @@ class Preparation:
             when they are read, the result is an error. Empty if that does not matter.
           aside: whether the task is paused, as for `set_aside`.
           begins: whether the task has not begun before.
+          registered: when it was registered, in seconds since 1970; None for now.
         """
-        reading = Reading(task, files, aside, begins)
+        reading = Reading(task, files, aside, begins, registered)
         with self._lock:
             self._waiting[reading] = None
             self._start_threads()
@@ -230,7 +241,10 @@ class Preparation:
         slowly = False
         try:
             prepare = self._prepare if reading.begins else self._prepare_again
-            result: PreparedTask | Exception = read_unchanged(prepare, reading.task, reading.files)
+            with TemplateClock(_utc(reading.registered)):
+                result: PreparedTask | Exception = read_unchanged(
+                    prepare, reading.task, reading.files
+                )
             slowly = reading.begins and self._begins_slowly(result)
             if reading.begins and not slowly:
                 result = self._begin(result)
@@ -264,6 +278,10 @@ class Preparation:
                 self._ended.append(Prepared(reading, result))
             self._start_threads()
         self._changed()
+
+
+def _utc(seconds: float | None) -> datetime | None:
+    return seconds and datetime.fromtimestamp(seconds, UTC).replace(microsecond=0, tzinfo=None)
 
 
 def _start(target: Callable[..., None], reading: Reading, *more: PreparedTask) -> None:

@@ -219,4 +219,6 @@ def _template_in(folder: Path) -> ChatTemplate | None:
         return read_template(folder / TEMPLATE)
     settings = folder / _SETTINGS
     found = _settings_in(settings).get("chat_template")
-    return compiled(ChatTemplate(found, str(settings))) if isinstance(found, str) else None
+    if not isinstance(found, str):
+        return None
+    return compiled(ChatTemplate(found.removeprefix("\ufeff"), str(settings)))

@@ -89,6 +89,8 @@ class RunConsole:
                 notes.append(f"{found.dropped} dropped (over-long, or no targets left)")
             if prepared.eval_samples:
                 notes.append(f"{len(prepared.eval_samples)} held out")
+            if date := found.rendering.date:
+                notes.append(f"its chat template writes the date, which stays {date} in this run")
             self.say(f"task {name}: {', '.join(notes)}")
             for warning in before_training(prepared, config):
                 self.say(warning)

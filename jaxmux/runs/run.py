@@ -95,8 +95,9 @@ def fine_tune(
         if directory:
             stack.enter_context(closing(directory))
         # Everything is read and checked before the backbone is loaded.
+        begun = processes.agree(processes.on_first(lambda: directory.begun))
         inputs = processes.together(
-            lambda: read_inputs(backbone, tasks, options, directory, timeline)
+            lambda: read_inputs(backbone, tasks, options, directory, begun, timeline)
         )
         processes.refuse_differences(inputs.fingerprints)
         processes.on_first(lambda: directory.refuse_changes(inputs.fingerprints))

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +107,8 @@ class RunDirectory:
       sweep_plot: path of sweep.png.
       checkpoints: path of the folder of the checkpoints.
       shapes: the shape classes with which the recorded training run began; None for a new one.
+      begun: when the training run began, in local time without a zone. Chat templates that write
+        the date write this one, also when the run goes on later.
       extended: True if a task shall train longer than the recorded training run.
       replaced: names of the tasks whose files `begin` deletes because of `restart`.
     """
@@ -138,6 +141,7 @@ class RunDirectory:
         self.sweep_plot = self.path / "sweep.png"
         self.checkpoints = self.path / "checkpoints"
         self.shapes: RecordedShapes | None = None
+        self.begun = datetime.now().replace(microsecond=0)
         self.extended = False
         self.replaced: tuple[str, ...] = ()
         self._identity, self._restart = json.loads(json.dumps(identity)), restart
@@ -204,6 +208,7 @@ class RunDirectory:
           RunDirectoryError: a file cannot be written.
         """
         found = {
+            "begun": self.begun.isoformat(),
             "fingerprints": dict(fingerprints),
             "samples": samples,
             "rendering": {name: own._asdict() for name, own in rendering.items()},
@@ -252,6 +257,7 @@ class RunDirectory:
         else:
             self._recorded = read_record(self.path)
             self.shapes = RecordedShapes.from_json(self._recorded)
+            self.begun = begun_of(self._recorded) or self.begun
             self._refuse_other_identity()
 
     def _refuse_links(self, found: set[str]) -> None:
@@ -298,6 +304,15 @@ class RunDirectory:
                 path.unlink(missing_ok=True)
 
 
+def begun_of(record: Mapping[str, Any]) -> datetime | None:
+    """When a training run began, in local time; None in older records.
+
+    Args:
+      record: the run's record, from `read_record`.
+    """
+    return datetime.fromisoformat(record["begun"]) if "begun" in record else None
+
+
 def read_record(path: Path) -> dict[str, Any]:
     """Reads run.json, the record of what a training run trains.
 
@@ -307,8 +322,9 @@ def read_record(path: Path) -> dict[str, Any]:
     Returns:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
-      `RecordedShapes.to_json`), samples (by task, the numbers of "training" and "held_out" samples,
-      not in older records), rendering (by task, the fields of `Rendering`, not in older records),
+      `RecordedShapes.to_json`), begun (the time, not in older records), samples (by task, the
+      numbers of "training" and "held_out" samples, not in older records), rendering (by task, the
+      fields of `Rendering`, not in older records),
       and tasks: by name, the fields of the `Task` except name and sample_prompt.
 
     Raises:
@@ -323,6 +339,7 @@ def read_record(path: Path) -> dict[str, Any]:
         )
     try:
         RecordedShapes.from_json(record)
+        begun_of(record)
         counts, rendering = record.get("samples", {}), record.get("rendering", {})
         found = (record["fingerprints"], counts, *counts.values(), rendering, *rendering.values())
         valid = all(isinstance(own, dict) for own in found) and all(

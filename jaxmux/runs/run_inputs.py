@@ -4,11 +4,13 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Rendering, load_tokenizer
+from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.engine.task_data import Loaded
 from jaxmux.installed_versions import installed_versions
@@ -181,6 +183,7 @@ def read_inputs(
     tasks: Sequence[Task],
     options: RunOptions,
     directory: RunDirectory | None,
+    begun: datetime,
     timeline: StartTimeline,
 ) -> RunInputs:
     """Reads and checks everything but the backbone's weights.
@@ -191,6 +194,7 @@ def read_inputs(
       options: settings of the training run.
       directory: refuses a backbone that has changed before the data is read; None in a process
         that has no run directory.
+      begun: when the run began, which is the time that chat templates read.
       timeline: records the start.
 
     Raises:
@@ -214,7 +218,7 @@ def read_inputs(
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
     # The configurations of a sweep read their data once.
     given, loaded = (config, tokenizer, fingerprints["backbone"], base), Loaded()
-    with timeline.span("read the data"):
+    with timeline.span("read the data"), TemplateClock(begun):
         prepared = [prepare_task(task, *given, loaded) for task in tasks]
     for task in prepared:
         fingerprints |= task.fingerprints

@@ -203,3 +203,16 @@ def test_colours_take_the_place_of_marks_and_no_device_is_used(config):
     assert done.returncode == 0, done.stderr
     assert "devices: False" in done.stderr
     assert "⟦" not in done.stdout and "\x1b[1;32m then some.</s>\x1b[0m" in done.stdout
+
+
+def test_a_byte_order_mark_before_a_config_is_no_part_of_it(config, tmp_path, capsys):
+    path = tmp_path / "run.gin"
+    text = path.read_text(encoding="utf-8")
+    (tmp_path / "included.gin").write_text(text, encoding="utf-8-sig")
+    path.write_text(f"include '{tmp_path}/included.gin'\n", encoding="utf-8-sig")
+    assert main([config, "--task=plain", "--json"]) == 0
+    marked = capsys.readouterr().out
+    gin.clear_config()
+    path.write_text(text, encoding="utf-8")
+    assert main([config, "--task=plain", "--json"]) == 0
+    assert capsys.readouterr().out == marked

@@ -1,5 +1,7 @@
 """In chat records the targets are the tokens that the assistant generates."""
 
+from itertools import product
+
 import numpy as np
 import pytest
 
@@ -135,3 +137,70 @@ def test_templates_run_in_a_sandbox(blocks, gpt):
     gpt.chat_template = "{{ messages.__class__.__mro__[1].__subclasses__() }}" + blocks
     with pytest.raises(DataError, match="refuses the messages: .*unsafe"):
         render_chat(record(TURNS), gpt, "completion")
+
+
+def turns(begin: str, end: str) -> str:
+    return "{% for m in messages %}" + begin + "{{ m['content'] }}" + end + "{% endfor %}"
+
+
+# By name, what is written for each message, and the generation prompt.
+ALWAYS = {
+    "ChatML": (turns("<|im_start|>{{ m['role'] }}\n", "<|im_end|>\n"), "<|im_start|>assistant\n"),
+    "no white space": (
+        turns("<|im_start|>{{ m['role'] }}:", "<|im_end|>"),
+        "<|im_start|>assistant:",
+    ),
+    "system prompt": (
+        "<|im_start|>system\nHelp.<|im_end|>\n"
+        + turns("<|im_start|>{{ m['role'] }}\n", "<|im_end|>\n"),
+        "<|im_start|>assistant\n",
+    ),
+    "Zephyr": (turns("<|{{ m['role'] }}|>\n", "{{ eos_token }}\n"), "<|assistant|>\n"),
+    "no end of turns": (turns("<|im_start|>{{ m['role'] }}\n", "\n"), "<|im_start|>assistant\n"),
+    "headings": (turns("### {{ m['role'] }}:\n", "\n\n"), "### assistant:\n"),
+    "Vicuna": (
+        turns(
+            "{{ 'USER: ' if m['role'] == 'user' else 'ASSISTANT: ' }}",
+            "{{ ' ' if m['role'] == 'user' else eos_token }}",
+        ),
+        "ASSISTANT: ",
+    ),
+}
+
+
+@pytest.mark.parametrize(("body", "prompt"), ALWAYS.values(), ids=ALWAYS)
+def test_a_generation_prompt_that_is_always_written_is_not_learned(body, prompt, gpt):
+    """The right value is that of the template that writes the prompt only where it is asked to."""
+    # The second question and its answer may end alike.
+    chats = [
+        [
+            {"role": "user", "content": "Name a colour"},
+            {"role": "assistant", "content": "Brown."},
+            {"role": "user", "content": "at all"},
+            {"role": "assistant", "content": answer},
+        ]
+        for answer in ("Blue.", "not at all")
+    ]
+    for chat, loss_on in product(chats, ("completion", "last_turn", "all")):
+        for messages in (chat[2:], chat):
+            gpt.chat_template = body + "{% if add_generation_prompt %}" + prompt + "{% endif %}"
+            expected = render_chat(record(messages), gpt, loss_on)
+            # Jinja drops a line's end at the end of a template.
+            for always in (prompt, "{% set add_generation_prompt = true %}" + prompt):
+                gpt.chat_template = body + always + "{{ '' }}"
+                assert render_chat(record(messages), gpt, loss_on) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        turns("[{{ m['role'] }}]", "<|im_end|>\n"),
+        turns("[{{ m['role'] }}]", "\n") + "{{ eos_token }}",
+        "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+        "{% else %} {{ m['content'] }}{{ eos_token }}{% endif %}{% endfor %}",
+    ],
+)
+def test_templates_without_a_generation_prompt_keep_their_ends(template, gpt):
+    gpt.chat_template = template
+    text = gpt.apply_chat_template(TURNS, tokenize=False)
+    assert render_chat(record(TURNS), gpt, "all").text == text

@@ -1,11 +1,13 @@
 """A source may bring its own chat template, which counts like the tokenizer's."""
 
 import json
+from datetime import datetime
 
 import numpy as np
 import pytest
 
 from jaxmux.data import DataError, Rendering, Source, load_samples
+from jaxmux.data.chat_templates import TemplateClock
 
 TURNS = [
     {"role": "user", "content": "Name a colour."},
@@ -127,3 +129,72 @@ def test_a_prompt_that_the_tokenizer_joins_with_the_answer_is_noticed(
     template += "{% if add_generation_prompt %}" + prompt + "{% endif %}"
     source = Source(write_jsonl({"messages": TURNS}), chat_template=template)
     assert load_samples(source, gpt, max_length=512).joined_prompt == found
+
+
+PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}{% endfor %}"
+PROMPT = "{% if add_generation_prompt %}[assistant]{% endif %}"
+SEVERAL = {"rag": PLAIN + PROMPT, "tool_use": "{{ tools }}" + PLAIN + PROMPT}
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+
+
+def tokens(samples) -> list[list[int]]:
+    return [sample.input_ids.tolist() for sample in samples]
+
+
+def test_one_of_several_templates_is_taken_as_transformers_takes_it(gpt, write_jsonl):
+    chat = {"messages": TURNS}
+    path = write_jsonl(chat | {"tools": TOOLS})
+    gpt.chat_template = SEVERAL
+    expected = gpt.apply_chat_template(TURNS, tools=TOOLS)["input_ids"]
+    assert tokens(load_samples(Source(path), gpt, max_length=512).samples) == [expected]
+    # Chats without tools need a name, and a template of this name.
+    both = write_jsonl(chat, chat | {"tools": TOOLS})
+    problem = (
+        r"jsonl:1: the tokenizer .* has several chat templates \('rag', 'tool_use'\).*Source.c"
+    )
+    with pytest.raises(DataError, match=problem):
+        load_samples(Source(both), gpt, max_length=512)
+    skipping = load_samples(Source(both, on_bad_record="skip"), gpt, max_length=512)
+    assert tokens(skipping.samples) == [expected] and skipping.skipped == 1
+    named = load_samples(Source(write_jsonl(chat), chat_template="rag"), gpt, max_length=512)
+    expected = gpt.apply_chat_template(TURNS, chat_template="rag")["input_ids"]
+    assert tokens(named.samples) == [expected]
+    # The adapter's folder gets the template itself.
+    assert named.rendering.own_template == SEVERAL["rag"]
+    gpt.chat_template = SEVERAL | {"default": PLAIN + PROMPT}
+    default = load_samples(Source(write_jsonl(chat)), gpt, max_length=512)
+    assert tokens(default.samples) == [expected] and default.rendering.chat_templates == (None,)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_template(gpt, write_jsonl, tmp_path):
+    path = write_jsonl({"messages": TURNS})
+    expected = gpt.apply_chat_template(TURNS, chat_template=PLAIN + PROMPT)["input_ids"]
+    file = tmp_path / "marked.jinja"
+    file.write_text(PLAIN + PROMPT, encoding="utf-8-sig")
+    for template in (str(file), "\ufeff" + PLAIN + PROMPT):
+        source = Source(path, chat_template=template)
+        assert tokens(load_samples(source, gpt, max_length=512).samples) == [expected]
+    gpt.chat_template = "\ufeff" + PLAIN + PROMPT
+    found = load_samples(Source(path), gpt, max_length=512)
+    assert tokens(found.samples) == [expected]
+    # Others would render the mark, so the adapter brings the template without it.
+    assert found.rendering.own_template == PLAIN + PROMPT
+    texts = write_jsonl({"text": "a b c"}, name="b.jsonl")
+    assert load_samples(Source(texts), gpt, max_length=512).rendering == Rendering(True)
+
+
+@pytest.mark.parametrize("template", [PLAIN + PROMPT, MARKED], ids=["prefixes", "marks"])
+def test_a_template_that_reads_the_clock_gets_the_time_of_the_run(template, gpt, write_jsonl):
+    path, date = write_jsonl({"messages": TURNS}), datetime(2024, 7, 6, 5, 4, 3)
+    reading = "{% if strftime_now is defined %}{{ strftime_now('%d %b %Y %H:%M:%S') }}{% endif %}"
+    gpt.chat_template = "06 Jul 2024 05:04:03" + template
+    expected = load_samples(Source(path), gpt, max_length=512)
+    gpt.chat_template = reading + template
+    with TemplateClock(date):
+        found = load_samples(Source(path), gpt, max_length=512)
+    assert tokens(found.samples) == tokens(expected.samples)
+    np.testing.assert_array_equal(found.samples[0].target_mask, expected.samples[0].target_mask)
+    assert found.rendering.date == "2024-07-06 05:04:03" and expected.rendering.date == ""
+    # Elsewhere the clock goes on.
+    now = gpt.apply_chat_template(TURNS, chat_template="{{ strftime_now('%Y') }}", tokenize=False)
+    assert now == str(datetime.now().year)

@@ -3,9 +3,11 @@
 import threading
 import time
 from collections import Counter
+from datetime import datetime
 
 import pytest
 
+from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.live.preparation import MOST_READINGS, Preparation
 from jaxmux.tasks import Task, TaskError
 
@@ -237,3 +239,11 @@ def test_a_computation_that_takes_too_long_counts_until_it_has_ended(sources):
         assert ended(preparation, 1) == ["b 0"]
     finally:
         adapters.let_go("all")
+
+
+def test_data_are_read_with_the_date_of_the_registration():
+    """So a server that is started again renders the same texts; the date is that of UTC."""
+    preparation = Preparation(lambda task: TemplateClock().date, lambda: None)
+    preparation.add(Task("a", "none.jsonl", steps=1), {}, registered=86400.5)
+    (found,) = ended(preparation, 1)
+    assert found == str(datetime(1970, 1, 2))

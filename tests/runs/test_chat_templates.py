@@ -1,9 +1,11 @@
 """Adapters that were trained with chat templates of their own keep and use them."""
 
+import dataclasses
 import io
 import json
 import re
 import shutil
+from datetime import datetime
 from functools import partial
 from pathlib import Path
 
@@ -323,3 +325,29 @@ def test_a_tokenizer_that_transformers_class_has_changed_has_other_tokens(backbo
     own = adapter_tokenizer(tmp_path, tokenizer)
     assert own("RED")["input_ids"] == tokenizer("red")["input_ids"] != tokenizer("RED")["input_ids"]
     assert own.eos_token == tokenizer.eos_token
+
+
+def test_a_run_keeps_the_date_that_its_template_writes(
+    train, make_task, conversations, tmp_path, monkeypatch, capsys
+):
+    class Earlier(datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls(2024, 7, 6, 5, 4, 3)
+
+    template = TELL.replace("{% for", "{{ strftime_now('%H:%M:%S') }}{% for", 1)
+    source = Source(str(conversations), chat_template=template)
+    task = make_task("dated", data=source, eval_data=source, batch_size=2, steps=1)
+    with monkeypatch.context() as patched:
+        patched.setattr("jaxmux.runs.run_directory.datetime", Earlier)
+        assert train(tmp_path / "run", task).succeeded
+    assert train(tmp_path / "run", dataclasses.replace(task, steps=2)).succeeded
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert record["begun"] == "2024-07-06T05:04:03"
+    assert record["rendering"]["dated"]["date"] == "2024-07-06 05:04:03"
+    assert capsys.readouterr().out.count("the date, which stays 2024-07-06 05:04:03 in this") == 2
+    # The held-out loss is that of training, so the date is the same.
+    lines = [json.loads(line) for line in (tmp_path / "run" / "held_out.jsonl").open()]
+    assert evaluate([f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'e.json'}"]) == 0
+    (found,) = json.loads((tmp_path / "e.json").read_text())["results"]
+    assert found["adapter"]["loss"] == pytest.approx(lines[-1]["loss"], rel=1e-6)

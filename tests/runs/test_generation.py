@@ -1,16 +1,19 @@
 """Completions of prompts with and without adapters."""
 
+import argparse
 import copy
 import dataclasses
 import io
 import json
 import re
+import shutil
 from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxmux import LoRA, export_adapter, import_adapter, load_backbone
+from jaxmux.cli import generate_chat, generate_prompts
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.generation import (
@@ -282,3 +285,45 @@ def test_unusable_input_is_named(backbone, run_dir, write_lines, tmp_path, capsy
     ):
         assert main([f"--backbone={backbone}", "--prompt=fig", *given]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_prompts_end_at_line_feeds_only_and_begin_behind_a_byte_order_mark(tmp_path):
+    path = tmp_path / "prompts.txt"
+    lines = ["fig", "red\u2028apple", "form\x0cfeed\x0b", "next\x85line", "return\rhere", "", " \r"]
+    path.write_bytes(("\ufeff" + "\r\n".join(lines) + "\nlast").encode())
+    options = argparse.Namespace(prompt=[], prompts=[str(path)], template=False)
+    found = [prompt.fields["prompt"] for prompt in generate_prompts.read_prompts(options, [None])]
+    assert found == [*lines[:5], "last"]
+
+
+def test_a_piped_chat_ends_lines_as_files_of_prompts_do(tmp_path, monkeypatch):
+    path = tmp_path / "chat.txt"
+    path.write_bytes("\ufeffred\u2028apple\r\n\r\nreturn\rhere\nlast".encode())
+    with path.open() as file:
+        monkeypatch.setattr("sys.stdin", file)
+        assert list(generate_chat._lines()) == ["red\u2028apple", "return\rhere", "last"]
+
+
+def test_context_of_prompts_that_is_not_read_gets_one_warning(tmp_path, capsys):
+    path = tmp_path / "prompts.jsonl"
+    rows = [{"prompt": "fig", "answer": "It is a fruit.", "system": s} for s in ("a", "", "b")]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = argparse.Namespace(prompt=[], prompts=[str(path)], template=False)
+    assert len(generate_prompts.read_prompts(options, [None])) == 3
+    assert capsys.readouterr().err == f"warning: {path}: 'system' of 2 records is not read\n"
+
+
+def test_of_several_templates_one_is_named_or_refused(backbone, tokenizer, tmp_path, capsys):
+    folder = tmp_path / "several"
+    shutil.copytree(backbone, folder)
+    turns = "{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}"
+    several = copy.copy(tokenizer)
+    several.chat_template = {"rag": turns, "tool_use": "{{ tools }}" + turns}
+    several.save_pretrained(folder)
+    given = [f"--backbone={folder}", "--prompt=fig", "--template", "--max_new_tokens=1"]
+    assert main(given) == 2
+    error = capsys.readouterr().err
+    assert "several chat templates ('rag', 'tool_use')" in error and "--chat_template" in error
+    assert main([*given, "--chat_template=rag"]) == 0
+    # Answers to chats with tools end as their template ends them.
+    assert end_of_turn(several) == tokenizer.convert_tokens_to_ids(["<|im_end|>"])
