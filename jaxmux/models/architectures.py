@@ -2,16 +2,22 @@
 
 import dataclasses
 import json
+import logging
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-from .checkpoint_files import CheckpointTensors
+from .checkpoint_files import EMBEDDING_TENSOR, HEAD_TENSOR, CheckpointTensors, has_weights, shards
 from .errors import BackboneError
 from .quantised.linears import kept_linears
 from .quantised.settings import Quantisation, quantisation_of
 
+# The key of config.json that says whether the head is the embedding.
+_TIED = "tie_word_embeddings"
 # Formats, beside dtypes, in which a backbone can store the linears of its layers.
 BACKBONE_FORMATS = ("float8", "int8", "nf4")
 
@@ -64,7 +70,8 @@ class BackboneConfig:
       output_bias: whether o_proj has a bias.
       mlp_bias: whether gate_proj, up_proj and down_proj have biases.
       qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
-      tie_word_embeddings: whether the language-model head is the transposed embedding.
+      tie_word_embeddings: whether the language-model head is the transposed embedding. Where the
+        weights in a folder contradict its config.json, it says what the weights are.
       backbone_format: format of `number_formats` in which the weights of the layers' linears are
         stored, for example "int8"; None for that of the checkpoint: the dtype of the other weights,
         unless it is quantised.
@@ -99,7 +106,8 @@ class BackboneConfig:
     def from_folder(
         cls, folder: str | Path, backbone_format: str | None = None
     ) -> "BackboneConfig":
-        """Reads `folder/config.json`, and of a quantised checkpoint how its linears are stored.
+        """Reads `folder/config.json`, whether the head is the embedding, and of a quantised
+        checkpoint how its linears are stored.
 
         Args:
           folder: the folder.
@@ -119,7 +127,12 @@ class BackboneConfig:
             raise BackboneError(f"{path}: not found; {hint}") from None
         except ValueError as e:  # malformed JSON, or no text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
-        config = dataclasses.replace(parse_config(raw, str(path)), backbone_format=backbone_format)
+        config = parse_config(raw, str(path))
+        config = dataclasses.replace(
+            config,
+            backbone_format=backbone_format,
+            tie_word_embeddings=_is_tied(path, raw, config.tie_word_embeddings),
+        )
         quantisation = quantisation_of(raw, str(path))
         if quantisation is None:
             return config
@@ -222,6 +235,88 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
         raise BackboneError(f"{where}: a value is missing or has the wrong type ({e})") from None
 
 
+def record_tying(raw: dict[str, Any], is_tied: bool) -> None:
+    """Changes the contents of a config.json to say whether the head is the embedding.
+
+    Args:
+      raw: the contents, which are changed.
+      is_tied: whether it is.
+    """
+    for settings in _tying_settings(raw).values():
+        if settings is raw or _TIED in settings:
+            settings[_TIED] = is_tied
+
+
+def _tying_settings(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """By the name that messages give it, the objects that may say whether the head is the
+    embedding."""
+    section = raw.get("text_config")
+    sections = {f"text_config.{_TIED}": section} if isinstance(section, dict) else {}
+    return {_TIED: raw} | sections
+
+
+def _is_tied(path: Path, raw: dict[str, Any], claimed: bool) -> bool:
+    """Whether the head is the embedding, as transformers 5 decides it: by the weights, if there are
+    both tables and config.json says that they are one.
+
+    Args:
+      path: the config.json.
+      raw: its contents.
+      claimed: what they say.
+    """
+    claims = {
+        name: where[_TIED]
+        for name, where in _tying_settings(raw).items()
+        if where.get(_TIED) is not None
+    }
+    if (claims and not any(claims.values())) or not has_weights(path.parent):
+        return claimed
+    files = tuple((file, file.stat().st_mtime_ns) for file in shards(path.parent))
+    is_tied, reason = _tying_of_files(path.parent, files, claimed)
+    if is_tied != claimed or len(set(claims.values())) > 1:
+        says = " and ".join(f"{name}={json.dumps(value)}" for name, value in claims.items())
+        _warn_of_tying(
+            f"{path}: {says or f'no {_TIED}'}, but {reason}; the head is "
+            f"{'the embedding' if is_tied else 'not the embedding'}, as in the weights"
+        )
+    return is_tied
+
+
+@cache
+def _tying_of_files(
+    folder: Path, files: tuple[tuple[Path, int], ...], claimed: bool
+) -> tuple[bool, str]:
+    """Whether the head is the embedding, and why. The files and the times of their last changes
+    stand for what is in them, because comparing two tables can take a second."""
+    with CheckpointTensors(folder) as tensors:
+        head, has_embedding = (
+            tensors.of_module(HEAD_TENSOR.removesuffix(".weight")),
+            EMBEDDING_TENSOR in tensors,
+        )
+        if not head:
+            return True, f"there is no {HEAD_TENSOR}"
+        if not has_embedding:
+            return claimed, f"there is only {HEAD_TENSOR}"
+        if head != [HEAD_TENSOR] or not _equal(tensors, HEAD_TENSOR, EMBEDDING_TENSOR):
+            return False, f"{HEAD_TENSOR} differs from {EMBEDDING_TENSOR}"
+    return claimed, f"{HEAD_TENSOR} equals {EMBEDDING_TENSOR}"
+
+
+def _equal(tensors: CheckpointTensors, one: str, other: str) -> bool:
+    """Whether two tensors have the same shape and values. They are read in parts of some MB."""
+    shape = tensors.shape(one)
+    if shape != tensors.shape(other) or len(shape) != 2:
+        return False
+    rows, size = max(1, 2**22 // shape[1]), shape[0]
+    parts = [slice(start, min(start + rows, size)) for start in range(0, size, rows)]
+    return all(np.array_equal(tensors.read(one, p), tensors.read(other, p)) for p in parts)
+
+
+@cache
+def _warn_of_tying(message: str) -> None:
+    logging.getLogger(__name__).warning("%s", message)
+
+
 def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
     architecture = (raw.get("architectures") or ["<none>"])[0]
     if architecture not in _FIXED:
@@ -238,9 +333,17 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
             raise BackboneError(f"{where}: {key} should be a positive integer, found {value!r}")
         return value
 
+    def flag(key: str, settings: dict[str, Any] = raw) -> bool:
+        value = settings.get(key)
+        if value is not None and type(value) is not bool:
+            raise BackboneError(f"{where}: {key} should be true or false, found {value!r}")
+        return bool(value)
+
     heads = required("num_attention_heads")
     hidden = required("hidden_size")
-    attention_bias = bool(raw.get("attention_bias", False))
+    attention_bias = flag("attention_bias")
+    tied = [flag(_TIED, settings) for settings in _tying_settings(raw).values()]
+    flag("use_sliding_window")
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     fields: dict[str, Any] = dict(
         architecture=architecture,
@@ -258,8 +361,8 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
         sliding_window=_sliding_window(raw, architecture, where),
         attention_bias=attention_bias,
         output_bias=attention_bias,
-        mlp_bias=bool(raw.get("mlp_bias", False)),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        mlp_bias=flag("mlp_bias"),
+        tie_word_embeddings=tied[0],
     )
     config = BackboneConfig(**(fields | _FIXED[architecture]))
     if config.num_heads % config.num_kv_heads:

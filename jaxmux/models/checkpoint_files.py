@@ -7,7 +7,7 @@ import os
 import shutil
 import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import takewhile
 from pathlib import Path
@@ -25,6 +25,15 @@ from .errors import BackboneError
 
 # The limit of the safetensors format.
 _LONGEST_HEADER = 100_000_000
+# The tables of the vocabulary.
+EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
+# The file of all weights, or the index of several files.
+WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+# Suffixes of files of weights, of all libraries.
+_WEIGHTS = (
+    *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot"),
+    *(".onnx", ".onnx_data", ".npz", ".tflite", ".pdparams"),
+)
 # Bytes of a file of weights.
 _SHARD_BYTES = 4 * 10**9
 # Dtypes as safetensors names them. It has no numpy arrays of those of 8 bits.
@@ -45,6 +54,11 @@ _DTYPES = {
 }
 
 
+def has_weights(folder: Path) -> bool:
+    """Whether a folder has more of a checkpoint than its configuration."""
+    return (folder / WHOLE).exists() or (folder / _INDEX).exists()
+
+
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder.
 
@@ -54,7 +68,7 @@ def shards(folder: Path) -> list[Path]:
     Raises:
       BackboneError: a file is missing, or the index is damaged or names files of other folders.
     """
-    index, whole = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index, whole = folder / _INDEX, folder / WHOLE
     if whole.exists():
         return [whole]
     if not index.exists():
@@ -125,9 +139,15 @@ class CheckpointTensors:
       names: the names of all tensors, in order. They are known within the context.
     """
 
-    def __init__(self, folder: Path):
-        """Names the folder; its files are opened on entering the context."""
-        self.folder, self.names = folder, []
+    def __init__(self, folder: Path, is_tied: bool = False):
+        """Names the folder; its files are opened on entering the context.
+
+        Args:
+          folder: the folder.
+          is_tied: whether the head is the embedding. The files may then have their table under the
+            head's name alone; here it has the embedding's.
+        """
+        self.folder, self.names, self._is_tied = folder, [], is_tied
         self._entries: dict[str, _Entry] = {}
         self._stack = ExitStack()
 
@@ -140,9 +160,13 @@ class CheckpointTensors:
                     start, header = safetensors_header(path)
                     file = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, file)
+                # If several files have a tensor, the last one counts, as in transformers.
                 for name, tensor in header.items():
                     offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
                     self._entries[name] = _Entry(path, file, offset, tensor["dtype"], shape)
+            if self._is_tied and EMBEDDING_TENSOR not in self._entries:
+                if HEAD_TENSOR in self._entries:
+                    self._entries[EMBEDDING_TENSOR] = self._entries.pop(HEAD_TENSOR)
             self._stack = stack.pop_all()
         self.names = sorted(self._entries)
         return self
@@ -157,6 +181,13 @@ class CheckpointTensors:
         """The names of the tensors that begin with this name and a dot."""
         first, prefix = bisect_left(self.names, f"{module}."), f"{module}."
         return list(takewhile(lambda name: name.startswith(prefix), self.names[first:]))
+
+    def by_file(self) -> dict[Path, list[str]]:
+        """By file, the names of the tensors that are read from it."""
+        names: dict[Path, list[str]] = {}
+        for name, entry in self._entries.items():
+            names.setdefault(entry.path, []).append(name)
+        return names
 
     def shape(self, name: str) -> tuple[int, ...]:
         """The shape of a tensor."""
@@ -250,27 +281,56 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
         write()
     names = [f"model-{i:05}-of-{files:05}.safetensors" for i in range(1, files + 1)]
     if files == 1:
-        names = ["model.safetensors"]
+        names = [WHOLE]
     else:
         owners = {name: names[number - 1] for name, number in weight_map.items()}
-        index = {"metadata": {"total_size": total}, "weight_map": owners}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1) + "\n")
+        write_index(folder, owners, total)
     for number, name in enumerate(names, start=1):
         share_like_folder((folder / str(number)).rename(folder / name))
 
 
+def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
+    """Writes the index of several files of weights.
+
+    Args:
+      folder: folder of the files.
+      weight_map: by name of the tensor, the name of its file.
+      total_size: bytes of all tensors.
+
+    Raises:
+      OSError: it cannot be written.
+    """
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
+
+
 def copy_other_files(folder: Path, target: Path) -> None:
     """Copies what a checkpoint folder holds besides weights and their index: configurations,
-    tokenizers and chat templates.
+    tokenizers, chat templates, licences and code, also in folders of it. A folder in it that holds
+    weights is a model or a run of its own, and is not copied; hidden files are not, either.
 
     Args:
       folder: the checkpoint folder.
-      target: another folder.
+      target: another folder, which may be in the first one.
 
     Raises:
       OSError: a file cannot be copied.
     """
-    for path in folder.iterdir():
-        is_index = path.name.endswith(".index.json")
-        if path.suffix in (".json", ".model", ".txt", ".jinja") and path.is_file() and not is_index:
-            shutil.copyfile(path, target / path.name)
+    for entry in [path for path in folder.iterdir() if not path.name.startswith(".")]:
+        files = [entry]
+        if entry.is_dir():
+            files = [where / name for where, _, names in entry.walk() for name in names]
+            if target.resolve().is_relative_to(entry.resolve()) or any(map(_is_weights, files)):
+                continue
+        for path in files:
+            if path.is_file() and not _is_weights(path):
+                place = target / path.relative_to(folder)
+                place.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, place)
+
+
+def _is_weights(path: Path) -> bool:
+    """Whether a file has weights, tells where they are, or makes transformers look for those of an
+    adapter."""
+    name = path.name
+    return path.suffix in _WEIGHTS or name.endswith(".index.json") or name == "adapter_config.json"

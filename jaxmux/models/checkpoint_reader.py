@@ -22,7 +22,7 @@ from jaxtyping import Array
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS, FrozenWeight
 
 from .architectures import MODULES, BackboneConfig, linear_sizes
-from .checkpoint_files import CheckpointTensors
+from .checkpoint_files import HEAD_TENSOR, CheckpointTensors
 from .errors import BackboneError
 from .host import on_host
 from .modules import Weights, abstract_weights, is_weight, layer_linears
@@ -73,7 +73,8 @@ class CheckpointReader:
           config: the configuration in the folder.
           progress: is called while `read` runs, in the same thread; None calls nothing.
         """
-        self._files, self._config = CheckpointTensors(folder), config
+        self._files = CheckpointTensors(folder, config.tie_word_embeddings)
+        self._config = config
         self._progress = progress or (lambda count: None)
         self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
         # By name, the linears that are stored in other ways than as floating-point numbers.
@@ -101,6 +102,12 @@ class CheckpointReader:
         for name in self._stored:
             names -= set(self._files.of_module(name)) - {f"{name}.bias"}
             del shapes[f"{name}.weight"]
+        if shapes.get(HEAD_TENSOR) and HEAD_TENSOR not in names:
+            raise BackboneError(
+                f"{folder}: tensor {HEAD_TENSOR} is missing, and config.json says "
+                "tie_word_embeddings=false; if the head is the embedding, say true there, else a "
+                "part of the download is missing"
+            )
         for name, shape in shapes.items():
             if (found := self._files.shape(name)) != shape:
                 raise BackboneError(
@@ -116,9 +123,7 @@ class CheckpointReader:
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
         if self._config.quantisation:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
-            if self._config.tie_word_embeddings:
-                ignored |= {name for name in names if name.startswith(f"{HEAD}.")}
-        if extra := sorted(names - shapes.keys() - ignored - {f"{HEAD}.weight"}):
+        if extra := sorted(names - shapes.keys() - ignored - {HEAD_TENSOR}):
             shown = ", ".join(extra[:3]) + (f" and {len(extra) - 3} more" if len(extra) > 3 else "")
             raise BackboneError(f"{folder}: tensors that config.json does not account for: {shown}")
 
@@ -279,7 +284,7 @@ def checkpoint_tensors(
 
     def read(name: str) -> np.ndarray:
         config = read_config()
-        with CheckpointTensors(folder) as files:
+        with CheckpointTensors(folder, config.tie_word_embeddings) as files:
             stored, module = None, _module_of(name)
             linear = name.removesuffix(".weight")
             if config.quantisation and (module or linear == HEAD):

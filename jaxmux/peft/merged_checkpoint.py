@@ -8,13 +8,21 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
-from safetensors import safe_open
 from safetensors.numpy import save_file
 
 from jaxmux.atomic_files import share_like_folder
 from jaxmux.data import Rendering
 from jaxmux.models import BackboneConfig, checkpoint_tensors
-from jaxmux.models.checkpoint_files import copy_other_files, shards, write_tensors
+from jaxmux.models.architectures import record_tying
+from jaxmux.models.checkpoint_files import (
+    HEAD_TENSOR,
+    WHOLE,
+    CheckpointTensors,
+    copy_other_files,
+    shards,
+    write_index,
+    write_tensors,
+)
 from jaxmux.models.quantised.settings import SETTINGS
 from jaxmux.models.tensor_names import tensor_names
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
@@ -42,7 +50,8 @@ def write_merged(
     Weights are merged in float32 and rounded to the dtype that they have in the checkpoint. Changes
     that are small beside a weight are lost by that in bfloat16, which has 8 bits. The files are
     divided like those of the backbone; host memory holds one of them. A quantised backbone is
-    decoded.
+    decoded. A head that is the embedding is not written a second time. All other files of the
+    folder are copied.
 
     Args:
       folder: folder to write; it must not exist.
@@ -69,43 +78,59 @@ def write_merged(
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    write = _write_decoded if config.quantisation else _write_files
-    write(partial, backbone, changes, config)
-    if changes:
-        raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
-    (partial / CARD).write_text(merged_card(str(backbone), kind.name, notes, rendering))
-    if rendering and rendering.own_template:
-        write_chat_template(partial, rendering)
-    partial.rename(folder)
+    try:
+        copy_other_files(backbone, partial)
+        write = _write_decoded if config.quantisation else _write_files
+        write(partial, backbone, changes, config)
+        if changes:
+            raise AdapterError(f"{backbone}: tensor {min(changes)} is missing")
+        (partial / CARD).write_text(merged_card(str(backbone), kind.name, notes, rendering))
+        if rendering and rendering.own_template and not _replaced_in_list(partial, rendering):
+            write_chat_template(partial, rendering)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _write_files(
     folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
 ) -> None:
-    for path in shards(backbone):
-        with safe_open(path, framework="numpy") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}
-        for name in changes.keys() & tensors.keys():
-            weight = tensors[name]
-            merged = changes.pop(name)(weight.astype(np.float32))
-            tensors[name] = np.ascontiguousarray(merged.astype(weight.dtype))
-        save_file(tensors, folder / path.name, metadata={"format": "pt"})
-        share_like_folder(folder / path.name)
-    copy_other_files(backbone, folder)
-    for path in backbone.glob("*.index.json"):
-        shutil.copyfile(path, folder / path.name)
+    """Writes each tensor once, in the file from which it is read, and an index that is true."""
+    weight_map, total = {}, 0
+    with CheckpointTensors(backbone, config.tie_word_embeddings) as files:
+        for path, names in files.by_file().items():
+            tensors = {
+                name: files.read(name)
+                for name in names
+                if not (name == HEAD_TENSOR and config.tie_word_embeddings)
+            }
+            for name in changes.keys() & tensors.keys():
+                weight = tensors[name]
+                merged = changes.pop(name)(weight.astype(np.float32))
+                tensors[name] = np.ascontiguousarray(merged.astype(weight.dtype))
+            if not tensors:
+                continue
+            save_file(tensors, folder / path.name, metadata={"format": "pt"})
+            share_like_folder(folder / path.name)
+            weight_map |= dict.fromkeys(tensors, path.name)
+            total += sum(tensor.nbytes for tensor in tensors.values())
+    if shards(backbone)[0].name != WHOLE:
+        write_index(folder, weight_map, total)
+    raw = json.loads((folder / "config.json").read_text())
+    record_tying(raw, config.tie_word_embeddings)
+    (folder / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
 
 def _write_decoded(
     folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
 ) -> None:
-    copy_other_files(backbone, folder)
     path = folder / "config.json"
     raw = json.loads(path.read_text())
     name = str(raw.get("dtype") or raw.get("torch_dtype")).removeprefix("torch.")
     dtype = np.dtype(jnp.dtype(name if name in PLAIN_FORMATS else "bfloat16"))
     for key in SETTINGS:
         raw.pop(key, None)
+    record_tying(raw, config.tie_word_embeddings)
     path.write_text(json.dumps(raw, indent=2) + "\n")
     read = checkpoint_tensors(backbone, np.dtype(np.float32))
 
@@ -114,3 +139,23 @@ def _write_decoded(
         return (changes.pop(name)(weight) if name in changes else weight).astype(dtype)
 
     write_tensors(folder, ((name, merged(name)) for name in tensor_names(config)))
+
+
+def _replaced_in_list(folder: Path, rendering: Rendering) -> bool:
+    """Puts the adapter's template in the place of the default one if tokenizer_config.json has a
+    list of named templates; whether it has one that transformers reads. A file of a template would
+    hide the others of the list."""
+    path = folder / "tokenizer_config.json"
+    if any(folder.glob("chat_template*.jinja")) or any(folder.glob("*chat_templates/*.jinja")):
+        return False
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        listed = settings["chat_template"]
+        others = [each for each in listed if each["name"] != "default"]
+    except (OSError, ValueError, KeyError, TypeError):
+        # No list; the tokenizer of the backbone has been read, so that nothing is damaged.
+        return False
+    default = {"name": "default", "template": rendering.own_template}
+    settings["chat_template"] = [default, *others]
+    path.write_text(json.dumps(settings, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return True

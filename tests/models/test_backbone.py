@@ -233,6 +233,104 @@ def test_a_missing_head_is_named_where_it_is_not_tied(folder):
         load_backbone(folder)
 
 
+def table(tensors):
+    return tensors["model.embed_tokens.weight"]
+
+
+@pytest.mark.parametrize(
+    ("values", "head", "tied", "says"),
+    [
+        ({"tie_word_embeddings": True}, "equal", True, None),
+        ({"tie_word_embeddings": True}, "absent", True, None),
+        ({"tie_word_embeddings": None}, "other", False, None),
+        ({"tie_word_embeddings": False}, "other", False, None),
+        ({"tie_word_embeddings": False}, "equal", False, None),
+        (
+            {"tie_word_embeddings": True},
+            "other",
+            False,
+            "tie_word_embeddings=true, but lm_head.weight differs from model.embed_tokens.weight; "
+            "the head is not the embedding",
+        ),
+        (
+            {"tie_word_embeddings": None},
+            "absent",
+            True,
+            "no tie_word_embeddings, but there is no lm_head.weight; the head is the embedding",
+        ),
+        (
+            {"tie_word_embeddings": False, "text_config": {"tie_word_embeddings": True}},
+            "absent",
+            True,
+            "tie_word_embeddings=false and text_config.tie_word_embeddings=true, but there is no "
+            "lm_head.weight; the head is the embedding",
+        ),
+        (
+            {"tie_word_embeddings": True, "text_config": {"tie_word_embeddings": False}},
+            "equal",
+            True,
+            "text_config.tie_word_embeddings=false, but lm_head.weight equals "
+            "model.embed_tokens.weight; the head is the embedding",
+        ),
+        (
+            {"tie_word_embeddings": True},
+            "quantised",
+            False,
+            "but lm_head.weight differs from model.embed_tokens.weight",
+        ),
+    ],
+)
+def test_the_weights_decide_whether_the_head_is_the_embedding(
+    values, head, tied, says, folder, caplog
+):
+    heads = {
+        "absent": lambda tensors: {},
+        "equal": lambda tensors: {"lm_head.weight": table(tensors).copy()},
+        "other": lambda tensors: {"lm_head.weight": table(tensors)[::-1].copy()},
+        "quantised": lambda tensors: {
+            "lm_head.weight": np.ones(table(tensors).shape, np.int8),
+            "lm_head.SCB": np.ones(len(table(tensors)), np.float32),
+        },
+    }
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    edit_tensors(folder, lambda tensors: tensors.update(heads[head](tensors)))
+    edit_config(folder, **values)
+    if head == "quantised":
+        edit_config(folder, quantization_config={"quant_method": "bitsandbytes"})
+    for _ in range(2):
+        assert BackboneConfig.from_folder(folder).tie_word_embeddings is tied
+    assert ("lm_head" in load_backbone(folder).weights) is not tied
+    messages = [record.getMessage() for record in caplog.records]
+    assert [f"{folder / 'config.json'}: " in each for each in messages] == [True] * bool(says)
+    assert says is None or says in messages[0]
+
+
+def test_a_head_that_is_written_anew_is_compared_anew(folder):
+    edit_config(folder, tie_word_embeddings=True)
+    assert not BackboneConfig.from_folder(folder).tie_word_embeddings
+    edit_tensors(folder, lambda tensors: tensors.update({"lm_head.weight": table(tensors).copy()}))
+    assert BackboneConfig.from_folder(folder).tie_word_embeddings
+
+
+def test_a_cached_backbone_says_what_its_head_is(folder, tmp_path, caplog):
+    edit_config(folder, tie_word_embeddings=True)
+    plain = load_backbone(folder).weights
+    loaded = load_backbone(folder, backbone_format="int8", cache=tmp_path / "cache")
+    (cached,) = (tmp_path / "cache").glob("*-int8-*/config.json")
+    assert json.loads(cached.read_text())["tie_word_embeddings"] is False
+    assert_same_weights(loaded.weights["lm_head"], plain["lm_head"])
+    assert len(caplog.records) == 1
+
+
+def test_settings_that_are_no_booleans_are_refused(folder):
+    for key in ("tie_word_embeddings", "attention_bias", "mlp_bias", "use_sliding_window"):
+        edit_config(folder, **{key: "false"})
+        with pytest.raises(BackboneError, match=f"{key} should be true or false, found 'false'"):
+            BackboneConfig.from_folder(folder)
+        edit_config(folder, **{key: None})
+        BackboneConfig.from_folder(folder)
+
+
 def test_an_extra_tensor_is_named(folder):
     extra = {"model.layers.3.extra.weight": np.ones(3, np.float32)}
     edit_tensors(folder, lambda tensors: tensors.update(extra))

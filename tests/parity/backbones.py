@@ -1,9 +1,11 @@
 """Tiny random backbones of every architecture, created and saved by transformers."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
@@ -95,6 +97,19 @@ def random_model(config: PreTrainedConfig) -> PreTrainedModel:
                 gain = 2 if "embed_tokens" in name or "lm_head" in name else 1.2
                 parameter.normal_(0, gain * parameter.shape[1] ** -0.5, generator=generator)
     return model
+
+
+def write_files(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> None:
+    """Spreads tensors over files of weights, with an index if there are several."""
+    names, weight_map = sorted(tensors), {}
+    for i in range(files):
+        file = "model.safetensors" if files == 1 else f"model-{i}.safetensors"
+        part = {name: tensors[name] for name in names[i::files]}
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    if files > 1:
+        index = {"metadata": {}, "weight_map": weight_map}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
 def load_model(folder: Path) -> PreTrainedModel:

@@ -53,6 +53,7 @@ from jaxmux.peft import (
     pad,
     resolve_targets,
     scale_of,
+    write_merged,
 )
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import ShapeClass, pack_round
@@ -72,7 +73,8 @@ def forward(folder: Path, request: Request) -> None:
 
     A case names a `backbone` folder to load. If it has a `random` configuration, a random backbone
     is created and saved there first. The prompts of slot i use the adapter folder `adapters[i]`, if
-    there is one. The imported tensors of LoRA are written to `tensors/<case>-<i>.npz`.
+    there is one. The imported tensors of LoRA are written to `tensors/<case>-<i>.npz`. The first
+    adapter is merged into a checkpoint in the folder `merged`, if the case has it.
     """
     for name, case in request["cases"].items():
         where = folder / case["backbone"]
@@ -90,6 +92,10 @@ def forward(folder: Path, request: Request) -> None:
             if type(spec) is LoRA:
                 tensors = hf_tensors(spec, adapter, backbone.config)
                 save_arrays(folder / "tensors" / f"{name}-{i}.npz", tensors)
+        if "merged" in case:
+            spec, adapter = adapters[0]
+            write_merged(folder / case["merged"], where, adapter, spec, backbone.config)
+            continue
         logits = packed_logits(backbone, adapters, case["prompts"])
         save_arrays(folder / "logits" / f"{name}.npz", logits)
 

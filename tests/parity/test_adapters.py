@@ -1,12 +1,21 @@
 """Adapter folders can be exchanged between jaxmux, PEFT and servers such as vLLM."""
 
+import copy
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from backbones import CONFIGS, VOCABULARY, load_model, logits, random_model, random_prompts
+from backbones import (
+    CONFIGS,
+    VOCABULARY,
+    load_model,
+    logits,
+    random_model,
+    random_prompts,
+    write_files,
+)
 from peft import (
     IA3Config,
     LNTuningConfig,
@@ -20,6 +29,7 @@ from peft import (
 )
 from safetensors.torch import load_file, save_file
 from scenarios import OTHER_OPTIMIZER_TASKS, PARITY_TASKS, PROMPT_TEXT, save_peft_adapter
+from transformers import AutoModelForCausalLM
 from vllm_check import RefusedError, check_adapter
 
 TASKS = [task["name"] for task in PARITY_TASKS]
@@ -58,6 +68,21 @@ KINDS_MADE_BY_PEFT = {
     "ln": LNTuningConfig(target_modules=["input_layernorm", "norm"]),
     "tokens": TrainableTokensConfig(token_indices=[5, 9, 40], target_modules=["embed_tokens"]),
 }
+# Backbones into which adapters are merged: by case, the configuration, the number of files, and
+# whether the head is also there by its own name, or only so.
+MERGED = {
+    "tied": ("llama-tied", 1, ""),
+    "tied, three files": ("llama-tied", 3, ""),
+    "tied, two heads": ("llama-tied", 1, "also"),
+    "tied, two heads, three files": ("llama-tied", 3, "also"),
+    "tied, only a head": ("llama-tied", 3, "only"),
+    "tied, another head": ("llama-tied", 3, "another"),
+    "untied": ("llama", 1, ""),
+    "untied, three files": ("llama", 3, ""),
+}
+# What is wrong with the index of several files.
+LIES = ("", "stale copies", "missing entries", "other files", "more entries")
+MERGE_CASES = [(case, lie) for case in MERGED for lie in LIES if not lie or MERGED[case][1] > 1]
 PROMPTS = random_prompts(VOCABULARY)
 
 
@@ -256,6 +281,100 @@ def test_another_kind_that_peft_wrote_has_the_same_logits_in_jaxmux(kind, import
     at_most("logits of imported adapters", error, 1e-4)
     with model.disable_adapter():
         assert largest_difference(found, slot, PROMPTS[slot], model) > 0.1
+
+
+@pytest.fixture(scope="module")
+def merged(tmp_path_factory, jaxmux) -> Path:
+    """Adapters of PEFT merged into backbones by jaxmux: `<case>/merged-<adapter>`."""
+    folder, cases = tmp_path_factory.mktemp("merged"), {}
+    for case, lie in MERGE_CASES:
+        backbone = folder / f"{case} {lie}" / "backbone"
+        make_merge_backbone(backbone, *MERGED[case], lie)
+        for adapter in merged_adapters(case):
+            where = backbone.with_name(adapter)
+            if adapter == "lora":
+                save_peft_adapter(backbone, where, {"r": 4, "lora_alpha": 8})
+            else:
+                save_trained_tokens(backbone, where)
+            cases[f"{case} {lie} {adapter}"] = {
+                "backbone": str(backbone),
+                "adapters": [str(where)],
+                "merged": str(backbone.with_name(f"merged-{adapter}")),
+            }
+    jaxmux("forward", folder, {"cases": cases})
+    return folder
+
+
+def merged_adapters(case: str) -> list[str]:
+    """PEFT ties trained tokens as config.json says, also where the weights say otherwise."""
+    return ["lora"] if case == "tied, another head" else ["lora", "tokens"]
+
+
+def make_merge_backbone(backbone: Path, name: str, files: int, head: str, lie: str) -> None:
+    random_model(CONFIGS[name]).save_pretrained(backbone)
+    (weights,) = backbone.glob("*.safetensors")
+    tensors, table = load_file(weights), "model.embed_tokens.weight"
+    weights.unlink()
+    if head:
+        factor = 2 if head == "another" else 1
+        tensors["lm_head.weight"] = factor * tensors[table].clone()
+    if head == "only":
+        del tensors[table]
+    write_files(backbone, tensors, files)
+    if not lie:
+        return
+    path = backbone / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    entries, names = index["weight_map"], sorted(index["weight_map"])
+    if lie == "stale copies":
+        # The last of all files, by their names, has the tensors that count.
+        stale = {name: torch.zeros_like(tensors[name]) for name in names[2::3]}
+        save_file(
+            load_file(backbone / "model-0.safetensors") | stale, backbone / "model-0.safetensors"
+        )
+        entries |= dict.fromkeys(stale, "model-0.safetensors")
+        entries[names[2]] = "model-2.safetensors"
+    elif lie == "missing entries":
+        index["weight_map"] = {name: entries[name] for name in names[:3]}
+    elif lie == "other files":
+        index["weight_map"] = {name: entries[names[i - 1]] for i, name in enumerate(names)}
+    else:
+        entries |= dict.fromkeys(
+            ("model.layers.0.self_attn.rotary_emb.inv_freq",), entries[names[0]]
+        )
+    path.write_text(json.dumps(index))
+
+
+def save_trained_tokens(backbone: Path, folder: Path) -> None:
+    config = copy.deepcopy(KINDS_MADE_BY_PEFT["tokens"])
+    config.task_type = "CAUSAL_LM"
+    model = get_peft_model(load_model(backbone), config)
+    for name, parameter in model.named_parameters():
+        if "trainable_tokens" in name:
+            parameter.data += torch.randn(parameter.shape, generator=torch.manual_seed(0))
+    model.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(("case", "lie"), MERGE_CASES)
+def test_a_merged_checkpoint_has_the_logits_of_the_adapter_in_peft(case, lie, merged, at_most):
+    folder = merged / f"{case} {lie}"
+    for adapter in merged_adapters(case):
+        wanted = PeftModel.from_pretrained(load_model(folder / "backbone"), folder / adapter).eval()
+        whole = folder / f"merged-{adapter}"
+        model, report = AutoModelForCausalLM.from_pretrained(whole, output_loading_info=True)
+        assert not any(report.values()), report
+        expected = [logits(wanted, prompt) for prompt in PROMPTS[0]]
+        for prompt, own in zip(PROMPTS[0], expected, strict=True):
+            error = (logits(model.eval(), prompt) - own).abs().max().item()
+            at_most("logits of merged checkpoints", error, 1e-4)
+        with wanted.disable_adapter():
+            assert (logits(wanted, PROMPTS[0][0]) - expected[0]).abs().max() > 0.1
+        files, index = {}, whole / "model.safetensors.index.json"
+        for path in whole.glob("*.safetensors"):
+            files |= dict.fromkeys(load_file(path), path.name)
+        assert index.exists() == (MERGED[case][1] > 1)
+        if index.exists():
+            assert json.loads(index.read_text())["weight_map"] == files
 
 
 def check_exported_logits(trained, task: str, form: str, at_most) -> None:

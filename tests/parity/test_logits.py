@@ -1,9 +1,12 @@
 """transformers and jaxmux compute the same logits from a checkpoint that either of them wrote."""
 
+import json
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from backbones import (
     CONFIGS,
     VOCABULARY,
@@ -12,8 +15,10 @@ from backbones import (
     logits,
     random_model,
     random_prompts,
+    write_files,
 )
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 LIMIT = 1e-4
 PROMPTS = random_prompts(VOCABULARY)
@@ -114,3 +119,60 @@ def test_logits_depend_on_the_whole_context(case, folder):
 def test_rope_scaling_and_sliding_windows_change_the_logits(case, folder):
     model = random_model(WITHOUT_FEATURE[case])
     assert difference(folder, case, model) > 0.01
+
+
+# By case, what config.json says in its top level and in text_config (None: nothing), the head in
+# the files and the number of files.
+HEADS = {
+    f"{flag}-{section}-{head}-{files}": (flag, section, head, files)
+    for (flag, section, head), files in zip(
+        product((True, False, None), (True, False, None), ("absent", "equal", "other", "alone")),
+        [1, 3] * 18,
+        strict=True,
+    )
+    if not (head == "absent" and False in (flag, section) and True not in (flag, section))
+    and not (head == "alone" and not flag)
+}
+
+
+@pytest.fixture(scope="module")
+def heads(tmp_path_factory, jaxmux) -> Path:
+    """Checkpoints whose config.json may contradict their weights, and jaxmux's logits for them."""
+    folder = tmp_path_factory.mktemp("heads")
+    for case, (flag, section, head, files) in HEADS.items():
+        random_model(CONFIGS["llama-tied"]).save_pretrained(folder / case)
+        (weights,) = (folder / case).glob("*.safetensors")
+        tensors, table = load_file(weights), "model.embed_tokens.weight"
+        if head != "absent":
+            other = 2 * tensors[table].roll(1, 0)
+            tensors["lm_head.weight"] = other if head == "other" else tensors[table].clone()
+        if head == "alone":
+            del tensors[table]
+        weights.unlink()
+        write_files(folder / case, tensors, files)
+        config = json.loads((folder / case / "config.json").read_text())
+        del config["tie_word_embeddings"]
+        if flag is not None:
+            config["tie_word_embeddings"] = flag
+        if section is not None:
+            config["text_config"] = {"tie_word_embeddings": section}
+        (folder / case / "config.json").write_text(json.dumps(config))
+    cases = {case: {"backbone": case, "prompts": PROMPTS} for case in HEADS}
+    jaxmux("forward", folder, {"cases": cases})
+    return folder
+
+
+@pytest.mark.parametrize("case", HEADS)
+def test_the_weights_decide_whether_the_head_is_the_embedding_as_in_transformers(
+    case, heads, at_most
+):
+    config = AutoConfig.from_pretrained(heads / case)
+    # It does not read this section in a Llama, and fails to make a generation config of it.
+    vars(config).pop("text_config", None)
+    # It makes a random head if config.json does not say that the embedding is the head.
+    config.tie_word_embeddings |= HEADS[case][2] == "absent"
+    model, report = AutoModelForCausalLM.from_pretrained(
+        heads / case, config=config, dtype=torch.float32, output_loading_info=True
+    )
+    assert not report["missing_keys"]
+    at_most("logits of loaded backbones", difference(heads, case, model.eval()), LIMIT)

@@ -383,6 +383,32 @@ def test_a_backbone_of_several_files_is_merged_file_by_file(
         np.testing.assert_allclose(logits(load_backbone(merged, "float32")), wanted, atol=1e-4)
 
 
+def test_a_merged_checkpoint_has_all_other_files_of_the_backbone(
+    trained, backbone, tmp_path, model, base
+):
+    folder = tmp_path / "backbone"
+    shutil.copytree(backbone, folder)
+    kept = (
+        *("LICENSE", "USE_POLICY.md", "modeling.py", "preprocessor_config.json", "vocab.bpe"),
+        *("chat_template.jinja", "additional_chat_templates/rag.jinja", "licences/a/NOTICE"),
+    )
+    left_out = (
+        *("pytorch_model.bin", "consolidated.safetensors", "adapter_config.json", ".cache/a"),
+        *("tf_model.h5", "original/params.json", "original/consolidated.00.pth", "model.gguf"),
+        *("pytorch_model.bin.index.json", "model.safetensors.index.json", "merged/notes.txt"),
+    )
+    for name in (*kept, *left_out):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(name)
+    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
+    out = folder / "merged" / "lora"
+    write_merged(out, folder, adapter, spec, model.config)
+    before = {path.name for path in backbone.iterdir()}
+    found = {str(path.relative_to(out)) for path in out.rglob("*") if path.is_file()}
+    assert found == {*kept, *before, "README.md"}
+    assert all((out / name).read_text() == name for name in kept)
+
+
 def test_the_norms_of_a_backbone_are_read_once_and_go_with_it(model, base):
     read = []
 

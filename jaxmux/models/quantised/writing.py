@@ -19,7 +19,7 @@ import numpy as np
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.number_formats import DYNAMIC_MAP, NF4_TABLE, DoubleQuantised
 
-from ..architectures import BackboneConfig
+from ..architectures import BackboneConfig, record_tying
 from ..checkpoint_files import copy_other_files, write_tensors
 from ..checkpoint_reader import CheckpointReader, Progress
 from ..fingerprint import backbone_fingerprint
@@ -145,6 +145,7 @@ def write_quantised(
         raw = json.loads(path.read_text())
         for key in (*SETTINGS, "torch_dtype"):
             raw.pop(key, None)
+        record_tying(raw, config.tie_word_embeddings)
         raw |= {"dtype": np.dtype(dtype).name, "quantization_config": _SETTINGS[backbone_format]}
         path.write_text(json.dumps(raw, indent=2) + "\n")
         partial.rename(target)
