@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.peft import KINDS
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.tasks import TaskError
 
@@ -45,14 +46,14 @@ def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
     """
     modules = MODULES if pool.modules is None else pool.modules
     missing = ", ".join(sorted({*own.modules} - {*modules}))
-    without = ", ".join(_missing_kinds(own, pool))
-    adapts, has = f"it adapts {missing}", f"its adapter has {without}"
+    lacking = "; ".join(_missing_kinds(own, pool))
+    adapts = f"it adapts {missing}"
     # By option of a server, what a task needs beyond it.
     problems = {
         "reserved_rank": f"its rank is {own.rank}, the pool's is {pool.rank}"
         * (own.rank > pool.rank),
         "reserved_targets": f"{adapts}, for which the pool has no arrays" * bool(missing),
-        "reserved_adapters": f"{has}, for which the pool has no arrays" * bool(without),
+        "reserved_adapters": lacking,
         "reserved_dropout": "it has dropout, for which the pool was not made"
         * (own.dropout and not pool.dropout),
     }
@@ -66,17 +67,19 @@ def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
 
 
 def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
-    """What a task needs of other adapter kinds than LoRA, and the pool lacks, in words."""
+    """What a task needs of other adapter kinds than LoRA, and the pool lacks: a clause for each."""
     there = {size.kind: size for size in pool.others}
     for size in own.others:
-        found = there.get(size.kind)
+        adapter, found = f"its adapter of the kind {size.kind!r}", there.get(size.kind)
         if found is None:
-            yield f"the kind {size.kind!r}"
+            yield f"{adapter} needs arrays that the pool does not have"
             continue
         if size.rank > found.rank:
-            yield f"size {size.rank}, the pool's is {found.rank}"
+            field = KINDS[size.kind].size_field
+            yield f"{adapter} has size {size.rank} ({field}), the pool's is {found.rank}"
         points = {point.point for point in found.points}
-        yield from (point.point for point in size.points if point.point not in points)
+        if missing := ", ".join(each.point for each in size.points if each.point not in points):
+            yield f"{adapter} changes {missing}, for which the pool has no arrays"
 
 
 def moments_of(pool: PoolSpec) -> int:

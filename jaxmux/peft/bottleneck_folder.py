@@ -210,5 +210,6 @@ bottleneck_kind = AdapterKind(
     identity=("form", "size", "chosen_activation", "chosen_scaling"),
     weights_file="adapter.safetensors",
     rank=lambda spec: spec.size,
+    size_field="size",
     work=bottleneck_work,
 )

@@ -214,4 +214,5 @@ diff_pruning_kind = AdapterKind(
     identity=("columns",),
     merged=_merged,
     rank=lambda spec: spec.columns,
+    size_field="columns",
 )

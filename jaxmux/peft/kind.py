@@ -77,6 +77,7 @@ class AdapterKind(NamedTuple):
       weights_file: name of the file with the arrays.
       rank: function (specification) that returns the size of the axis "rank" of its arrays; by
         default the attribute of this name, 1 if there is none.
+      size_field: the attribute of a specification by which users set that size, for messages.
       factor_rank: the same for its low-rank factors; None if that is `rank`.
       serves: function (specification) that tells whether an adapter whose specification has this
         class is of this kind, for classes of several kinds.
@@ -117,6 +118,7 @@ class AdapterKind(NamedTuple):
     identity: tuple[str, ...] = ()
     weights_file: str = WEIGHTS
     rank: Callable[[Any], int] = lambda specification: getattr(specification, "rank", 1)
+    size_field: str = "rank"
     factor_rank: Callable[[Any], int] | None = None
     serves: Callable[[Any], bool] = lambda specification: True
     merged: Callable[[Any, Any, BackboneConfig], Changes] | None = None

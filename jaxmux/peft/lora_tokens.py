@@ -162,6 +162,7 @@ lora_tokens_kind = AdapterKind(
     _from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern", "trained_tokens"),
     rank=lambda spec: len(spec.trained_tokens),
+    size_field="trained_tokens",
     factor_rank=lambda spec: spec.largest_rank,
     serves=lambda spec: bool(spec.trained_tokens),
     merged=_merged,

@@ -165,4 +165,5 @@ prompt_tuning_kind = AdapterKind(
     virtual_tokens=lambda spec: spec.virtual_tokens,
     with_tokens=_with_tokens,
     rank=lambda spec: spec.virtual_tokens,
+    size_field="virtual_tokens",
 )

@@ -194,4 +194,5 @@ trained_tokens_kind = AdapterKind(
     identity=("indices",),
     merged=_merged,
     rank=lambda spec: len(spec.indices),
+    size_field="indices",
 )

@@ -10,7 +10,7 @@ from jaxmux.field_checks import check_fields, choice, flag, integer, names, numb
 from jaxmux.models import BACKBONE_FORMATS, REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.pallas_kernels import grouped_lora
-from jaxmux.peft import SPECIFICATIONS, kind_of, resolve_targets, size_of_adapter
+from jaxmux.peft import SPECIFICATIONS, LoRA, kind_of, resolve_targets, size_of_adapter
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
@@ -139,14 +139,7 @@ class RunOptions:
 
     def __post_init__(self):
         check_fields(self, PlanningError)
-        object.__setattr__(self, "reserved_adapters", tuple(self.reserved_adapters))
-        for own in self.reserved_adapters:
-            is_known = isinstance(own, tuple(SPECIFICATIONS.values()))
-            if not is_known or kind_of(own).name == LOW_RANK_KIND:
-                raise PlanningError(
-                    f"reserved_adapters: {own!r} is no specification of another kind than LoRA; "
-                    "for LoRA there are reserved_rank and reserved_targets"
-                )
+        self._check_reserved_adapters()
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")
         if self.backbone_cache and not self.backbone_format:
@@ -155,6 +148,26 @@ class RunOptions:
         # A mesh that cannot be read is refused here, before anything is loaded.
         if self.mesh != AUTO_MESH:
             _ = self.deployment
+
+    def _check_reserved_adapters(self) -> None:
+        reserved = self.reserved_adapters
+        if not isinstance(reserved, list | tuple):
+            raise PlanningError(
+                f"reserved_adapters should be a list, such as [@IA3()], found {reserved!r}"
+            )
+        object.__setattr__(self, "reserved_adapters", tuple(reserved))
+        others = [each for each in SPECIFICATIONS.values() if each is not LoRA]
+        for specification in reserved:
+            if not isinstance(specification, tuple(SPECIFICATIONS.values())):
+                raise PlanningError(
+                    f"reserved_adapters: {specification!r} is no specification of an adapter; "
+                    f"there are {', '.join(f'@{each.__name__}()' for each in others)}"
+                )
+            if kind_of(specification).name == LOW_RANK_KIND:
+                raise PlanningError(
+                    "reserved_adapters: a plain LoRA needs no entry; for its size there are "
+                    "reserved_rank and reserved_targets"
+                )
 
     def _check_trackers(self) -> None:
         chosen = (self.trackers,) if isinstance(self.trackers, str) else self.trackers
@@ -192,15 +205,15 @@ class RunOptions:
                 raise PlanningError(message) from None
         sizes = self.reserved_slots, self.reserved_rank, tuple(sorted(targets))
         pool = PoolSpec(*sizes, self.reserved_dropout)
-        try:
-            needed = [
-                pool_of_adapter(
-                    own, kind_of(own).targets(own, config), size_of_adapter(own, config)
-                )
-                for own in self.reserved_adapters
-            ]
-        except ValueError as e:
-            raise PlanningError(f"reserved_adapters: {e}") from None
+        needed = []
+        for specification in self.reserved_adapters:
+            try:
+                targets = kind_of(specification).targets(specification, config)
+                size = size_of_adapter(specification, config)
+                needed.append(pool_of_adapter(specification, targets, size))
+            except ValueError as e:
+                kind = type(specification).__name__
+                raise PlanningError(f"reserved_adapters: {kind}: {e}") from None
         # No further slots are needed for them.
         return merge_pool_specs([pool, *needed])._replace(slots=pool.slots)
 

@@ -284,8 +284,8 @@ def test_slots_are_moved_from_one_pool_to_another(make_mixed, tasks, together, t
 def test_a_kind_without_room_is_refused(make_engine, tasks):
     engine = make_engine()
     for name, problem in {
-        "ia3": "its adapter has the kind 'ia3', for which the pool has no arrays",
-        "pfeiffer": "its adapter has the kind 'bottleneck'",
+        "ia3": "its adapter of the kind 'ia3' needs arrays that the pool does not have",
+        "pfeiffer": "its adapter of the kind 'bottleneck' needs arrays",
     }.items():
         with pytest.raises(TaskError, match=problem):
             engine.refuse_outgrowing(tasks[name])

@@ -108,6 +108,27 @@ def test_exports_have_what_the_run_remembers(run_dir, tmp_path):
     assert AutoTokenizer.from_pretrained(tmp_path / "b" / "tell").chat_template == TELL
 
 
+@pytest.mark.parametrize("form", ["a list", "files"])
+def test_a_merged_checkpoint_keeps_the_further_templates_of_its_tokenizer(
+    form, run_dir, backbone, tmp_path
+):
+    named = tmp_path / "backbone"
+    shutil.copytree(backbone, named)
+    tokenizer = AutoTokenizer.from_pretrained(named)
+    templates = {"default": "{{ messages }}", "tool_use": "{{ tools }}", "rag": "{{ documents }}"}
+    tokenizer.chat_template = templates
+    tokenizer.save_pretrained(named, save_jinja_files=form == "files")
+    shutil.copytree(run_dir, tmp_path / "run")
+    record = json.loads((run_dir / "run.json").read_text())
+    record["backbone"] = str(named)
+    (tmp_path / "run" / "run.json").write_text(json.dumps(record))
+    arguments = [f"--run_dir={tmp_path / 'run'}", f"--out={tmp_path / 'out'}", "--merge"]
+    assert export(arguments) == 0
+    for task, changed in (("tell", {"default": TELL}), ("texts", {})):
+        merged = AutoTokenizer.from_pretrained(tmp_path / "out" / task)
+        assert merged.chat_template == templates | changed
+
+
 def test_an_export_that_replaces_an_adapter_replaces_its_template(run_dir, tmp_path):
     shutil.copytree(run_dir / "adapters" / "ask", tmp_path / "texts")
     assert export([f"--run_dir={run_dir}", f"--out={tmp_path}", "--task=texts", "--overwrite"]) == 0

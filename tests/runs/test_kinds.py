@@ -709,19 +709,35 @@ def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, t
         assert found[name] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
-        "large": "its adapter has size 5, the pool's is 4",
-        "houlsby": "its adapter has self_attn",
-        "ln": "its adapter has the kind 'ln_tuning'",
-        "other-dora": "v_proj, for which the pool has no arrays",
+        "large": "its adapter of the kind 'bottleneck' has size 5 (size), the pool's is 4",
+        "houlsby": "its adapter of the kind 'bottleneck' changes self_attn",
+        "ln": "its adapter of the kind 'ln_tuning' needs arrays that the pool does not have",
+        "other-dora": "kind 'dora' changes self_attn.v_proj, for which the pool has no arrays",
         "wide": "its rank is 6, the pool's is 4",
         "large-eva": "its rank is 6, the pool's is 4",
         "no-label": "none of the first 1 tokens of its training data counts in the loss",
-        "table": "its adapter has embed_tokens, for which the pool has no arrays",
+        "table": "the kind 'lora_tables' changes embed_tokens, for which the pool has no arrays",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
-    for bad in (LoRA(), "ia3"):
-        with pytest.raises(PlanningError, match="is no specification of another kind than LoRA"):
-            ServerOptions(reserved_adapters=[bad])
+
+
+@pytest.mark.parametrize(
+    ("reserved", "says"),
+    [
+        ([LoRA()], "a plain LoRA needs no entry; for its size there are reserved_rank"),
+        (["ia3"], r"'ia3' is no specification of an adapter; there are @DoRA\(\), @IA3\(\), "),
+        ([{"kind": "ia3"}], ".* is no specification of an adapter"),
+        ([IA3], ".* is no specification of an adapter"),
+        (IA3(), r"should be a list, such as \[@IA3\(\)\], found IA3\("),
+        (None, "should be a list, such as"),
+        ("ia3", "should be a list, such as"),
+        ([IA3(target_modules="k_proj")], "IA3: feedforward_modules: mlp.down_proj is not among"),
+        ([DoRA(target_modules="nope")], "DoRA: target_modules: 'nope' matches no"),
+    ],
+)
+def test_an_adapter_that_cannot_be_reserved_is_refused_by_kind_and_field(reserved, says, model):
+    with pytest.raises(PlanningError, match=f"^reserved_adapters:? {says}"):
+        ServerOptions(reserved_adapters=reserved).reserved(model.config)
 
 
 @pytest.fixture(scope="module")
