@@ -8,12 +8,14 @@ it would get alone. int8 and nf4 are those of bitsandbytes 0.50.2 on the CPU, bi
   (`quantised_rows` encodes activations), and therefore the values lie with k last.
 - int8: one scale for an output channel (LLM.int8(), Dettmers et al. 2022, section 2.1).
 - nf4: 16 quantiles of the normal distribution, one scale for 64 values along k; the scales are
-  themselves stored in 8 bits (QLoRA, Dettmers et al. 2023, section 3).
+  themselves stored in 8 bits (QLoRA, Dettmers et al. 2023, section 3). If k is no multiple of 64,
+  blocks go on from one row of W^T to the next, and the last one of a layer is padded.
 - scaled: integers of 4 or 8 bits or e4m3, one scale for a block of any size. It holds the weights
   of checkpoints that are quantised already, and nothing is encoded in it.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -77,12 +79,13 @@ class DoubleQuantised(NamedTuple):
     """The scales of nf4, in 8 bits: `DYNAMIC_MAP[absmax] * nested + offset`.
 
     Attributes:
-      absmax: codes of the largest magnitudes of all blocks of 64 weights, less their mean.
+      absmax: codes of the largest magnitudes of all blocks of 64 weights, less their mean. Where
+        blocks go on from one row to the next, there is one row of codes: [*L, 1, blocks].
       nested: the scale of 256 consecutive codes; those of a layer are counted row by row.
       offset: mean of the largest magnitudes of all blocks of a layer.
     """
 
-    absmax: UInt8[Array, "*L n blocks"]
+    absmax: UInt8[Array, "*L rows blocks"]
     nested: Float32[Array, "*L groups"]
     offset: Float32[Array, "*L"]
 
@@ -225,23 +228,26 @@ def encode_nf4(
       scales: see `encode_absmax`.
 
     Raises:
-      ValueError: k is not a multiple of 64.
+      ValueError: k is odd.
     """
     values, absmax = encode_blocks(weights)
     return values, encode_absmax(absmax)
 
 
 def decode_nf4(
-    values: UInt8[Array, "*L n bytes"], scales: DoubleQuantised | Float32[Array, "*L n blocks"]
+    values: UInt8[Array, "*L n bytes"], scales: DoubleQuantised | Float32[Array, "*L rows blocks"]
 ) -> Float32[Array, "*L k n"]:
     """The weights that `encode_nf4` stored.
 
     Args:
       values: see `encode_nf4`.
-      scales: doubly quantised, or plain float32 as `encode_blocks` returns them.
+      scales: doubly quantised, or plain float32 as `encode_blocks` or `absmax_of_rows` returns
+        them.
     """
     absmax = decode_absmax(scales) if isinstance(scales, DoubleQuantised) else scales
-    codes = unpacked(values).reshape(*absmax.shape, NF4_BLOCK)
+    absmax = absmax_of_rows(absmax, values.shape)
+    codes = unpacked(values)
+    codes = codes.reshape(*absmax.shape, codes.shape[-1] // absmax.shape[-1])
     numbers = jnp.asarray(NF4_TABLE).at[codes].get(mode="promise_in_bounds")
     channels = numbers * absmax[..., None]
     return jnp.swapaxes(channels.reshape(*values.shape[:-1], -1), -1, -2)
@@ -249,31 +255,66 @@ def decode_nf4(
 
 def encode_blocks(
     weights: Float[Array, "*L k n"],
-) -> tuple[UInt8[Array, "*L n bytes"], Float32[Array, "*L n blocks"]]:
+) -> tuple[UInt8[Array, "*L n bytes"], Float32[Array, "*L rows blocks"]]:
     """Encodes weights in nf4, blocks of 64 along k, with scales in float32.
 
     Returns:
       values: see `encode_nf4`.
-      absmax: the largest magnitude of every block, [*L, n, k / 64].
+      absmax: the largest magnitude of every block, [*L, n, k / 64]; [*L, 1, n k / 64], rounded up,
+        if k is no multiple of 64.
 
     Raises:
-      ValueError: k is not a multiple of 64.
+      ValueError: k is odd.
     """
-    if weights.shape[-2] % NF4_BLOCK:
+    *stack, k, n = weights.shape
+    if k % 2:
         raise ValueError(
-            f"nf4 takes blocks of {NF4_BLOCK} weights along the input of a linear, "
-            f"which is {weights.shape[-2]} wide"
+            f"nf4 stores two weights in a byte, and the input of a linear is {k} wide, which is odd"
         )
     channels = _channels(weights)
-    blocks = channels.reshape(*channels.shape[:-1], -1, NF4_BLOCK)
+    rows = channels.reshape(*stack, *((n, k) if k % NF4_BLOCK == 0 else (1, n * k)))
+    padding = [(0, 0)] * (rows.ndim - 1) + [(0, -rows.shape[-1] % NF4_BLOCK)]
+    blocks = jnp.pad(rows, padding).reshape(*rows.shape[:-1], -1, NF4_BLOCK)
     absmax = jnp.max(jnp.abs(blocks), axis=-1)
     scaled = blocks * (1.0 / jnp.maximum(absmax, _SMALLEST_NORMAL))[..., None]
     codes = _nearest(jnp.clip(scaled, -1.0, 1.0), NF4_TABLE)
+    codes = codes.reshape(*rows.shape[:-1], -1)[..., : rows.shape[-1]]
     return packed(codes.reshape(channels.shape)), absmax
 
 
+def absmax_of_rows(
+    absmax: Float32[Array, "*L rows blocks"], shape: tuple[int, ...]
+) -> Float32[Array, "*L n parts"]:
+    """The scales of nf4, so many for each row of W^T that none of them is of two rows.
+
+    Args:
+      absmax: from `encode_blocks`. If k is a multiple of 64, it is returned.
+      shape: the shape of the values, [*L, n, k / 2].
+
+    Returns:
+      Otherwise the scale of every g = gcd(k, 64) consecutive weights of a row, [*L, n, k / g].
+    """
+    *stack, n, packed_k = shape
+    k = 2 * packed_k
+    if k % NF4_BLOCK == 0 or absmax.shape[-2:] != (1, -(-n * k // NF4_BLOCK)):
+        return absmax
+    part = math.gcd(k, NF4_BLOCK)
+    parts = jnp.repeat(absmax, NF4_BLOCK // part, axis=-1)[..., : n * k // part]
+    return parts.reshape(*stack, n, k // part)
+
+
+def absmax_of_blocks(absmax: Float32[Array, "n parts"], k: int) -> Float32[Array, " blocks"]:
+    """The scales of the blocks of a layer, from those of `absmax_of_rows`.
+
+    Args:
+      absmax: the scales of rows of k weights.
+      k: the input width of the linear.
+    """
+    return absmax.reshape(-1)[:: NF4_BLOCK * absmax.shape[-1] // k]
+
+
 def encode_absmax(
-    absmax: Float32[Array, "*L n blocks"], offset: Float32[Array, "*L"] | None = None
+    absmax: Float32[Array, "*L rows blocks"], offset: Float32[Array, "*L"] | None = None
 ) -> DoubleQuantised:
     """Encodes the scales of nf4 in 8 bits.
 
@@ -296,7 +337,7 @@ def encode_absmax(
     return DoubleQuantised(codes[..., : flat.shape[-1]].reshape(absmax.shape), nested, offset)
 
 
-def decode_absmax(scales: DoubleQuantised) -> Float32[Array, "*L n blocks"]:
+def decode_absmax(scales: DoubleQuantised) -> Float32[Array, "*L rows blocks"]:
     """The largest magnitudes of blocks of weights that `encode_absmax` stored."""
     codes, nested, offset = scales
     *stack, n, blocks = codes.shape
@@ -432,6 +473,6 @@ FORMATS: dict[str, NumberFormat] = {
         lambda values: values.shape,
         lambda *_: (("input", "output"), ("output",)),
     ),
-    "nf4": NumberFormat(encode_nf4, decode_nf4, _unpacked_shape, _axes_of_nf4, NF4_BLOCK),
+    "nf4": NumberFormat(encode_nf4, decode_nf4, _unpacked_shape, _axes_of_nf4, 2),
     "scaled": NumberFormat(None, decode_scaled, _shape_of_codes, _axes_of_blocks),
 }

@@ -12,6 +12,8 @@ from jaxmux.pallas_kernels.number_formats import (
     DYNAMIC_MAP,
     FORMATS,
     NF4_TABLE,
+    absmax_of_blocks,
+    absmax_of_rows,
     decode_absmax,
     encode_absmax,
     encode_blocks,
@@ -239,11 +241,29 @@ def test_an_outlier_changes_codes_of_its_own_block_only():
     np.testing.assert_allclose(round_trip("nf4", weights)[0, 70, 7], 1e4, rtol=1e-6)
 
 
-@pytest.mark.parametrize("k", [32, 96])
-def test_nf4_refuses_a_width_that_is_no_multiple_of_its_blocks(k):
-    assert k % FORMATS["nf4"].least_multiple
-    with pytest.raises(ValueError, match=f"nf4 takes blocks of 64 .* which is {k} wide"):
-        FORMATS["nf4"].encode(jnp.ones((k, 4)))
+@pytest.mark.parametrize(("k", "n"), [(352, 48), (100, 6), (96, 5), (32, 3), (2, 1)])
+def test_blocks_of_nf4_go_on_from_one_row_to_the_next(k, n):
+    """A linear whose rows are put end to end, and padded, has the same blocks in one row."""
+    weights = np.random.default_rng(k).standard_normal((LAYERS, k, n)).astype(np.float32)
+    ends = np.pad(weights.swapaxes(1, 2).reshape(LAYERS, n * k), ((0, 0), (0, -n * k % 64)))
+    values, scales = ENCODE["nf4"](jnp.asarray(weights))
+    long_values, long_scales = ENCODE["nf4"](jnp.asarray(ends[:, :, None]))
+    assert_same_bits(scales, long_scales)
+    assert_same_bits(values.reshape(LAYERS, -1), long_values.reshape(LAYERS, -1)[:, : n * k // 2])
+    decoded = DECODE["nf4"](values, scales)
+    rows = DECODE["nf4"](long_values, long_scales)[:, : n * k, 0].reshape(LAYERS, n, k)
+    assert_same_bits(decoded.swapaxes(1, 2), rows)
+    blocks = jax.jit(decode_absmax)(scales)
+    of_rows = absmax_of_rows(blocks, values.shape)
+    assert of_rows.shape == (LAYERS, n, k // np.gcd(k, 64))
+    assert_same_bits(DECODE["nf4"](values, of_rows), decoded)
+    assert_same_bits(absmax_of_blocks(of_rows[1], k), blocks[1, 0])
+
+
+def test_nf4_refuses_odd_widths():
+    assert 99 % FORMATS["nf4"].least_multiple
+    with pytest.raises(ValueError, match="two weights in a byte, .* is 99 wide, which is odd"):
+        FORMATS["nf4"].encode(jnp.ones((99, 4)))
 
 
 def test_decoding_nf4_to_bfloat16_keeps_no_float32_weights():

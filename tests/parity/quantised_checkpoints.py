@@ -70,7 +70,9 @@ def decoded_4_bits(values: torch.Tensor, state: functional.QuantState) -> torch.
         return functional.dequantize_4bit(values, state)
     # The function for the CPU takes blocks to end with a row, unlike what encodes them, and unlike
     # all other devices.
-    absmax = functional.dequantize_blockwise(state.absmax, state.state2) + state.offset
+    absmax = state.absmax
+    if state.nested:
+        absmax = functional.dequantize_blockwise(absmax, state.state2) + state.offset
     return _dequantize_4bit_compute(
         values.reshape(-1), absmax, state.code, state.blocksize, state.shape, state.dtype
     )
@@ -222,7 +224,16 @@ CASES: dict[str, tuple[Callable[[Path], Decoded], tuple[str, str]]] = {
             **_4_BITS,
             bnb_4bit_use_double_quant=True,
         ),
-        ("nf4", "float32"),
+        ("nf4", "nf4"),
+    ),
+    "nf4, blocks across rows, scales in float32": (
+        lambda folder: with_bitsandbytes(
+            folder,
+            torch.float32,
+            {"hidden_size": 100, "intermediate_size": 352, "head_dim": 24},
+            **_4_BITS,
+        ),
+        ("nf4", "nf4"),
     ),
     "fp4": (
         lambda folder: with_bitsandbytes(

@@ -5,6 +5,8 @@ import pytest
 import torch
 
 functional = pytest.importorskip("bitsandbytes").functional
+pytest.importorskip("compressed_tensors")
+from quantised_checkpoints import decoded_4_bits  # noqa: E402
 
 LAYERS = 2
 # By case, the dtype and the shape [n, k] of the weights of a layer, and whether the sum of the
@@ -16,6 +18,11 @@ CASES = {
     "float16": (torch.float16, (50, 192), True),
     "ties": (torch.float32, (1, 64), True),
     "any sum": (torch.float32, (136, 1920), False),
+    # Blocks go on from one row to the next.
+    "352": (torch.float32, (48, 352), False),
+    "100": (torch.bfloat16, (50, 100), False),
+    "96": (torch.float16, (30, 96), False),
+    "2": (torch.float32, (7, 2), False),
 }
 
 
@@ -32,7 +39,7 @@ def weights_of(case: str) -> torch.Tensor:
     generator = torch.Generator().manual_seed(len(case))
     weights = torch.randn(LAYERS, n, k, generator=generator)
     weights *= torch.randn(LAYERS, n, 1, generator=generator).exp()
-    weights[:, n // 2, 3] = 30
+    weights[:, n // 2, 3 % k] = 30
     weights[:, n // 3] = 0
     if exact:
         # Multiples of 2^-8 below 2^5: the sum of up to 2^11 of them is exact.
@@ -52,17 +59,18 @@ def nf4_of(weights: torch.Tensor, double: bool) -> tuple[torch.Tensor, functiona
 
 def decoded(values: torch.Tensor, state: functional.QuantState, dtype=torch.float32):
     state.dtype = dtype
-    return functional.dequantize_4bit(values, state)
+    return decoded_4_bits(values, state)
 
 
 def of_bitsandbytes(weights: torch.Tensor) -> dict[str, torch.Tensor]:
     """Everything that `encoded_weights.encoded_weights` returns, for one layer [n, k]."""
-    (n, _), found = weights.shape, {}
+    (n, k), found = weights.shape, {}
+    rows = n if k % 64 == 0 else 1
     values, state = nf4_of(weights, double=False)
-    found["nf4.plain"], found["nf4.plain.absmax"] = values.view(n, -1), state.absmax.view(n, -1)
+    found["nf4.plain"], found["nf4.plain.absmax"] = values.view(n, -1), state.absmax.view(rows, -1)
     found["nf4.plain.decoded"] = decoded(values, state)
     values, state = nf4_of(weights, double=True)
-    found["nf4"], found["nf4.absmax"] = values.view(n, -1), state.absmax.view(n, -1)
+    found["nf4"], found["nf4.absmax"] = values.view(n, -1), state.absmax.view(rows, -1)
     found["nf4.nested_absmax"], found["nf4.offset"] = state.state2.absmax, state.offset
     found["nf4.decoded"] = decoded(values, state)
     found["int8"], found["int8.absmax"], _ = functional.int8_vectorwise_quant(weights)

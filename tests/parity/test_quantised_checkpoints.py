@@ -21,6 +21,8 @@ from quantised_checkpoints import (  # noqa: E402
 PROMPTS = random_prompts(VOCABULARY)
 # By format, the dtype of the other weights in checkpoints that jaxmux writes.
 WRITTEN = {"nf4": "float32", "int8": "float16", "float8": "float32"}
+# The same for models whose widths are no multiples of 64, and for one that bitsandbytes has made.
+WIDTHS = {"nf4-352": "widths", "nf4-again": "nf4, blocks across rows, scales in float32"}
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +36,12 @@ def checkpoints(tmp_path_factory, jaxmux):
     requests = {name: {"backbone": name, "prompts": PROMPTS} for name in names.values()}
     jaxmux("forward", folder, {"cases": requests})
     make_model(folder / "model", torch.float32)
+    make_model(
+        folder / "widths", torch.float32, hidden_size=100, intermediate_size=352, head_dim=24
+    )
     written = {form: ("model", form, dtype) for form, dtype in WRITTEN.items()}
+    sources = {name: names.get(source, source) for name, source in WIDTHS.items()}
+    written |= {name: (source, "nf4", "float32") for name, source in sources.items()}
     backbones = [*names.values(), *written]
     jaxmux("decode", folder, {"backbones": backbones, "written": written})
     return made
@@ -70,7 +77,7 @@ def test_logits_are_those_of_the_decoded_weights(case, checkpoints, at_most):
             at_most("logits of quantised backbones, relative", error, 1e-5)
 
 
-@pytest.mark.parametrize("form", WRITTEN)
+@pytest.mark.parametrize("form", [*WRITTEN, *WIDTHS])
 def test_a_checkpoint_that_jaxmux_writes_has_the_same_weights_in_the_library(form, checkpoints):
     folder = checkpoints["nf4"][0].parent
     model = AutoModelForCausalLM.from_pretrained(folder / form, device_map="cpu")

@@ -16,6 +16,7 @@ from jaxmux.pallas_kernels.number_formats import (
     NF4_BLOCK,
     NF4_TABLE,
     DoubleQuantised,
+    absmax_of_rows,
     unpacked,
 )
 
@@ -82,7 +83,7 @@ def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
         tensors.require("weight.nested_absmax", ("F32",), (nested,))
         tensors.require("weight.nested_quant_map", ("F32",), (256,))
         parts += _NESTED
-    is_nf4 = state.blocksize == NF4_BLOCK and k % NF4_BLOCK == 0
+    is_nf4 = state.blocksize == NF4_BLOCK and k % 2 == 0
     is_nf4 &= np.array_equal(tensors.read("weight.quant_map"), NF4_TABLE)
     if is_nf4 and is_double and state.nested_blocksize == ABSMAX_BLOCK:
         # The last bits of the map depend on the machine on which torch has made it.
@@ -140,7 +141,7 @@ def _int8(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight,
 
 def _double_nf4(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
     n, k = stored.size
-    codes = arrays["weight.absmax"].reshape(n, k // NF4_BLOCK)
+    codes = arrays["weight.absmax"].reshape(1 if k % NF4_BLOCK else n, -1)
     scales = DoubleQuantised(codes, arrays["weight.nested_absmax"], arrays["offset"])
     values = _bytes(arrays["weight"]).reshape(n, k // 2)
     return (FrozenWeight(values, scales, "nf4", stored.rounding),)
@@ -148,8 +149,9 @@ def _double_nf4(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenW
 
 def _nf4(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
     n, k = stored.size
-    scales = _absmax(arrays, stored).reshape(n, k // NF4_BLOCK)
     values = _bytes(arrays["weight"]).reshape(n, k // 2)
+    scales = _absmax(arrays, stored).reshape(1 if k % NF4_BLOCK else n, -1)
+    scales = absmax_of_rows(scales, values.shape)
     return (FrozenWeight(values, scales, "nf4", stored.rounding),)
 
 

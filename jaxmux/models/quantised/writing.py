@@ -17,7 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
-from jaxmux.pallas_kernels.number_formats import DYNAMIC_MAP, NF4_TABLE, DoubleQuantised
+from jaxmux.pallas_kernels.number_formats import (
+    DYNAMIC_MAP,
+    NF4_TABLE,
+    DoubleQuantised,
+    absmax_of_blocks,
+)
 
 from ..architectures import BackboneConfig, record_tying
 from ..checkpoint_files import copy_other_files, write_tensors
@@ -181,6 +186,6 @@ def _parts(weight: FrozenWeight, dtype: np.dtype) -> dict[str, np.ndarray]:
         f"{STATE}nf4": np.frombuffer(json.dumps(state).encode(), np.uint8),
     }
     if not isinstance(scales := weight.scales, DoubleQuantised):
-        return parts | {"weight.absmax": scales.reshape(-1)}
+        return parts | {"weight.absmax": absmax_of_blocks(scales, weight.input_size)}
     nested = {"weight.nested_absmax": scales.nested, "weight.nested_quant_map": DYNAMIC_MAP}
     return parts | nested | {"weight.absmax": scales.absmax.reshape(-1)}
