@@ -329,7 +329,13 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="write whole checkpoints, with the adapter merged into the weights of the backbone "
         "(all kinds but Bottleneck and PromptTuning)",
     )
-    return parse_options(parser, arguments)
+    options = parse_options(parser, arguments)
+    if options.merge and options.serving:
+        parser.error(
+            "--serving is for adapters, and --merge writes whole checkpoints, which any server "
+            "loads; leave one of them out"
+        )
+    return options
 
 
 def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:

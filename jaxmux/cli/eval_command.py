@@ -49,7 +49,9 @@ def run(options: argparse.Namespace) -> int:
     # By tokenizer, the data that have been read.
     cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
-        spec, weights = import_adapter(adapter, backbone.config, backbone.fingerprint, base)
+        spec, weights = import_adapter(
+            adapter, backbone.config, backbone.fingerprint, base, base_model=str(folder)
+        )
         task, reader = dataclasses.replace(task, adapter=spec), tokenizer
         with_own = adapter_tokenizer(adapter, tokenizer)
         has_own_tokens = tokenizer_key(with_own)[0] != tokenizer_key(tokenizer)[0]

@@ -124,7 +124,13 @@ def _answering(
     for label, tokenizer in tokenizers.items():
         adapter = (None, None)
         if label in folders:
-            adapter = import_adapter(folders[label], backbone.config, backbone.fingerprint, base)
+            adapter = import_adapter(
+                folders[label],
+                backbone.config,
+                backbone.fingerprint,
+                base,
+                base_model=backbone.name_or_path,
+            )
         stops = end_of_turn(tokenizer) if are_chats else ()
         yield Answering(label, *adapter, tokenizer, stops)
 

@@ -232,6 +232,7 @@ def prepare_task(
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
     loaded: Loaded | None = None,
+    base_model: str = "",
 ) -> PreparedTask:
     """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
 
@@ -248,6 +249,8 @@ def prepare_task(
         Kinds that are trained as differences from the backbone need it for `task.resume_from`.
       loaded: data that other tasks with this backbone and tokenizer have read, as for `read_data`;
         None reads all data of the task.
+      base_model: name or path of the backbone. If the folder `task.resume_from` names another one,
+        a warning says so. Empty checks nothing.
 
     Returns:
       The prepared task, for `Engine.register_tasks` and `best_shape`.
@@ -262,7 +265,7 @@ def prepare_task(
         targets = dict(kind.targets(first.adapter, config))
         if task.resume_from is not None:
             refuse_other_tokens(task.resume_from, tokenizer)
-            _saved_adapter(task, targets, config, base, base_fingerprint)
+            _saved_adapter(task, targets, config, base, base_fingerprint, base_model)
         _refuse_sample_prompt(task, config, tokenizer)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
@@ -333,10 +336,11 @@ def _saved_adapter(
     config: BackboneConfig,
     base: BaseTensors | None,
     base_fingerprint: str = "",
+    base_model: str = "",
 ) -> Any:
     """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
     specification."""
-    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base)
+    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base, base_model)
     kind = kind_of(task.adapter)
     if kind_of(saved) is not kind:
         # Kinds with one class of specifications differ in fields of it.

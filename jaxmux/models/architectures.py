@@ -13,7 +13,7 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .checkpoint_files import EMBEDDING_TENSOR, HEAD_TENSOR, CheckpointTensors, has_weights, shards
 from .errors import BackboneError
-from .quantised.linears import kept_linears
+from .quantised.linears import kept_linears, quantised_tensors
 from .quantised.settings import Quantisation, quantisation_of
 
 # The key of config.json that says whether the head is the embedding.
@@ -138,6 +138,11 @@ class BackboneConfig:
             return config
         sizes = {module: linear_sizes(config, module)[::-1] for module in MODULES}
         with CheckpointTensors(path.parent) as files:
+            if not quantised_tensors(files):
+                _warn_once(
+                    f"{path}: says that the weights are quantised ({quantisation.method}), but no "
+                    "tensor of them is; they are read as they are, and trained on as that"
+                )
             kept = kept_linears(files, quantisation, sizes, config.num_layers, backbone_format)
         return dataclasses.replace(config, quantisation=quantisation, kept=tuple(kept.items()))
 
@@ -275,7 +280,7 @@ def _is_tied(path: Path, raw: dict[str, Any], claimed: bool) -> bool:
     is_tied, reason = _tying_of_files(path.parent, files, claimed)
     if is_tied != claimed or len(set(claims.values())) > 1:
         says = " and ".join(f"{name}={json.dumps(value)}" for name, value in claims.items())
-        _warn_of_tying(
+        _warn_once(
             f"{path}: {says or f'no {_TIED}'}, but {reason}; the head is "
             f"{'the embedding' if is_tied else 'not the embedding'}, as in the weights"
         )
@@ -313,7 +318,7 @@ def _equal(tensors: CheckpointTensors, one: str, other: str) -> bool:
 
 
 @cache
-def _warn_of_tying(message: str) -> None:
+def _warn_once(message: str) -> None:
     logging.getLogger(__name__).warning("%s", message)
 
 

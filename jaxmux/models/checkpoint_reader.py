@@ -26,7 +26,7 @@ from .checkpoint_files import HEAD_TENSOR, CheckpointTensors
 from .errors import BackboneError
 from .host import on_host
 from .modules import Weights, abstract_weights, is_weight, layer_linears
-from .quantised.linears import layer_name, stored_linear, weights_of
+from .quantised.linears import layer_name, quantised_tensors, stored_linear, weights_of
 from .quantised.settings import WHAT_TO_DO
 from .quantised.stored_linear import StoredLinear
 from .tensor_names import HEAD, hf_name, module_path, tensor_shapes
@@ -98,6 +98,11 @@ class CheckpointReader:
 
     def _check(self) -> None:
         folder, names = self._files.folder, set(self._files.names)
+        if self._config.quantisation is None and (parts := quantised_tensors(self._files)):
+            raise BackboneError(
+                f"{folder}: tensor {parts[0]} shows that weights are quantised, but config.json "
+                f"has no quantization_config; restore it, or {WHAT_TO_DO}"
+            )
         shapes = tensor_shapes(self._config)
         for name in self._stored:
             names -= set(self._files.of_module(name)) - {f"{name}.bias"}

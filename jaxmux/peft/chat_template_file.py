@@ -204,7 +204,7 @@ def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
 def _settings_in(path: Path) -> dict[str, Any]:
     """The JSON object in a file; empty if there is no such file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:

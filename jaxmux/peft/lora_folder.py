@@ -27,6 +27,10 @@ _NOT_SUPPORTED = (
     "target_parameters",
     "trainable_token_indices",
     "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
 )
 
 

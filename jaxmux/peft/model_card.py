@@ -24,6 +24,14 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/?$")
 # What the hub accepts as the name of a model.
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
+_HERE = "# run this in the folder of this card"
+# Where the backbone has no public name, the card does not show its path; adapter_config.json does.
+_IMPORT_JSON = ("import json", "")
+_READ_NAME = (
+    """python3 -c 'import json; print(json.load(open("adapter_config.json"))"""
+    """["base_model_name_or_path"])'"""
+)
+
 
 class Notes(NamedTuple):
     """What is known of the training of an adapter, for its card.
@@ -60,7 +68,7 @@ def adapter_card(
       notes: what is known of the training; None if nothing is.
       rendering: how the training data became text; None if that is not known.
     """
-    base = model_name(base_model)
+    base, public = model_name(base_model), public_name(base_model)
     has_template = bool(rendering and rendering.own_template)
     is_peft = "peft_type" in settings
     tags = [f"base_model:adapter:{base}", "jaxmux"]
@@ -80,9 +88,9 @@ def adapter_card(
         "## Use",
         _prompts(rendering, "the chat template in `chat_template.jinja`"),
         (_use_with_peft if is_peft else _use_with_adapters)(
-            base, _tokenizer_class(base_model), has_template
+            public, _tokenizer_class(base_model), has_template
         ),
-        _use_with_vllm(settings, base, title, merges, has_template),
+        _use_with_vllm(settings, public, title, merges, has_template),
     ]
     return "\n\n".join(filter(None, text)) + "\n"
 
@@ -109,23 +117,48 @@ def merged_card(
             "python",
             f"from transformers import AutoModelForCausalLM, {reader}",
             "",
-            'model = AutoModelForCausalLM.from_pretrained("FOLDER_OF_THIS_CARD")',
-            f'tokenizer = {reader}.from_pretrained("FOLDER_OF_THIS_CARD")',
+            _HERE,
+            'model = AutoModelForCausalLM.from_pretrained(".")',
+            f'tokenizer = {reader}.from_pretrained(".")',
         ),
     ]
     return "\n\n".join(filter(None, text)) + "\n"
 
 
+def public_name(base_model: str) -> str | None:
+    """The name of a backbone on the Hugging Face hub: that of a folder of the hub's cache, or the
+    one that transformers has noted in a folder's config.json (`_name_or_path`).
+
+    Args:
+      base_model: name or path of the backbone.
+
+    Returns:
+      None if it is not known.
+    """
+    if cached := _CACHED.search(base_model):
+        return f"{cached[1]}/{cached[2]}"
+    if not Path(base_model).exists():
+        return base_model if _is_public(base_model) else None
+    try:
+        noted = json.loads((Path(base_model) / "config.json").read_text())["_name_or_path"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return noted if isinstance(noted, str) and _is_public(noted) else None
+
+
+def _is_public(name: str) -> bool:
+    """Whether a name is one of the hub, with the organisation, and no folder that is there."""
+    return "/" in name and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
+
+
 def model_name(base_model: str) -> str:
-    """The name of a backbone: that on the Hugging Face hub for a folder of the hub's cache, and
-    otherwise the last part of its path.
+    """The name of a backbone: that on the Hugging Face hub if it is known, and otherwise the last
+    part of its path.
 
     Args:
       base_model: name or path of the backbone.
     """
-    if cached := _CACHED.search(base_model):
-        return f"{cached[1]}/{cached[2]}"
-    return Path(base_model).name or "backbone"
+    return public_name(base_model) or Path(base_model).name or "backbone"
 
 
 def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: Notes | None) -> str:
@@ -217,43 +250,51 @@ def _tokenizer_class(base_model: str) -> str:
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 
 
-def _tokenizer(base: str, reader: str, has_template: bool) -> list[str]:
-    """The lines of code that load the tokenizer."""
-    lines = [f"tokenizer = {reader}.from_pretrained({json.dumps(base)})"]
+def _loaded_base(public: str | None, variable: str, reader: str, has_template: bool) -> list[str]:
+    """The lines of code that load the backbone, into a variable, and its tokenizer."""
+    lines = [f"name = {json.dumps(public)}"]
+    if public is None:
+        lines = [
+            'with open("adapter_config.json") as file:',
+            '    name = json.load(file)["base_model_name_or_path"]',
+        ]
+    lines.append(f"{variable} = AutoModelForCausalLM.from_pretrained(name)")
+    lines.append(f"tokenizer = {reader}.from_pretrained(name)")
     if has_template:
-        lines.append('with open("FOLDER_OF_THIS_CARD/chat_template.jinja") as file:')
+        lines.append('with open("chat_template.jinja") as file:')
         lines.append("    tokenizer.chat_template = file.read()")
     return lines
 
 
-def _use_with_peft(base: str, reader: str, has_template: bool) -> str:
+def _use_with_peft(public: str | None, reader: str, has_template: bool) -> str:
     return _block(
         "python",
+        *_IMPORT_JSON[: 2 * (public is None)],
         "from peft import PeftModel",
         f"from transformers import AutoModelForCausalLM, {reader}",
         "",
-        f"base = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-        *_tokenizer(base, reader, has_template),
-        'model = PeftModel.from_pretrained(base, "FOLDER_OF_THIS_CARD")',
+        _HERE,
+        *_loaded_base(public, "base", reader, has_template),
+        'model = PeftModel.from_pretrained(base, ".")',
     )
 
 
-def _use_with_adapters(base: str, reader: str, has_template: bool) -> str:
+def _use_with_adapters(public: str | None, reader: str, has_template: bool) -> str:
     return _block(
         "python",
+        *_IMPORT_JSON[: 2 * (public is None)],
         "import adapters",
         f"from transformers import AutoModelForCausalLM, {reader}",
         "",
-        f"model = AutoModelForCausalLM.from_pretrained({json.dumps(base)})",
-        *_tokenizer(base, reader, has_template),
+        _HERE,
+        *_loaded_base(public, "model", reader, has_template),
         "adapters.init(model)",
-        'model.load_adapter("FOLDER_OF_THIS_CARD", with_head=False, use_safetensors=True, '
-        "set_active=True)",
+        'model.load_adapter(".", with_head=False, use_safetensors=True, set_active=True)',
     )
 
 
 def _use_with_vllm(
-    settings: Mapping[str, Any], base: str, title: str, merges: bool, has_template: bool
+    settings: Mapping[str, Any], public: str | None, title: str, merges: bool, has_template: bool
 ) -> str:
     """How to serve an adapter with vLLM, or how to make something of it that vLLM serves."""
     merge = "`jaxmux export --merge` makes a checkpoint that vLLM loads."
@@ -262,11 +303,13 @@ def _use_with_vllm(
         ranks = [rank for rank in _VLLM_RANKS if rank >= settings["r"]]
         if not ranks:
             return f"vLLM has no room for rank {settings['r']}. {merge}"
+        base = f'"$({_READ_NAME})"' if public is None else shlex.quote(public)
         return _block(
             "sh",
-            f"vllm serve {shlex.quote(spaced(base))} --enable-lora --max-lora-rank {ranks[0]} "
-            f"--lora-modules {shlex.quote(spaced(title))}=FOLDER_OF_THIS_CARD"
-            + " --chat-template FOLDER_OF_THIS_CARD/chat_template.jinja"
+            _HERE,
+            f"vllm serve {base} --enable-lora --max-lora-rank {ranks[0]} "
+            f"--lora-modules {shlex.quote(spaced(title))}=."
+            + " --chat-template chat_template.jinja"
             * has_template,
         )
     if settings.get("peft_type") == "VERA" or settings.get("rank_pattern"):

@@ -3,8 +3,11 @@ those of AdapterHub."""
 
 import errno
 import json
+import logging
 import os
 import shutil
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ from .chat_template_file import TRAINED_ON, write_chat_template
 from .kind import WEIGHTS as WEIGHTS
 from .kind import AdapterKind, BaseTensors
 from .kinds import KINDS, kind_of
-from .model_card import CARD, Notes, adapter_card
+from .model_card import CARD, Notes, adapter_card, model_name, public_name
 
 # The settings in an adapter folder; the arrays are in the `weights_file` of its kind.
 SETTINGS = "adapter_config.json"
@@ -32,6 +35,26 @@ _BASE = "jaxmux.base_fingerprint"
 _BASE_FORMAT = "jaxmux.base_format"
 # Files of PEFT and of AdapterHub that are not read.
 _PICKLES = ("adapter_model.bin", "pytorch_adapter.bin")
+# Settings that PEFT and AdapterHub write. Those that change what an adapter computes are read or
+# refused by its kind.
+_KNOWN_SETTINGS = frozenset(
+    """
+    alora_invocation_tokens alpha_pattern arrow_config auto_mapping base_model_name_or_path bias
+    corda_config d_initial ensure_weight_tying eva_config exclude_modules fan_in_fan_out
+    feedforward_modules inference_mode init_ia3_weights init_lora_weights init_weights kasa_config
+    layer_replication layers_pattern layers_to_transform loftq_config lora_alpha lora_bias
+    lora_dropout lora_ga_config mask_type megatron_config megatron_core modules_to_save
+    monteclora_config num_attention_heads num_layers num_transformer_submodules num_virtual_tokens
+    peft_type peft_version projection_prng_key prompt_tuning_init prompt_tuning_init_text
+    qalora_group_size r random_seed rank_pattern revision runtime_config save_projection
+    target_modules target_parameters task_type token_dim token_indices tokenizer_kwargs
+    tokenizer_name_or_path trainable_token_indices use_bdlora use_dora use_qalora use_rslora
+    velora_config vera_dropout
+    config config_id hidden_size model_class model_name model_type name version
+    """.split()
+)
+# Bytes of a model card that is read.
+_LARGEST_CARD = 2**20
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
 
@@ -67,7 +90,8 @@ def export_adapter(
       spec: the specification with which the adapter was trained, for example a `LoRA`.
       config: configuration of the backbone (`Backbone.config`). Its `backbone_format` is recorded
         in the metadata of the weights.
-      base_model: name or path of the backbone, recorded as `base_model_name_or_path`.
+      base_model: name or path of the backbone. Its public name, if that is known, is recorded as
+        `base_model_name_or_path`, otherwise what is given.
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
         multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
@@ -88,7 +112,7 @@ def export_adapter(
     tensors = kind.tensors(spec, adapter, config, serving, base)
     settings = {
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base_model,
+        "base_model_name_or_path": public_name(base_model) or base_model,
         "inference_mode": True,
         **kind.settings(spec, config, serving),
     }
@@ -135,8 +159,10 @@ def import_adapter(
     config: BackboneConfig,
     base_fingerprint: str = "",
     base: BaseTensors | None = None,
+    base_model: str = "",
 ) -> tuple[Any, Any]:
-    """Reads an adapter folder.
+    """Reads an adapter folder. Settings that jaxmux does not know, and the name of another base
+    model than the backbone, are told in a warning.
 
     Args:
       folder: folder with `adapter_config.json` and the weights.
@@ -144,6 +170,8 @@ def import_adapter(
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
         another one is refused. Empty checks nothing.
       base: as for `export_adapter`.
+      base_model: name or path of the backbone, with which those that adapter_config.json and
+        README.md name are compared. Empty checks nothing.
 
     Returns:
       A pair: the specification, for example a `LoRA`, and the weights. Those of LoRA are, by path
@@ -177,7 +205,64 @@ def import_adapter(
         raise AdapterError(f"{folder}: {e}") from None
     if tensors:
         raise AdapterError(f"{folder}: tensor {min(tensors)} belongs to no target module")
+    if unknown := sorted(key for key in settings.keys() - _KNOWN_SETTINGS if settings[key]):
+        _warn_once(
+            f"{where}: jaxmux does not know, and ignores, {', '.join(map(repr, unknown[:5]))}"
+            f"{' and others' * (len(unknown) > 5)}; an adapter that needs this computes something "
+            "else here"
+        )
+    if base_model:
+        is_same = bool(recorded) and recorded == base_fingerprint
+        _warn_of_another_base(folder, settings, base_model, is_same)
     return spec, adapter
+
+
+def _warn_of_another_base(
+    folder: Path, settings: Mapping[str, Any], base_model: str, is_same: bool
+) -> None:
+    """Warns if the folder names another base model than the backbone.
+
+    Args:
+      folder: the adapter folder.
+      settings: its adapter_config.json.
+      base_model: name or path of the backbone.
+      is_same: whether a fingerprint says that the adapter was trained on the backbone. Its folder
+        may have another name since.
+    """
+    paths = (model_name(base_model), base_model, os.path.realpath(base_model))
+    names = {Path(path).name.casefold() for path in paths}
+    claims = {SETTINGS: settings.get("base_model_name_or_path"), CARD: _base_on_card(folder)}
+    for file, claim in claims.items():
+        for name in claim if isinstance(claim, list) else [claim]:
+            if not name or not isinstance(name, str):
+                continue
+            if is_same and public_name(name) is None:
+                continue
+            if Path(model_name(name)).name.casefold() not in names:
+                _warn_once(
+                    f"{folder / file}: names the base model {name!r}, and the backbone is "
+                    f"{base_model}; an adapter makes sense on the model that it was trained on"
+                )
+                return
+
+
+def _base_on_card(folder: Path) -> Any:
+    """The base model in the metadata of the model card; None if there is none."""
+    # They are loaded here because only folders with a card need them.
+    from huggingface_hub import metadata_load
+    from yaml import YAMLError
+
+    try:
+        if (folder / CARD).stat().st_size > _LARGEST_CARD:
+            return None
+        return (metadata_load(folder / CARD) or {}).get("base_model")
+    except (OSError, ValueError, AttributeError, YAMLError):
+        return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    logging.getLogger(__name__).warning("%s", message)
 
 
 def is_adapter_folder(folder: Path) -> bool:

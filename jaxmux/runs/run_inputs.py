@@ -219,7 +219,7 @@ def read_inputs(
     # The configurations of a sweep read their data once.
     given, loaded = (config, tokenizer, fingerprints["backbone"], base), Loaded()
     with timeline.span("read the data"), TemplateClock(begun):
-        prepared = [prepare_task(task, *given, loaded) for task in tasks]
+        prepared = [prepare_task(task, *given, loaded, str(backbone)) for task in tasks]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:

@@ -127,6 +127,7 @@ def tuning_server(
                 tokenizer=tokenizer,
                 base_fingerprint=fingerprint,
                 base=checkpoint_tensors(path, dtype, options.backbone_format),
+                base_model=str(path),
             ),
             store=store,
             saved=kept.saved,

@@ -108,6 +108,33 @@ def test_int8_stays_and_is_what_the_format_encodes(plain, tmp_path):
     np.testing.assert_array_equal(read, linear(found, "mlp", "up_proj").decoded()[1].T)
 
 
+@pytest.mark.parametrize(
+    "settings", [INT8, CHANNELS, {"quant_method": "fp8"}, {"quant_method": "fbgemm_fp8"}]
+)
+def test_plain_weights_that_are_said_to_be_quantised_are_read_with_a_warning(
+    settings, plain, tmp_path, caplog
+):
+    folder = quantised(plain, tmp_path / "a", settings, lambda weight: {"weight": weight.T})
+    wanted = load_backbone(plain)
+    for _ in range(2):
+        found = load_backbone(folder)
+        jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)
+    (message,) = [record.getMessage() for record in caplog.records]
+    method = settings["quant_method"]
+    assert f"says that the weights are quantised ({method}), but no tensor of them is" in message
+
+
+@pytest.mark.parametrize("tensors_of", [of_int8, of_float8])
+def test_quantised_weights_that_are_not_said_to_be_quantised_are_refused(
+    tensors_of, plain, tmp_path
+):
+    folder = quantised(plain, tmp_path, {}, tensors_of)
+    part = min(tensors_of(jnp.ones((2, 2))).keys() - {"weight", "input_scale"})
+    message = rf"proj\.{part} shows that weights are quantised, but config.json has no quantization"
+    with pytest.raises(BackboneError, match=message):
+        load_backbone(folder)
+
+
 def test_codes_of_float8_are_multiplied_only_if_that_is_asked_for(plain, tmp_path):
     folder = quantised(plain, tmp_path, CHANNELS, of_float8)
     asked = load_backbone(folder, backbone_format="float8")

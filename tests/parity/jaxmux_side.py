@@ -1,6 +1,6 @@
 """jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
-    python jaxmux_side.py forward|train|prepare|encode|decode FOLDER
+    python jaxmux_side.py forward|train|prepare|encode|decode|settings FOLDER
 
 It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
 in a request are absolute or relative to FOLDER.
@@ -56,6 +56,7 @@ from jaxmux.peft import (
     write_merged,
 )
 from jaxmux.peft.leaves import named_leaves
+from jaxmux.peft.peft_folder import _KNOWN_SETTINGS
 from jaxmux.planner.packing import ShapeClass, pack_round
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import Task
@@ -364,6 +365,11 @@ def decode(folder: Path, request: Request) -> None:
         save_json(folder / "decoded" / f"{name}.json", formats)
 
 
+def settings(folder: Path, request: Request) -> None:
+    """Writes `settings.json`, the keys of adapter_config.json that jaxmux knows."""
+    save_json(folder / "settings.json", sorted(_KNOWN_SETTINGS))
+
+
 def save_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.parent.mkdir(exist_ok=True)
     np.savez(path, **arrays)
@@ -375,5 +381,5 @@ def save_json(path: Path, value: Any) -> None:
 
 if __name__ == "__main__":
     command, where = sys.argv[1], Path(sys.argv[2])
-    commands = {f.__name__: f for f in (forward, train, prepare, encode, decode)}
+    commands = {f.__name__: f for f in (forward, train, prepare, encode, decode, settings)}
     commands[command](where, json.loads((where / "request.json").read_text()))

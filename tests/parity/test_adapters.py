@@ -1,6 +1,7 @@
 """Adapter folders can be exchanged between jaxmux, PEFT and servers such as vLLM."""
 
 import copy
+import dataclasses
 import json
 from pathlib import Path
 
@@ -281,6 +282,13 @@ def test_another_kind_that_peft_wrote_has_the_same_logits_in_jaxmux(kind, import
     at_most("logits of imported adapters", error, 1e-4)
     with model.disable_adapter():
         assert largest_difference(found, slot, PROMPTS[slot], model) > 0.1
+
+
+def test_all_settings_of_peft_are_known(jaxmux, tmp_path):
+    classes = (LoraConfig, *map(type, KINDS_MADE_BY_PEFT.values()), PromptTuningConfig)
+    fields = {field.name for each in classes for field in dataclasses.fields(each)}
+    jaxmux("settings", tmp_path, {})
+    assert fields <= set(json.loads((tmp_path / "settings.json").read_text()))
 
 
 @pytest.fixture(scope="module")

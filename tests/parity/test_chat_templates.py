@@ -107,13 +107,13 @@ def transformers_answers(model, tokenizer) -> list[str]:
     return found
 
 
-def test_the_code_on_the_cards_answers_as_jaxmux_does(folder, backbone):
+def test_the_code_on_the_cards_answers_as_jaxmux_does(folder, monkeypatch):
     adapters = [folder / "run" / "adapters" / name for name in TEMPLATES]
     found = answers(folder, *(f"--adapter={path}" for path in adapters))
     for path in adapters:
         code = re.search(r"```python\n(.*?)```", (path / "README.md").read_text(), re.S)[1]
-        code = code.replace("FOLDER_OF_THIS_CARD", str(path)).replace('"base"', f"{backbone!r}")
         names: dict = {}
+        monkeypatch.chdir(path)
         exec(code, names)
         model = names["model"].to(torch.float32).eval()
         assert names["tokenizer"].chat_template == TEMPLATES[path.name]

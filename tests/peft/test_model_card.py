@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from huggingface_hub.utils import validate_repo_id
 
 from jaxmux.data import Rendering
-from jaxmux.peft.model_card import Notes, adapter_card, merged_card, model_name
+from jaxmux.peft.model_card import Notes, adapter_card, merged_card, model_name, public_name
 
 LORA = {"peft_type": "LORA", "r": 12}
 HOSTILE = [
@@ -50,6 +50,7 @@ def test_the_metadata_are_those_that_peft_writes(tmp_path):
         ("/home/me/base", "base"),
         ("/cache/models--meta-llama--Llama-3.2-1B/snapshots/0123abcd", "meta-llama/Llama-3.2-1B"),
         ("meta-llama/", "meta-llama"),
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
     ],
 )
 def test_a_backbone_is_named_without_its_folder(path, name, tmp_path):
@@ -57,6 +58,29 @@ def test_a_backbone_is_named_without_its_folder(path, name, tmp_path):
     text = card(base=path)
     assert parsed(text, tmp_path).data.base_model == name
     assert "/home" not in text and "/cache" not in text
+
+
+@pytest.mark.parametrize(
+    ("noted", "public"),
+    [
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("/home/me/Llama-3.2-1B", None),
+        ("./models/base", None),
+        ("models/a/b", None),
+        ("Llama-3.2-1B", None),
+        ("", None),
+        (None, None),
+        (3, None),
+    ],
+)
+def test_a_name_that_transformers_has_noted_is_the_public_one(noted, public, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"_name_or_path": noted}))
+    assert public_name(str(tmp_path)) == public
+    text = card(base=str(tmp_path))
+    assert (f'name = "{public}"' in text) == ("vllm serve meta" in text) == (public is not None)
+    assert str(tmp_path) not in text
+    (tmp_path / "config.json").write_text("[]")
+    assert public_name(str(tmp_path)) is None
 
 
 @pytest.mark.parametrize("base", ["/x/two words", "/x/a--b", "/x/-a", "/x/" + "a" * 97, "/x/é"])
@@ -126,7 +150,7 @@ def test_a_card_says_how_prompts_are_rendered(settings, tmp_path):
         assert sentence in parsed(text, tmp_path).text
         has_file = rendering.own_template is not None
         assert ("tokenizer.chat_template = file.read()" in text) == has_file
-        served = "--chat-template FOLDER_OF_THIS_CARD/chat_template.jinja" in text
+        served = "--chat-template chat_template.jinja" in text
         assert served == (has_file and settings is LORA)
         merged = merged_card("/models/base", "lora", None, rendering)
         assert ("chats that the chat template of the tokenizer" in merged) == has_file

@@ -321,3 +321,70 @@ def test_tensors_that_numpy_cannot_hold_are_named(folder, config):
     (folder / "adapter_model.safetensors").write_bytes(data)
     with pytest.raises(AdapterError, match="tensor x is F8_E4M3; expected BF16, F16, F32, F64"):
         import_adapter(folder, config)
+
+
+def warnings_of(caplog) -> list[str]:
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_settings_that_are_not_known_are_told_once_by_name(folder, config, caplog):
+    edit_settings(folder, rank_schedule=[1, 2], lora_alfa=3, from_the_future=None, peft_version="1")
+    for _ in range(2):
+        import_adapter(folder, config)
+    (message,) = warnings_of(caplog)
+    assert message.startswith(f"{folder / 'adapter_config.json'}: jaxmux does not know, and ignor")
+    assert "'lora_alfa', 'rank_schedule';" in message
+    assert "from_the_future" not in message and "peft_version" not in message
+
+
+@pytest.mark.parametrize("key", ["arrow_config", "kasa_config", "monteclora_config", "use_bdlora"])
+def test_settings_that_change_what_is_computed_are_refused(key, folder, config):
+    edit_settings(folder, **{key: {"a": 1}})
+    with pytest.raises(AdapterError, match=f"adapter_config.json: {key}=.* is not supported"):
+        import_adapter(folder, config)
+
+
+# By case: what adapter_config.json and the card name, the backbone, whether the fingerprint of the
+# weights says that it is the same, and whether there is a warning.
+BASES = {
+    "the same path": ("/models/base", None, "/models/base", False, False),
+    "the same name elsewhere": ("/models/Base", None, "/data/base", False, False),
+    "its name on the hub": ("org/base", None, "/models/base", False, False),
+    "a copy of another organisation": ("org/base", "org/base", "other/base", False, False),
+    "the cache of the hub": ("org/base", None, "/c/models--org--base/snapshots/0ab", False, False),
+    "nothing": (None, None, "/models/base", False, False),
+    "another path": ("/models/another", None, "/models/base", False, True),
+    "another name": ("org/another", None, "/models/base", False, True),
+    "another name on the card": ("org/base", "org/another", "/models/base", False, True),
+    "a list on the card": (None, ["org/another"], "/models/base", False, True),
+    "a name without an organisation": ("another", None, "/models/base", False, True),
+    "a backbone that was moved": ("/models/another", "another", "/models/base", True, False),
+    "another name, though it is the same": ("org/another", None, "/models/base", True, True),
+}
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_an_adapter_that_names_another_base_model_is_told_once(case, folder, config, caplog):
+    named, on_card, backbone, is_same, warns = BASES[case]
+    edit_settings(folder, base_model_name_or_path=named)
+    card = f"---\nbase_model: {json.dumps(on_card)}\n---\n# a\n" if on_card else "# a\n"
+    (folder / "README.md").write_text(card)
+    weights = folder / "adapter_model.safetensors"
+    save_file(load_file(weights), weights, {"jaxmux.base_fingerprint": "1"} if is_same else None)
+    for _ in range(2):
+        import_adapter(folder, config, "1", base_model=backbone)
+    messages = warnings_of(caplog)
+    assert len(messages) == warns
+    if warns:
+        assert "another' and the backbone is" in messages[0].replace("',", "'")
+        assert messages[0].endswith("on the model that it was trained on")
+
+
+def test_the_public_name_of_the_backbone_is_recorded(config, tmp_path):
+    spec, backbone = SPECS["two names"], tmp_path / "models--org--base" / "snapshots" / "0ab"
+    for base, recorded in ((str(backbone), "org/base"), (str(tmp_path), "org/noted")):
+        (tmp_path / "config.json").write_text('{"_name_or_path": "org/noted"}')
+        export_adapter(tmp_path / "a", trained(spec, config), spec, config, base)
+        assert settings_of(tmp_path / "a")["base_model_name_or_path"] == recorded
+        card = (tmp_path / "a" / "README.md").read_text()
+        assert f'base_model: "{recorded}"' in card and f'name = "{recorded}"' in card

@@ -338,6 +338,14 @@ def test_merged_checkpoints_have_the_logits_of_the_adapter(
     assert not out.exists()
 
 
+def test_merging_and_folding_a_scale_exclude_each_other(trained, tmp_path, capsys):
+    arguments = [f"--run_dir={trained}", f"--out={tmp_path / 'out'}", "--merge", "--serving"]
+    with pytest.raises(SystemExit):
+        run_command("export", arguments, prog="jaxmux export")
+    assert "--serving is for adapters, and --merge writes whole" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
 def test_a_backbone_of_several_files_is_merged_file_by_file(
     tied, trained, backbone, tmp_path, model, base, logits

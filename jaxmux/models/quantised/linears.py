@@ -15,6 +15,11 @@ from .settings import Quantisation
 from .stored_linear import LinearTensors, StoredLinear
 
 _ABSMAX = "weight.absmax"
+# Ends of names that tensors have in quantised checkpoints only, also of libraries that are refused.
+_ONLY_QUANTISED = (
+    *(f".{scale}" for scale in SCALES),
+    *(".SCB", f".{_ABSMAX}", ".weight_packed", ".qweight", ".qzeros"),
+)
 
 
 def stored_linear(
@@ -46,6 +51,15 @@ def stored_linear(
     if not parts.isdisjoint(SCALES):
         return stored_with_scales(tensors, quantisation)
     return None
+
+
+def quantised_tensors(files: CheckpointTensors) -> list[str]:
+    """The names of tensors that show that a checkpoint is quantised.
+
+    Args:
+      files: the tensors of the checkpoint.
+    """
+    return [name for name in files.names if name.endswith(_ONLY_QUANTISED)]
 
 
 def weights_of(
