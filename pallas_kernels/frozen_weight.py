@@ -151,12 +151,13 @@ class FrozenWeight:
 
     def divisible(self) -> "FrozenWeight":
         """The same weights, stored so that they can be divided (see `is_divisible`). In nf4 the
-        scales are then in float32, which takes 9% more memory, and more if the linear's input is no
-        multiple of 64 (see `number_formats.absmax_of_rows`)."""
+        scales are then in float32, which takes 9% more memory; twice as much memory if the linear's
+        input is no multiple of 64, with a scale for so few weights that four devices can divide
+        it."""
         if self.is_divisible:
             return self
         absmax = number_formats.decode_absmax(self.scales)
-        scales = number_formats.absmax_of_rows(absmax, self.values.shape)
+        scales = number_formats.absmax_of_rows(absmax, self.values.shape, finer=4)
         return dataclasses.replace(self, scales=scales)
 
     def map_axes(self, function: Callable[[Any, tuple[str | None, ...]], Any]) -> "FrozenWeight":

@@ -283,22 +283,24 @@ def encode_blocks(
 
 
 def absmax_of_rows(
-    absmax: Float32[Array, "*L rows blocks"], shape: tuple[int, ...]
+    absmax: Float32[Array, "*L rows blocks"], shape: tuple[int, ...], finer: int = 1
 ) -> Float32[Array, "*L n parts"]:
     """The scales of nf4, so many for each row of W^T that none of them is of two rows.
 
     Args:
       absmax: from `encode_blocks`. If k is a multiple of 64, it is returned.
       shape: the shape of the values, [*L, n, k / 2].
+      finer: how many scales there are in place of one, so that rows can be divided.
 
     Returns:
-      Otherwise the scale of every g = gcd(k, 64) consecutive weights of a row, [*L, n, k / g].
+      Otherwise the scale of every g = gcd(k, 64) / `finer` consecutive weights of a row, but of no
+      fewer than the 2 of a byte: [*L, n, k / g].
     """
     *stack, n, packed_k = shape
     k = 2 * packed_k
     if k % NF4_BLOCK == 0 or absmax.shape[-2:] != (1, -(-n * k // NF4_BLOCK)):
         return absmax
-    part = math.gcd(k, NF4_BLOCK)
+    part = max(2, math.gcd(k, NF4_BLOCK) // finer)
     parts = jnp.repeat(absmax, NF4_BLOCK // part, axis=-1)[..., : n * k // part]
     return parts.reshape(*stack, n, k // part)
 

@@ -254,10 +254,11 @@ def test_blocks_of_nf4_go_on_from_one_row_to_the_next(k, n):
     rows = DECODE["nf4"](long_values, long_scales)[:, : n * k, 0].reshape(LAYERS, n, k)
     assert_same_bits(decoded.swapaxes(1, 2), rows)
     blocks = jax.jit(decode_absmax)(scales)
-    of_rows = absmax_of_rows(blocks, values.shape)
-    assert of_rows.shape == (LAYERS, n, k // np.gcd(k, 64))
-    assert_same_bits(DECODE["nf4"](values, of_rows), decoded)
-    assert_same_bits(absmax_of_blocks(of_rows[1], k), blocks[1, 0])
+    for finer in (1, 4):
+        of_rows = absmax_of_rows(blocks, values.shape, finer)
+        assert of_rows.shape == (LAYERS, n, k // max(2, np.gcd(k, 64) // finer))
+        assert_same_bits(DECODE["nf4"](values, of_rows), decoded)
+        assert_same_bits(absmax_of_blocks(of_rows[1], k), blocks[1, 0])
 
 
 def test_nf4_refuses_odd_widths():

@@ -23,17 +23,17 @@ from tests.engine.several_devices.test_meshes import (
 )
 from tests.engine.test_backbone_formats import with_linears
 
-# Half of a width still has whole blocks of nf4.
-SIZES = dict(hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
+# Half of a width still has whole blocks of nf4, or blocks go on from row to row.
+SIZES = dict(hidden_size=128, intermediate_size=96, num_heads=4, num_kv_heads=2, head_dim=32)
 # Each format is divided by the input and by the output.
 FORMAT_OF = {
     "q_proj": "int8",
     "k_proj": "nf4",
     "v_proj": "scaled",
-    "o_proj": "nf4",
+    "o_proj": "int8",
     "gate_proj": "scaled",
     "up_proj": "nf4",
-    "down_proj": "int8",
+    "down_proj": "nf4",
 }
 MESH = {"layers": (4,), "stage": Stage(fsdp=2, tp=2)}
 
