@@ -294,13 +294,10 @@ def _tying_of_files(
     """Whether the head is the embedding, and why. The files and the times of their last changes
     stand for what is in them, because comparing two tables can take a second."""
     with CheckpointTensors(folder) as tensors:
-        head, has_embedding = (
-            tensors.of_module(HEAD_TENSOR.removesuffix(".weight")),
-            EMBEDDING_TENSOR in tensors,
-        )
+        head = tensors.of_module(HEAD_TENSOR.removesuffix(".weight"))
         if not head:
             return True, f"there is no {HEAD_TENSOR}"
-        if not has_embedding:
+        if EMBEDDING_TENSOR not in tensors:
             return claimed, f"there is only {HEAD_TENSOR}"
         if head != [HEAD_TENSOR] or not _equal(tensors, HEAD_TENSOR, EMBEDDING_TENSOR):
             return False, f"{HEAD_TENSOR} differs from {EMBEDDING_TENSOR}"
