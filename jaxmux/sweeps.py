@@ -47,7 +47,7 @@ class Sweep:
     configurations early. The *rungs* are the steps first_rung, first_rung * factor, first_rung *
     factor ** 2 … before the last step of the task. At rung i, the held-out losses of all
     configurations that have come so far are compared, and only the best n / factor ** i of the n
-    configurations, rounded down and at least one, go on. The others have succeeded, like tasks that
+    configurations, rounded down and at least one, go on. The others stop early, like tasks that
     stop early, with the adapter that they have then. The losses are compared when all of them are
     measured, so the choice depends on nothing but them: not on the number of configurations that
     train at the same time, nor on the devices. A configuration that has failed, or whose loss is

@@ -2,7 +2,7 @@
 
 | code | meaning |
 |---|---|
-| 0 | done; all tasks succeeded |
+| 0 | done; no task failed |
 | 1 | a task failed, and the others are finished |
 | 2 | the input was refused; nothing was trained |
 | 3 | the command broke, for example on a full disk; training continues from the last checkpoint |

@@ -25,6 +25,7 @@ from jaxmux.peft import (
 )
 from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
+from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 
 # Files of backbones, one of which every checkpoint folder has.
@@ -162,7 +163,7 @@ def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
         return steps
     summary = Summary.load(run_dir / "summary.json")
     done = {} if summary is None else summary.tasks.get(name, {})
-    return done["steps"] if done.get("status") == "succeeded" else None
+    return done["steps"] if done.get("status") in ("succeeded", STOPPED_EARLY) else None
 
 
 def _state(progress: TaskProgress, steps: int | None) -> str:

@@ -13,7 +13,7 @@ NAME.status.json beside each file tells what has become of the task. The config
 sets serve.backbone and other options of the server, but no tasks.
 
 Exit codes:
-  0         every task succeeded
+  0         no task failed
   1         a task failed, and the others are finished
   2         the config or the data was refused; nothing was trained
   3         the run broke, for example on a full disk; the same command

@@ -9,6 +9,7 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate, TrainedTask
 from jaxmux.models import checkpoint_tensors, devices_bytes
 from jaxmux.peft import export_adapter
+from jaxmux.printable import shown_state
 from jaxmux.sweeps import Sweep
 
 from .checkpoints import Checkpoints
@@ -106,7 +107,11 @@ class Recorder:
         """Writes which tasks have ended before the others, if there are new ones."""
         progress = {name: self._engine.progress(name) for name in self._engine.names}
         ended = {
-            name: {"status": own.status, "error": own.error, "stopped_early": own.stopped_early}
+            name: {
+                "status": shown_state(own.status, own.stopped_early),
+                "error": own.error,
+                "stopped_early": own.stopped_early,
+            }
             for name, own in progress.items()
             if own.status != "running"
         }

@@ -68,8 +68,8 @@ def fine_tune(
         several processes, only process 0 uses it.
 
     Returns:
-      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if every
-      task succeeded.
+      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if no
+      task failed.
 
     Raises:
       TaskError: there is no task, or a task cannot be trained. Nothing has been trained by this
@@ -135,7 +135,7 @@ def _finished_summary(directory: RunDirectory | None, console: RunConsole) -> Su
         console.say(f"{directory.summary}: damaged; it is written again")
         return None
     for name, task in summary.tasks.items():
-        if task["status"] == "succeeded" and not is_adapter_folder(directory.adapter(name)):
+        if task["status"] != "failed" and not is_adapter_folder(directory.adapter(name)):
             console.say(f"{directory.adapter(name)}: missing; it is exported again")
             return None
     return summary

@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 from jaxmux.engine import Engine
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import device_peak
+from jaxmux.printable import shown_state
 
 from .run_checkpoint import RunPosition
 
 _TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
 _TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")
-_TASK_FIELDS += ("best_step", "stopped_early")
+# Summaries of earlier versions lack these.
+_LATER_FIELDS = ("best_step", "stopped_early", "bad_streak")
 
-_RESULTS = {"steps", *_TASK_FIELDS} - {"best_step", "stopped_early"}
+_RESULTS = {"steps", *_TASK_FIELDS}
 
 
 class Summary(NamedTuple):
@@ -23,14 +25,16 @@ class Summary(NamedTuple):
     A target token is a token that counts in the loss.
 
     Attributes:
-      tasks: by name, a dict with the task's results. "status" is "succeeded" or "failed", and
-        "error" is the reason for a failure or None. "steps" is the number of global batches
+      tasks: by name, a dict with the task's results. "status" is "succeeded" (all steps are
+        trained), "stopped early" (the task has an adapter too) or "failed", and "error" is the
+        reason for a failure or None. "steps" is the number of global batches
         trained. "train_loss_first" and "train_loss_last" are the losses of the first and last
         applied update; "eval_loss_first" and "eval_loss" are the losses of the held-out data before
         and after training. Losses are in nats per target token, or None if there is none. "tokens"
         and "target_tokens" count all tokens and the target tokens that were trained;
         "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
-        of updates that were skipped because a value was not finite. "samples_truncated" and
+        of updates that were skipped because a value was not finite, and "bad_streak" the number of
+        those at the end of training. "samples_truncated" and
         "samples_dropped" count the training samples that were cut or left out because of their
         length. "best_step" is the number of steps after which the loss of the held-out data was
         lowest, or None; "stopped_early" is the reason why a task stopped before its last step, or
@@ -67,8 +71,8 @@ class Summary(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """True if every task succeeded."""
-        return all(task["status"] == "succeeded" for task in self.tasks.values())
+        """True if no task failed."""
+        return all(task["status"] != "failed" for task in self.tasks.values())
 
     @classmethod
     def of(
@@ -112,6 +116,9 @@ class Summary(NamedTuple):
             summary = cls(**json.loads(path.read_text()))
             # Whoever has a summary may then rely on every result being there.
             complete = all(_RESULTS <= task.keys() for task in summary.tasks.values())
+            for task in summary.tasks.values():
+                # Earlier versions wrote "succeeded" for tasks that stopped early.
+                task["status"] = shown_state(task["status"], task.get("stopped_early"))
         except (OSError, ValueError, TypeError, AttributeError):
             return None
         return summary if complete else None
@@ -123,5 +130,7 @@ class Summary(NamedTuple):
 
 def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
     fields, samples = engine.progress(name).to_json(), engine.prepared(name).samples
-    progress = {"steps": fields["step"]} | {field: fields[field] for field in _TASK_FIELDS}
+    names = (*_TASK_FIELDS, *_LATER_FIELDS)
+    progress = {"steps": fields["step"]} | {field: fields[field] for field in names}
+    progress["status"] = shown_state(fields["status"], fields["stopped_early"])
     return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}

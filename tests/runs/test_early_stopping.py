@@ -41,7 +41,7 @@ def test_a_run_that_was_killed_keeps_the_best_adapter(
     tasks = [measured, make_task("other", steps=20)]
     whole = train(tmp_path / "whole", *tasks, checkpoint_every=5)
     found, printed = whole.tasks["measured"], capsys.readouterr().out
-    assert found["status"] == "succeeded" and found["steps"] < 40
+    assert found["status"] == "stopped early" and found["steps"] < 40
     assert found["best_step"] == found["steps"] - 6
     assert f"measured step {found['best_step']}/40 held-out loss " in printed
     assert "task measured: stopped early, 3 measurements of the held-out loss" in printed
@@ -80,7 +80,8 @@ def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_i
         found = train(tmp_path, make_task("a", steps=steps, optimizer=AdamW(3e-2), **fields)).tasks[
             "a"
         ]
-        assert (found["status"], found["steps"], found["best_step"]) == ("succeeded", 3, 1)
+        how = "succeeded" if why is None else "stopped early"
+        assert (found["status"], found["steps"], found["best_step"]) == (how, 3, 1)
         assert found["stopped_early"] is None if why is None else why in found["stopped_early"]
 
 

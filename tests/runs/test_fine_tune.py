@@ -27,6 +27,7 @@ METRICS = ["step", "task", "task_step", "loss", "lr", "grad_norm", "target_token
 METRICS += ["computed_tokens", "skipped", "time"]
 TASK_SUMMARY = {"status", "error", "steps", "train_loss_first", "train_loss_last", "eval_loss"}
 TASK_SUMMARY |= {"eval_target_tokens", "target_tokens", "tokens", "best_step", "stopped_early"}
+TASK_SUMMARY |= {"skipped", "bad_streak"}
 SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding_fraction"}
 SUMMARY |= {"wall_seconds", "versions", "peak_memory_bytes", "predicted_memory_bytes"}
 SUMMARY |= {"round_seconds", "predicted_round_seconds", "sweeps"}

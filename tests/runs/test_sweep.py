@@ -76,7 +76,7 @@ def test_the_worse_stop_at_rungs_and_failed_tasks_rank_last(sweep, sweep_run):
         kept = ranking[: 4 // 2**rung]
         for place, name in enumerate(ranking[len(kept) :], start=len(kept) + 1):
             task = summary.tasks[name]
-            assert (task["status"], task["steps"]) == ("succeeded", step)
+            assert (task["status"], task["steps"]) == ("stopped early", step)
             assert task["eval_loss"] == losses[name, step]
             total = 4 if rung == 1 else 2
             assert task["stopped_early"].startswith(f"at rung {rung} (step {step}), ")
