@@ -1,6 +1,19 @@
 """What people read on terminals and pages. Text of others, such as names of files and words of a
 model, is shown without unprintable characters: control characters, which a terminal obeys, line
-separators, and halves of surrogate pairs."""
+separators, and halves of surrogate pairs. Names that are too wide for a table are broken between
+words."""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions
+    from rich.measure import Measurement
+    from rich.text import Text
+
+# A word with the separators behind it. A comma between digits belongs to a number.
+_WORD = re.compile(r"(?:[^\s_./=:;,+-]|(?<=\d),(?=\d))+[\s_./=:;,+-]*|[\s_./=:;,+-]+")
 
 
 def escaped(text: str, keep: str = "") -> str:
@@ -32,3 +45,37 @@ def shown_state(state: str, reason: str | None) -> str:
         succeeded has a reason only if it stopped early.
     """
     return STOPPED_EARLY if state == "succeeded" and reason else state
+
+
+class Name:
+    """A cell of a rich table with a text such as a name or a path. Where the column is too narrow,
+    the text is broken behind spaces, underscores, slashes and other separators; a word is broken
+    only if it is wider than the column."""
+
+    def __init__(self, text: str):
+        self.text = text
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __rich_measure__(self, console: "Console", options: "ConsoleOptions") -> "Measurement":
+        from rich.cells import cell_len
+        from rich.measure import Measurement
+
+        words = [word for line in self.text.split("\n") for word in _WORD.findall(line)]
+        longest = max((cell_len(word.rstrip()) for word in words), default=0)
+        widest = max(map(cell_len, self.text.split("\n")))
+        return Measurement(longest, widest).clamp(max_width=options.max_width)
+
+    def __rich_console__(self, console: "Console", options: "ConsoleOptions") -> Iterator["Text"]:
+        from rich.cells import cell_len
+        from rich.text import Text
+
+        for line in self.text.split("\n"):
+            shown = ""
+            for word in _WORD.findall(line):
+                if shown and cell_len(shown + word.rstrip()) > options.max_width:
+                    yield Text(shown.rstrip(), overflow="fold")
+                    shown = ""
+                shown += word
+            yield Text(shown.rstrip(), overflow="fold")

@@ -10,7 +10,7 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.printable import escaped
 
 from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
-from .plan_tables import number_table
+from .plan_tables import NumberTable
 
 # Where there are no colours, these stand around text that counts in the loss.
 MARKS = "⟦", "⟧"
@@ -110,7 +110,7 @@ def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len
 
 
 def _sources(sources: Sequence[SourceReport]) -> Table:
-    table = number_table("source", "records", "epoch", "share", "tokens", "loss", "cut", "left out")
+    table = NumberTable("source", "records", "epoch", "share", "tokens", "loss", "cut", "left out")
     for own in sources:
         left_out = own.dropped + own.bad_records
         table.add_row(

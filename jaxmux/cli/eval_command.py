@@ -9,11 +9,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 from typing import Any
-
-from rich import box
-from rich.table import Table
 
 from jaxmux.atomic_files import holds_object, require_output, write_atomically
 from jaxmux.backbone_folder import resolve_backbone
@@ -31,6 +29,7 @@ from jaxmux.runs.run_directory import begun_of
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
+from .plan_tables import NumberTable
 from .report_console import report_console
 
 # The keys of the file with the results.
@@ -193,22 +192,23 @@ def _results(
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
     """Prints a table."""
-    table = Table(box=box.SIMPLE_HEAD, caption="backbone → adapter", caption_justify="left")
-    table.add_column("task", overflow="fold")
     several = len({result["data"] for result in results}) > 1
-    if several:
-        table.add_column("data", overflow="fold")
-    for column in ("samples", "loss", "perplexity", "exact match"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for result in results:
-        table.add_row(
-            result["task"],
-            *([result["data"]] if several else ()),
-            f"{result['samples']:,}",
-            _pair(result, "loss", ".4f"),
-            _pair(result, "perplexity", ".4g"),
-            _pair(result, "exact_match", ".0%"),
-        )
+    # Below the name of a task, its data have as much room as the name.
+    name = "task, data" if several else "task"
+    table = NumberTable(name, "samples", "loss", "perplexity", "exact\nmatch")
+    table.caption, table.caption_justify = "backbone → adapter", "left"
+    for task, own in groupby(results, key=lambda result: result["task"]):
+        if several:
+            table.add_section()
+            table.add_row(task)
+        for result in own:
+            table.add_row(
+                f"  {result['data']}" if several else task,
+                f"{result['samples']:,}",
+                _pair(result, "loss", ".4f"),
+                _pair(result, "perplexity", ".4g"),
+                _pair(result, "exact_match", ".0%"),
+            )
     report_console().print(table)
 
 

@@ -10,7 +10,7 @@ from jaxmux.planner.costs import FitCell, fastest_fitting, largest_fitting
 from jaxmux.planner.costs.layer_policies import USABLE
 from jaxmux.planner.numbers import numbered, size_text
 
-from .plan_tables import number_table
+from .plan_tables import NumberTable
 
 if TYPE_CHECKING:
     from .plan_fits import Fits
@@ -71,7 +71,7 @@ def _sources(fits: "Fits") -> Iterator[str]:
 
 def _memory(fits: "Fits") -> Table:
     columns = [numbered(tasks, "task") for tasks in _tasks(fits)]
-    table = number_table("linears,\nweights", "tokens", *columns)
+    table = NumberTable("linears,\nweights", "tokens", *columns)
     # With these, a fifth number of tasks fits into 80 columns.
     table.pad_edge, table.columns[0].no_wrap = False, True
     for name, cells in fits.cells.items():
@@ -95,7 +95,7 @@ def _need(cell: FitCell) -> str:
 
 
 def _speeds(fits: "Fits") -> Table:
-    table = number_table("", "linears in", "largest", "tokens/s", "fastest", "tokens/s", texts=2)
+    table = NumberTable("", "linears in", "largest", "tokens/s", "fastest", "tokens/s", texts=2)
     for tasks in _tasks(fits):
         table.add_section()
         label = numbered(tasks, "task")

@@ -12,6 +12,7 @@ from rich.text import Text
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.planner.pipeline import Plan, SmallerMicrobatches
+from jaxmux.printable import Name
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
@@ -87,7 +88,7 @@ def deployment_tables(
 
 def _replicas(several: "DeployedPlans") -> Table:
     """The share of every replica."""
-    table = number_table(
+    table = NumberTable(
         "replica",
         "shape class",
         "tokens\nper round",
@@ -122,7 +123,7 @@ def _heading(plan: Plan, mesh: Replica | Deployment) -> Iterator[str | Text]:
 
 
 def _tasks(plan: Plan) -> Table:
-    table = number_table("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
+    table = NumberTable("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
     for task in plan.tasks:
         mean = f"{task.tokens / task.samples:.1f}"
         counts = (task.batch_size, task.steps, task.samples, task.tokens)
@@ -148,7 +149,7 @@ def _fused(names: list[str]) -> str:
 
 
 def _buckets(plan: Plan) -> Table:
-    table = number_table(
+    table = NumberTable(
         "bucket",
         "hTasks (+: fused)",
         "tokens\nper round",
@@ -198,7 +199,7 @@ def _predictions(plan: Plan) -> Table:
     bubbles = plan.replica.pp > 1
     # Headings of several lines leave room for the method on a terminal of 80 columns.
     columns = ["microbatches\nper round", "round\ntime", "tokens/s", "against\nthe plan"]
-    table = number_table("method", *(["bubble\nratio"] if bubbles else []), *columns)
+    table = NumberTable("method", *(["bubble\nratio"] if bubbles else []), *columns)
     tokens = plan.replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
     for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
@@ -222,15 +223,22 @@ def _memory(plan: Plan) -> str:
     )
 
 
-def number_table(*columns: str, texts: int = 1) -> Table:
-    """An empty table; its first `texts` columns hold texts, the others numbers."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for i, column in enumerate(columns):
-        if i < texts:
-            table.add_column(column, overflow="fold")
-        else:
-            table.add_column(column, justify="right", no_wrap=True)
-    return table
+class NumberTable(Table):
+    """A table whose first columns hold texts, and the others numbers. Where it is too wide, texts
+    are broken between words."""
+
+    def __init__(self, *columns: str, texts: int = 1):
+        super().__init__(box=box.SIMPLE_HEAD)
+        self._texts = texts
+        for i, column in enumerate(columns):
+            if i < texts:
+                self.add_column(column)
+            else:
+                self.add_column(column, justify="right", no_wrap=True)
+
+    def add_row(self, *cells: str, **options) -> None:
+        texts = map(Name, cells[: self._texts])
+        super().add_row(*texts, *cells[self._texts :], **options)
 
 
 def _duration(seconds: float) -> str:

@@ -32,7 +32,7 @@ from jaxmux.profiling import (
     mean_absolute_error,
 )
 
-from .plan_tables import number_table
+from .plan_tables import NumberTable
 from .report_console import report_console
 
 
@@ -147,7 +147,7 @@ def _layer_times(profile: Profile) -> Iterator[Table | str]:
         f"\na layer of {profile.backbone.name} on {profile.device}, {profile.dtype}, linears in "
         f"{stored}; each row of the table names what differs from {_assignments(usual)}"
     )
-    table = number_table("differs in", "measured", "model", "error")
+    table = NumberTable("differs in", "measured", "model", "error")
     for row, (point, seconds) in zip(fields, measured, strict=True):
         passes = layer_passes(times, point)
         fitted = passes.total if point.backward else passes.forward

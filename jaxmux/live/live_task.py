@@ -1,6 +1,7 @@
 """A task that comes and goes: what is known of it, and what others may see of it."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import NamedTuple
@@ -37,7 +38,8 @@ class TaskStatus(NamedTuple):
       priority: its priority; tasks of higher numbers go first.
       step: number of global batches that it has trained.
       steps: number of global batches that it is to train; None until its data have been read.
-      loss: loss of the last update, in nats per target token; None before the first.
+      loss: loss of the last update, in nats per target token; None before the first, NaN if the
+        last one was skipped because a value was not finite.
       held_out_loss: loss of the held-out data when it was measured last, in nats per target token;
         None before the first time. That of the exported adapter when a task that keeps its best
         one has succeeded.
@@ -338,7 +340,7 @@ class LiveTask:
             self.priority,
             progress.step,
             self.steps,
-            progress.train_loss_last,
+            math.nan if progress.bad_streak else progress.train_loss_last,
             progress.eval_loss if measured else progress.eval_loss_first,
             progress.best_step,
             self.share if runs else 0.0,

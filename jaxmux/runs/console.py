@@ -3,34 +3,48 @@
 import io
 import math
 import os
+import shlex
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import TextIO
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
 from jaxmux.errors import without_task
 from jaxmux.models import BackboneConfig
+from jaxmux.peft import kind_of, trained_on
 from jaxmux.planner.numbers import numbered, size_text
+from jaxmux.printable import STOPPED_EARLY, Name, shown_state
 from jaxmux.sweeps import Sweep
+from jaxmux.tasks import Task
 
 from .metrics import read_metrics
 from .run_directory import RunDirectory
 from .start_timeline import Span
-from .summary import Summary
+from .summary import Summary, last_loss
 from .sweep_results import best_of, sweep_table
 from .task_warnings import after_training, before_training
 
 # Lines that are printed for each task where there is no terminal.
 _PLAIN_LINES = 10
-# Characters of a terminal that the table needs beside the names of the tasks.
-_WIDTH_OF_NUMBERS = 56
+# Lines of a terminal that a live table leaves to its heading, its footer and messages above it.
+_OTHER_LINES = 8
+# So many adapters are listed one by one.
+_LISTED = 8
+# States of tasks in the order in which they are told.
+_STATES = ("running", "waiting", "succeeded", STOPPED_EARLY, "failed")
+_RATES = "tokens/s: of a task's samples, without padding, since its first step"
+# Characters that a table has at least for the name of a task.
+_SHORTEST_NAME = 12
 
 
 class RunConsole:
@@ -55,10 +69,12 @@ class RunConsole:
         self._log_every, self._verbose = log_every, verbose
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
-        # The time of the first results; tokens and steps are counted from there.
-        self._started: float | None = None
+        # By task, the time and the step of its first results; its tokens and steps are counted from
+        # there, because what comes before is mostly compilation.
+        self._first: dict[str, tuple[float, int]] = {}
         self._tokens: dict[str, int] = {}
-        self._first_steps: dict[str, int] = {}
+        # Tasks an update of which has been skipped.
+        self._warned: set[str] = set()
         # Names of the tasks that are known to have stopped early.
         self._stopped: set[str] = set()
 
@@ -151,20 +167,21 @@ class RunConsole:
           updates: the updates of a round.
           evaluations: the held-out losses that have arrived with them.
         """
-        if updates and self._started is None:
-            # The time before the first results is mostly compilation.
-            self._started = time.monotonic()
-            self._first_steps = {name: engine.progress(name).step for name in engine.names}
-            self._tokens = {update.task: -update.tokens for update in updates}
         for update in updates:
-            self._latest[update.task] = update
-            self._tokens[update.task] = self._tokens.get(update.task, 0) + update.tokens
+            name = update.task
+            if name in self._first:
+                self._tokens[name] += update.tokens
+            else:
+                self._first[name], self._tokens[name] = (time.monotonic(), update.task_step), 0
+            self._latest[name] = update
             if self._live is None:
                 self._plain_line(engine, update)
-            if update.skipped:
-                step = update.task_step
+            if update.skipped and name not in self._warned:
+                self._warned.add(name)
                 self.say(
-                    f"task {update.task}: step {step} skipped, loss, gradient or update not finite"
+                    f"task {name}: warning: the update of step {update.task_step} is skipped, "
+                    "because its loss, gradient or update is not finite; the loss of skipped "
+                    "updates is shown as nan"
                 )
         for done in evaluations:
             task = engine.prepared(done.task).task
@@ -205,13 +222,14 @@ class RunConsole:
         swept = {name for tasks in summary.sweeps.values() for name in tasks}
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
-            table.add_column(column, justify="left" if column in ("task", "status") else "right")
+            is_text = column in ("task", "status")
+            table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text)
         for name, task in summary.tasks.items():
             if name in swept:
                 continue
-            train = _before_after(task["train_loss_first"], task["train_loss_last"])
+            train = _before_after(task["train_loss_first"], last_loss(task))
             held_out = _before_after(task["eval_loss_first"], task["eval_loss"])
-            table.add_row(name, task["status"], str(task["steps"]), train, held_out)
+            table.add_row(Name(name), Name(task["status"]), str(task["steps"]), train, held_out)
         if table.row_count:
             self.console.print(table)
         for sweep in sweeps:
@@ -223,7 +241,7 @@ class RunConsole:
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "
             f"({summary.effective_tokens_per_second:,.0f} without padding, "
-            f"{summary.padding_fraction:.0%} padding), {summary.wall_seconds:.0f} s"
+            f"{summary.padding_fraction:.0%} padding), trained for {summary.wall_seconds:.0f} s"
         )
         if summary.round_seconds and summary.predicted_round_seconds:
             self.say(
@@ -237,14 +255,40 @@ class RunConsole:
         if sweeps:
             self.say(f"sweeps: {directory.sweep_results}, {directory.sweep_plot}")
         best = {best_of(sweep, summary) for sweep in sweeps}
-        for name, task in summary.tasks.items():
-            if task["status"] == "succeeded" and (name in best or name not in swept):
+        listed = [
+            name
+            for name, task in summary.tasks.items()
+            if task["status"] != "failed" and (name in best or name not in swept)
+        ]
+        if len(listed) > _LISTED:
+            self.say(f"{len(listed)} adapters: {directory.adapter('TASK')}")
+        else:
+            for name in listed:
                 self.say(f"adapter {name}: {directory.adapter(name)}")
         for name, task in summary.tasks.items():
             if task["status"] == "failed":
                 self.say(f"FAILED task {name}: {without_task(task['error'], name)}")
             for warning in after_training(name, task, config):
                 self.say(warning)
+
+    def suggest(
+        self,
+        summary: Summary,
+        directory: RunDirectory,
+        tasks: Sequence[Task],
+        sweeps: Sequence[Sweep] = (),
+    ) -> None:
+        """Prints commands that use the results, as they can be pasted into a shell.
+
+        Args:
+          summary: the results of the training run.
+          directory: the run directory.
+          tasks: all tasks.
+          sweeps: the sweeps whose configurations are among the tasks.
+        """
+        self.say("\nnext:")
+        for command in _next_commands(summary, directory, tasks, sweeps):
+            self.say(f"  {command}")
 
     def samples(self, task: str, prompt: str, before: str, after: str) -> None:
         """Prints a prompt with its completions before and after training.
@@ -261,48 +305,67 @@ class RunConsole:
         steps = engine.prepared(update.task).steps
         every = self._log_every or max(1, steps // _PLAIN_LINES)
         if update.task_step % every == 0 or update.task_step in (1, steps):
-            parts = [f"{update.task} step {update.task_step}/{steps} loss {update.loss:.4f}"]
+            parts = [f"{update.task} step {update.task_step}/{steps} loss {_loss(update)}"]
             parts.append(f"lr {update.lr:.2e}")
+            if skipped := engine.progress(update.task).skipped:
+                parts.append(f"{skipped} skipped")
             if rate := self._rate(update.task):
                 parts.append(f"{rate} tokens/s without padding")
             if eta := self._eta(engine, update.task):
                 parts.append(f"ETA {eta}")
             self.say(" ".join(parts))
 
-    def _table(self, engine: Engine) -> Table:
-        caption = "tokens/s: of a task's samples, without padding, since the start"
-        table = Table(box=box.SIMPLE_HEAD, caption=caption, caption_justify="left")
-        for column in ("task", "step", "loss", "lr", "tokens/s", "ETA"):
-            table.add_column(column, justify="left" if column == "task" else "right")
-        for name, update in self._latest.items():
-            progress = f"{update.task_step}/{engine.prepared(name).steps}"
-            status = engine.progress(name).status
-            eta = self._eta(engine, name) if status == "running" else status
-            loss, lr = f"{update.loss:.4f}", f"{update.lr:.2e}"
-            table.add_row(self._cut(name), progress, loss, lr, self._rate(name), eta)
-        return table
-
-    def _cut(self, name: str) -> str:
-        """A name that leaves room for the numbers. Its end is kept, because the names of a sweep's
-        configurations begin alike."""
-        room = max(12, self.console.width - _WIDTH_OF_NUMBERS)
-        return name if len(name) <= room else f"…{name[1 - room :]}"
+    def _table(self, engine: Engine) -> Group:
+        progress = {name: engine.progress(name) for name in engine.names}
+        states = {
+            name: shown_state(own.status, own.stopped_early) for name, own in progress.items()
+        }
+        waiting = progress.keys() - engine.begun
+        told = ("waiting" if name in waiting else states[name] for name in states)
+        skips = any(own.skipped for own in progress.values())
+        rows = []
+        # Where not all tasks have a line, those that train come first.
+        for name in sorted(self._latest, key=lambda name: states[name] != "running"):
+            update = self._latest[name]
+            rows.append(
+                (
+                    name,
+                    f"{update.task_step}/{engine.prepared(name).steps}",
+                    _loss(update),
+                    *((str(progress[name].skipped),) if skips else ()),
+                    f"{update.lr:.2e}",
+                    self._rate(name),
+                    self._eta(engine, name) if states[name] == "running" else states[name],
+                )
+            )
+        headings = (
+            "task",
+            "step",
+            "loss",
+            *(("skipped",) if skips else ()),
+            "lr",
+            "tokens/s",
+            "ETA",
+        )
+        footer = f"{counted(told, _STATES)}\n{_RATES}"
+        return live_table(self.console, headings, rows, footer)
 
     def _rate(self, task: str) -> str:
-        """Tokens of the task, without padding, per second since the first results; empty as long
+        """Tokens of the task, without padding, per second since its first results; empty as long
         as it is unknown."""
-        tokens = self._tokens[task]
-        return f"{tokens / (time.monotonic() - self._started):,.0f}" if tokens > 0 else ""
+        tokens, (started, _) = self._tokens[task], self._first[task]
+        return f"{tokens / (time.monotonic() - started):,.0f}" if tokens > 0 else ""
 
     def _eta(self, engine: Engine, name: str) -> str:
         """Hours, minutes and seconds until the task ends; empty as long as they are unknown."""
-        done = engine.progress(name).step - self._first_steps[name]
-        left = engine.prepared(name).steps - engine.progress(name).step
+        started, first = self._first[name]
+        done = self._latest[name].task_step - first
+        left = engine.prepared(name).steps - self._latest[name].task_step
         if not left:
             return "0:00:00"
         if not done:
             return ""
-        seconds = math.ceil(left * (time.monotonic() - self._started) / done)
+        seconds = math.ceil(left * (time.monotonic() - started) / done)
         return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
@@ -339,6 +402,94 @@ class _PatientOutput(io.TextIOBase):
                 print(gone, file=sys.stderr)
             # Python flushes standard output once more when it exits.
             sys.stdout = open(os.devnull, "w")
+
+
+def _next_commands(
+    summary: Summary, directory: RunDirectory, tasks: Sequence[Task], sweeps: Sequence[Sweep]
+) -> Iterator[str]:
+    """Commands that show a training run, evaluate its adapters, let them answer, and merge one."""
+    run_dir = f"--run_dir={shlex.quote(str(directory.path))}"
+    if find_spec("starlette") and find_spec("uvicorn"):
+        yield f"jaxmux ui {shlex.quote(str(directory.path))}"
+    worse = {name for names in summary.sweeps.values() for name in names}
+    worse -= {best_of(sweep, summary) for sweep in sweeps}
+    ended = [task for task in tasks if summary.tasks[task.name]["status"] != "failed"]
+    chosen = [task for task in ended if task.name not in worse]
+    if not chosen:
+        return
+    measured = [task.name for task in chosen if task.eval_data or task.validation_fraction]
+    if measured:
+        which = measured if len(measured) < len(ended) else ()
+        yield " ".join(["jaxmux eval", run_dir, *(f"--task={name}" for name in which)])
+    if prompt := next((task.sample_prompt for task in chosen if task.sample_prompt), None):
+        yield f"jaxmux generate {run_dir} --prompt={shlex.quote(prompt)}"
+    elif trained_on(directory.adapter(chosen[0].name)) == "chats":
+        yield f"jaxmux generate {run_dir} --template --prompt=Hello"
+    else:
+        yield f"jaxmux generate {run_dir} --prompt=Hello"
+    if mergeable := [task.name for task in chosen if kind_of(task.adapter).merged]:
+        out = shlex.quote(f"{directory.path}-merged")
+        yield f"jaxmux export {run_dir} --task={mergeable[0]} --merge --out={out}"
+
+
+def live_table(
+    console: Console,
+    headings: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    footer: str,
+    texts: int = 1,
+) -> Group:
+    """A table of tasks that fits the terminal in both directions, with a footer below it.
+
+    Args:
+      console: the terminal.
+      headings: the headings of the columns; the first column has the names of the tasks.
+      rows: the tasks; those for which the terminal has no line are only counted.
+      footer: text below the table.
+      texts: number of columns that hold texts, the others hold numbers.
+    """
+    room = max(1, console.height - _OTHER_LINES)
+    shown = rows if len(rows) <= room else rows[: max(1, room - 1)]
+    widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
+    # Three spaces divide columns, and two stand at each edge.
+    longest = max(_SHORTEST_NAME, console.width - sum(widths[1:]) - 3 * len(widths) - 1)
+    table = Table(box=box.SIMPLE_HEAD)
+    for i, heading in enumerate(headings):
+        table.add_column(heading, justify="left" if i < texts else "right", no_wrap=True)
+    for name, *others in shown:
+        table.add_row(_cut(name, longest), *others)
+    if len(shown) < len(rows):
+        more = f"… {len(rows) - len(shown)} more"
+        table.add_row(more, *[""] * (len(headings) - 1))
+    # A caption of the table would be as narrow as the table.
+    below = Text(footer, style="table.caption")
+    return Group(table, below) if rows else Group(below)
+
+
+def _cut(name: str, longest: int) -> str:
+    """A name without its middle if it is too long: names of tenants differ at the beginning, those
+    of a sweep's configurations at the end."""
+    if len(name) <= longest:
+        return name
+    begin = (longest - 1) // 3
+    return f"{name[:begin]}…{name[begin + 1 - longest :]}"
+
+
+def counted(states: Iterable[str], order: Sequence[str]) -> str:
+    """The numbers of tasks by state, such as "3 running, 12 queued"; "no tasks" if there are none.
+
+    Args:
+      states: the states of the tasks.
+      order: the states in the order in which they are told.
+    """
+    counts = Counter(states)
+    return ", ".join(f"{counts[state]} {state}" for state in order if counts[state]) or "no tasks"
+
+
+def _loss(update: TaskUpdate) -> str:
+    """The loss of an update. That of a skipped one is nan, because a finite loss would look as if
+    the task were well: its gradient or its update is not finite then."""
+    return "nan" if update.skipped else f"{update.loss:.4f}"
 
 
 def _before_after(before: float | None, after: float | None) -> str:

@@ -106,6 +106,7 @@ def fine_tune(
             if directory:
                 console.say(f"{directory.path}: this run has finished; --restart trains it anew")
                 console.summarise(finished, directory, inputs.config, sweeps)
+                console.suggest(finished, directory, tasks, sweeps)
             return finished
         results = train_tasks(
             backbone,
@@ -123,6 +124,7 @@ def fine_tune(
             _complete_prompts(backbone, inputs, results, options, console)
         if directory:
             console.summarise(results.summary, directory, inputs.config, sweeps)
+            console.suggest(results.summary, directory, tasks, sweeps)
         return processes.agree(results.summary)
 
 

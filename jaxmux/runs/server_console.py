@@ -1,14 +1,12 @@
 """Reports of a server: a live table on a terminal, plain lines elsewhere."""
 
+import math
 import time
-from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 
-from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.table import Table
-from rich.text import Text
 
 from jaxmux.errors import without_task
 from jaxmux.live import TaskStatus
@@ -23,9 +21,9 @@ from jaxmux.live.states import (
     SUCCEEDED,
 )
 from jaxmux.planner.numbers import numbered
-from jaxmux.printable import escaped
+from jaxmux.printable import STOPPED_EARLY, escaped, shown_state
 
-from .console import RunConsole
+from .console import RunConsole, counted, live_table
 from .status_file import places_in_queue
 
 # Tasks in the order in which the table shows them.
@@ -36,8 +34,6 @@ _WINDOW = 15.0
 _LONGEST_REASON = 500
 # Seconds between two lines about all tasks, where there is no terminal.
 _SECONDS_A_LINE = 60.0
-# Lines of the terminal that the table leaves free, and lines of the table without tasks.
-_OTHER_LINES = 8
 
 
 class ServerConsole:
@@ -89,6 +85,7 @@ class ServerConsole:
             if status is before:
                 continue
             self._count_tokens(status, now)
+            self._say_skipped(status, before)
             if before is None or before.state != status.state:
                 self._say_state(status, before, adapters)
             elif self._says_steps(before, status):
@@ -112,14 +109,26 @@ class ServerConsole:
             case "running" if self._live is None and begins:
                 self.say(f"{name}: running, {numbered(status.steps or 0, 'step')}")
             case "succeeded":
+                how = shown_state(status.state, status.reason)
                 loss = "" if status.loss is None else f", loss {status.loss:.4f}"
-                self.say(f"{name}: succeeded after {numbered(status.step, 'step')}{loss}")
+                why = f" ({_shown(status.reason)})" if status.reason else ""
+                self.say(f"{name}: {how} after {numbered(status.step, 'step')}{loss}{why}")
                 self.say(f"adapter {name}: {adapters}/{name}")
             case "failed":
                 reason = without_task(status.reason or "", name)
                 self.say(f"FAILED {name}: {_shown(reason)}")
             case "cancelled":
                 self.say(f"{name}: cancelled after {numbered(status.step, 'step')}")
+
+    def _say_skipped(self, status: TaskStatus, before: TaskStatus | None) -> None:
+        """Warns of the first update of a task that is skipped. Where the loss is nan, the task has
+        been said to be ill, unless it has trained on since."""
+        loss = None if before is None else before.loss
+        if _is_nan(status.loss) and not _is_nan(loss):
+            self.say(
+                f"{status.name}: warning: the update of step {status.step} is skipped, because its "
+                "loss, gradient or update is not finite; the loss is shown as nan until one is not"
+            )
 
     def _says_steps(self, before: TaskStatus, status: TaskStatus) -> bool:
         every = self._log_every
@@ -151,36 +160,28 @@ class ServerConsole:
         places = places_in_queue(statuses)
         shown = [status for status in statuses if status.state not in ENDED]
         shown.sort(key=lambda s: (_STATES.index(s.state), places.get(s.name, 0)))
-        room = max(1, self._console.height - _OTHER_LINES)
-        caption = self._totals(statuses, now) if statuses else "no tasks yet"
+        footer = self._totals(statuses, now) if statuses else "no tasks yet"
         if self._tokens:
-            caption += f"\ntokens/s: without padding, over the last {_WINDOW:.0f} s"
-        table = Table(box=box.SIMPLE_HEAD)
-        for column in ("task", "state", "step", "loss", "tokens/s", "place"):
-            is_text = column in ("task", "state")
-            table.add_column(
-                column,
-                justify="left" if is_text else "right",
-                no_wrap=True,
-                overflow="ellipsis",
-                # Names have up to 100 characters, and the numbers are to stay readable.
-                max_width=max(12, self._console.width - 56) if column == "task" else None,
-            )
-        for status in shown[:room]:
+            footer += f"\ntokens/s: without padding, over the last {_WINDOW:.0f} s"
+        rows = []
+        for status in shown:
             rate, place = self._rate(status.name, now), places.get(status.name)
-            table.add_row(
-                status.name,
-                status.state,
-                f"{status.step}/{'?' if status.steps is None else status.steps}",
-                "" if status.loss is None else f"{status.loss:.4f}",
-                f"{rate:,.0f}" if rate else "",
-                "" if place is None else str(place),
+            rows.append(
+                (
+                    status.name,
+                    status.state,
+                    f"{status.step}/{'?' if status.steps is None else status.steps}",
+                    "" if status.loss is None else f"{status.loss:.4f}",
+                    f"{rate:,.0f}" if rate else "",
+                    "" if place is None else str(place),
+                )
             )
-        if len(shown) > room:
-            table.add_row("…", f"{len(shown) - room} more", "", "", "", "")
-        # A caption of the table would be as narrow as the table.
-        below = Text(caption, style="table.caption")
-        return Group(table, below) if shown else Group(below)
+        headings = ("task", "state", "step", "loss", "tokens/s", "place")
+        return live_table(self._console, headings, rows, footer, texts=2)
+
+
+def _is_nan(loss: float | None) -> bool:
+    return loss is not None and math.isnan(loss)
 
 
 def _step_line(status: TaskStatus) -> str:
@@ -195,6 +196,5 @@ def _shown(text: str) -> str:
 
 def _counted(statuses: Sequence[TaskStatus]) -> str:
     """The numbers of tasks by state, as "3 running, 12 queued"."""
-    counts: Mapping[str, int] = Counter(status.state for status in statuses)
-    states = [s for s in (*_STATES, SUCCEEDED, FAILED, CANCELLED) if counts.get(s)]
-    return ", ".join(f"{counts[state]} {state}" for state in states) or "no tasks"
+    ends = (SUCCEEDED, STOPPED_EARLY, FAILED, CANCELLED)
+    return counted((shown_state(s.state, s.reason) for s in statuses), (*_STATES, *ends))

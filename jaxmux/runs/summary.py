@@ -1,6 +1,8 @@
 """The results of a training run, as summary.json holds them."""
 
 import json
+import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -126,6 +128,15 @@ class Summary(NamedTuple):
     def to_json(self) -> str:
         """The text of summary.json, which holds the fields by name."""
         return json.dumps(self._asdict(), indent=2) + "\n"
+
+
+def last_loss(task: Mapping[str, Any]) -> float | None:
+    """The training loss with which a task has ended: nan if its last update was skipped.
+
+    Args:
+      task: the entry of the task in `Summary.tasks`.
+    """
+    return math.nan if task.get("bad_streak") else task["train_loss_last"]
 
 
 def _task_summary(engine: Engine, name: str) -> dict[str, Any]:

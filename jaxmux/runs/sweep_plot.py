@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmux.distributions import DISTRIBUTIONS, LogUniform
-from jaxmux.printable import spaced
+from jaxmux.printable import STOPPED_EARLY, spaced
 from jaxmux.sweeps import Sweep, shown_value
 
 from .sweep_results import loss_field, ranked, result_of
@@ -173,4 +173,4 @@ def _wrapped(text: str) -> str:
 
 
 def _marker(result: str) -> str:
-    return {"trained": "o", "failed": "X", "stopped": "s"}.get(result, "v")
+    return {"trained": "o", "failed": "X", STOPPED_EARLY: "s"}.get(result, "v")

@@ -2,21 +2,20 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Bracket, PreparedTask, rung_of
+from jaxmux.printable import STOPPED_EARLY, Name
 from jaxmux.sweeps import Sweep, shown_value
 
 from .metrics import read_held_out_losses
 from .run_directory import RunDirectory
+from .summary import Summary, last_loss
 from .task_json import task_to_json
-
-if TYPE_CHECKING:
-    from .summary import Summary
 
 
 def values_of(sweeps: Sequence[Sweep]) -> dict[str, dict[str, dict[str, Any]]]:
@@ -70,7 +69,7 @@ def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> li
     return found
 
 
-def ranked(sweep: Sweep, summary: "Summary") -> list[str]:
+def ranked(sweep: Sweep, summary: Summary) -> list[str]:
     """Names of the tasks of a sweep, the best first: by the held-out loss of the adapter that each
     has given, or by the last training loss if none has held-out data. Failed tasks come last.
 
@@ -88,7 +87,7 @@ def ranked(sweep: Sweep, summary: "Summary") -> list[str]:
     return sorted(names, key=key)
 
 
-def loss_field(sweep: Sweep, summary: "Summary") -> str:
+def loss_field(sweep: Sweep, summary: Summary) -> str:
     """The field of a task's results by which a sweep is ranked.
 
     Args:
@@ -100,12 +99,12 @@ def loss_field(sweep: Sweep, summary: "Summary") -> str:
     return "eval_loss" if measured else "train_loss_last"
 
 
-def best_of(sweep: Sweep, summary: "Summary") -> str:
+def best_of(sweep: Sweep, summary: Summary) -> str:
     """Name of the best task of a sweep, as in `ranked`."""
     return ranked(sweep, summary)[0]
 
 
-def sweep_table(sweep: Sweep, summary: "Summary") -> Table:
+def sweep_table(sweep: Sweep, summary: Summary) -> Table:
     """The configurations of a sweep, the best first, with their losses in nats per target token.
 
     Args:
@@ -115,14 +114,14 @@ def sweep_table(sweep: Sweep, summary: "Summary") -> Table:
     values = {own.task.name: own.values for own in sweep.configurations()}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:
-        table.add_column(path.rpartition(".")[2], justify="left", overflow="fold")
+        table.add_column(path.rpartition(".")[2], justify="left")
     for column in ("steps", "train", "held-out"):
-        table.add_column(column, justify="right")
-    table.add_column("result")
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("result", no_wrap=True)
     for name in ranked(sweep, summary):
         task = summary.tasks[name]
-        shown = [_shown(task[field]) for field in ("train_loss_last", "eval_loss")]
-        own = [shown_value(value) for value in values[name].values()]
+        shown = [_shown(last_loss(task)), _shown(task["eval_loss"])]
+        own = [Name(shown_value(value)) for value in values[name].values()]
         table.add_row(*own, str(task["steps"]), *shown, result_of(task))
     return table
 
@@ -137,10 +136,10 @@ def result_of(task: Mapping[str, Any]) -> str:
         return "failed"
     if rung := rung_of(task.get("stopped_early")):
         return f"rung {rung}"
-    return "stopped" if task.get("stopped_early") else "trained"
+    return STOPPED_EARLY if task.get("stopped_early") else "trained"
 
 
-def write_results(sweeps: Sequence[Sweep], summary: "Summary", directory: RunDirectory) -> None:
+def write_results(sweeps: Sequence[Sweep], summary: Summary, directory: RunDirectory) -> None:
     """Writes sweep.json and sweep.png.
 
     sweep.json has an object for each sweep: its settings, and its configurations, the best first,

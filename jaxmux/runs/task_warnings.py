@@ -48,16 +48,22 @@ def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig
       results: the task's entry in `Summary.tasks`.
       config: configuration of the backbone.
     """
+    found = []
+    if (skipped := results["skipped"]) and results["status"] != "failed":
+        found.append(
+            f"{skipped} of its {numbered(results['steps'], 'update')} "
+            f"{'was' if skipped == 1 else 'were'} skipped, because a loss, a gradient or an update "
+            "was not finite; the learning rate may be too high"
+        )
     first, last = results["train_loss_first"], results["train_loss_last"]
     uniform = math.log(config.vocab_size)
-    if results["steps"] - results["skipped"] < 2:
-        return []
-    if abs(last - uniform) > _NEAR_UNIFORM or last - first < _RISE:
-        return []
-    return [
-        f"task {name}: warning: its loss rose from {first:.4f} to {last:.4f}, the loss of uniform "
-        f"predictions over {config.vocab_size} tokens; the learning rate may be too high"
-    ]
+    rose = results["steps"] - skipped >= 2 and last - first >= _RISE
+    if rose and abs(last - uniform) <= _NEAR_UNIFORM:
+        found.append(
+            f"its loss rose from {first:.4f} to {last:.4f}, the loss of uniform predictions over "
+            f"{config.vocab_size} tokens; the learning rate may be too high"
+        )
+    return [f"task {name}: warning: {text}" for text in found]
 
 
 def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:

@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import ipaddress
 import os
 import signal
 import socket
@@ -60,6 +61,11 @@ def serve_run(
         threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()
     shown = f"[{host}]" if ":" in host else host
     say(f"{reader.path}: http://{shown}:{listening.getsockname()[1]}/")
+    if not ipaddress.ip_address(listening.getsockname()[0].partition("%")[0]).is_loopback:
+        say(
+            f"warning: --host {host}: everybody who reaches this port can see the run, because the "
+            "page has no password"
+        )
     if not child:
         say("Ctrl-C ends the page; training is not affected")
     with listening:

@@ -115,8 +115,10 @@ def test_a_loss_that_rose_to_that_of_uniform_predictions_gets_a_warning(
     config = prepare()[1]
     uniform = math.log(config.vocab_size)
     losses = {"train_loss_first": uniform + first, "train_loss_last": uniform + last}
-    results = losses | {"steps": updates + 3, "skipped": 3}
-    assert bool(after_training("tiny", results, config)) is warned
+    results = losses | {"status": "succeeded", "steps": updates + 3, "skipped": 3}
+    skipped, *rose = after_training("tiny", results, config)
+    assert f"3 of its {updates + 3} updates were skipped" in skipped
+    assert bool(rose) is warned
 
 
 def test_unknown_tokens_get_a_warning(prepare):

@@ -297,6 +297,17 @@ def test_this_machine_and_addresses_are_permitted(run_dir, host):
     assert client(run_dir).get("/", headers={"Host": host}).status_code == 200
 
 
+@pytest.mark.parametrize(
+    ("host", "warned"), [("0.0.0.0", True), ("127.0.0.1", False), ("localhost", False)]
+)
+def test_a_page_that_other_machines_reach_is_warned_of(run_dir, host, warned, monkeypatch):
+    monkeypatch.setattr("uvicorn.Server.run", lambda server, sockets: None)
+    said = []
+    serve_run(run_dir, host, 0, said.append)
+    warning = f"warning: --host {host}: everybody who reaches this port can see the run"
+    assert [warning in line for line in said] == [False, *[True] * warned, False]
+
+
 @pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
 def test_only_reading_is_permitted(run_dir, method):
     assert client(run_dir).request(method, "/api/state").status_code == 405
