@@ -15,6 +15,7 @@ import pytest
 from docs.extension.snippets import commands, pages, snippets
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import COMMANDS
+from jaxmux.package_files import resolve_path
 
 ROOT = Path(__file__).parents[2]
 ALL = [s for page in pages(ROOT) for s in snippets(ROOT, page)]
@@ -90,7 +91,8 @@ def check(words, folder):
             file = folder / "two_tasks.gin"
             (config,) = [s.code for s in ALL if s.page == "README.md" and s.language == "gin"]
             file.write_text(config)
-            gin_bindings.parse([str(file)], bindings)
+            bundled = [f for f in options.gin_file or [] if f.startswith("jaxmux:")]
+            gin_bindings.parse([resolve_path(f) for f in bundled] or [str(file)], bindings)
             gin_bindings.run_config()
     elif program == "make":
         targets = re.findall(r"^([\w-]+):.*##", (ROOT / "Makefile").read_text(), re.M)
