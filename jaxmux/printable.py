@@ -71,11 +71,16 @@ class Name:
         from rich.cells import cell_len
         from rich.text import Text
 
+        def fits(text: str) -> bool:
+            return cell_len(text.rstrip()) <= options.max_width
+
         for line in self.text.split("\n"):
             shown = ""
-            for word in _WORD.findall(line):
-                if shown and cell_len(shown + word.rstrip()) > options.max_width:
-                    yield Text(shown.rstrip(), overflow="fold")
-                    shown = ""
-                shown += word
+            for part in re.findall(r"\s*\S+\s*|\s+", line):
+                # A part that has room in a line of its own is not broken.
+                for word in [part] if fits(part) else _WORD.findall(part):
+                    if shown and not fits(shown + word):
+                        yield Text(shown.rstrip(), overflow="fold")
+                        shown = ""
+                    shown += word
             yield Text(shown.rstrip(), overflow="fold")

@@ -214,7 +214,13 @@ def read_task(
         if not steps:
             raise empty
         if not wanted:
-            kept = ", ".join(str(found) for found in sorted({*steps.values()} - {None}))
+            # The number of a folder also counts microbatches, because a stop within a round saves
+            # another checkpoint after the same round.
+            kept = ", ".join(
+                f"{found} (in {folder.name}/{step})"
+                for step, found in sorted(steps.items())
+                if found is not None
+            )
             raise RunDirectoryError(
                 f"{folder.absolute()}: no checkpoint after round {rounds}; there are those after "
                 f"rounds {kept or 'none'}"

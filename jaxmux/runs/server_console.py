@@ -127,7 +127,8 @@ class ServerConsole:
         if _is_nan(status.loss) and not _is_nan(loss):
             self.say(
                 f"{status.name}: warning: the update of step {status.step} is skipped, because its "
-                "loss, gradient or update is not finite; the loss is shown as nan until one is not"
+                "loss, gradient or update is not finite; the loss is shown as nan until an update "
+                "is applied"
             )
 
     def _says_steps(self, before: TaskStatus, status: TaskStatus) -> bool:

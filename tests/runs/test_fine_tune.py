@@ -300,6 +300,18 @@ def test_export_of_what_is_not_there_is_refused(
     assert culprit in capsys.readouterr().err
 
 
+def test_a_missing_checkpoint_is_answered_with_the_rounds_and_folders_that_there_are(
+    summary, run_dir, tmp_path, capsys
+):
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path}", "--round=999"]) == 2
+    named = re.findall(r"(\d+) \(in checkpoints/(\d+)\)", capsys.readouterr().err)
+    folders = {path.name: path for path in (run_dir / "checkpoints").iterdir() if path.is_dir()}
+    assert {folder for _, folder in named} == {name for name in folders if name.isdecimal()}
+    for rounds, folder in named:
+        record = folders[folder] / "run" / "metadata"
+        assert json.loads(record.read_text())["position"]["rounds"] == int(rounds)
+
+
 def test_export_warns_of_a_task_of_epochs_that_is_not_finished(train, make_task, tmp_path, capsys):
     """Its number of steps is known from the summary of the finished run."""
     train(tmp_path / "run", make_task(epochs=1), checkpoint_every=2)
