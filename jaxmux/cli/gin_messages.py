@@ -41,6 +41,9 @@ def config_error(error: Exception, fields: Fields) -> ConfigError:
         name = macro[1]
         return ConfigError(f"%{name} is used, but not set; add a line {name} = VALUE")
     if required := re.match(r"(\S+) set to `%gin.REQUIRED`", message):
+        if required[1].endswith("/macro.value"):
+            name = required[1].removesuffix("/macro.value")
+            return ConfigError(f"{name} is not set; a text is given by '--gin.{name}=\"TEXT\"'")
         return ConfigError(f"not set: {required[1]}")
     if missing := re.match(r"(?:\w+\.)*?(\w+)\.__init__\(\) missing .*?: (.*)", message):
         where = f"{missing[1]}: "

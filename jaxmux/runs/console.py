@@ -3,6 +3,7 @@
 import io
 import math
 import os
+import re
 import shlex
 import sys
 import time
@@ -456,14 +457,25 @@ def live_table(
     table = Table(box=box.SIMPLE_HEAD)
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < texts else "right", no_wrap=True)
-    for name, *others in shown:
-        table.add_row(_cut(name, longest), *others)
+    for name, (_, *others) in zip(_shortened([r[0] for r in shown], longest), shown, strict=True):
+        table.add_row(name, *others)
     if len(shown) < len(rows):
         more = f"… {len(rows) - len(shown)} more"
         table.add_row(more, *[""] * (len(headings) - 1))
     # A caption of the table would be as narrow as the table.
     below = Text(footer, style="table.caption")
     return Group(table, below) if rows else Group(below)
+
+
+def _shortened(names: Sequence[str], longest: int) -> list[str]:
+    """Names that are short enough and are told apart, if that is possible: without their middles,
+    or without the words that all of them have, as in "…16…0.002…all-linear"."""
+    cut = [_cut(name, longest) for name in names]
+    if len({*cut}) == len({*names}):
+        return cut
+    common = set.intersection(*({*re.split("[-_]", name)} for name in names))
+    told = (re.sub("[^-_]+", lambda word: "…" if word[0] in common else word[0], n) for n in names)
+    return [_cut(re.sub("[-_]?(?:…[-_]?)+", "…", text), longest) for text in told]
 
 
 def _cut(name: str, longest: int) -> str:

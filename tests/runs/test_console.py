@@ -108,6 +108,16 @@ def test_a_live_table_fits_a_terminal_of_24_lines_with_its_footer(printed, count
     assert len({row[0] for row in shown}) == len(shown)
 
 
+def test_the_live_table_shows_the_swept_values(printed):
+    values = itertools.product((2, 16), (0.002, 0.0005), ("all-linear", "q_proj.v_proj"))
+    name = "pirate-rank_{}-learning_rate_{}-target_modules_{}"
+    rows = [(name.format(*each), "5/12") for each in values]
+    console = Console(file=printed, width=55, height=24)
+    console.print(live_table(console, ("task", "a number of steps"), rows, ""))
+    shown = [line.split()[0] for line in lines_of(printed) if "5/12" in line]
+    assert len({*shown}) == 8 and "…16…0.0005…q_proj.v_proj" in shown
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_names_in_tables_are_broken_between_words_only(seed):
     dice = random.Random(seed)

@@ -83,4 +83,4 @@ def test_a_config_without_its_backbone_or_data_says_which(name, given, capsys):
     options = [f"--gin_file=jaxmux:configs/{name}.gin", f'--gin.{given}="/nowhere"']
     assert run_command("train", options, prog="jaxmux train") == 2
     (missing,) = {"backbone", "data"} - {given}
-    assert missing in capsys.readouterr().err
+    assert f"{missing} is not set; a text is given by" in capsys.readouterr().err
