@@ -36,7 +36,7 @@ def require_output(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
 
     Args:
       path: the file.
-      what: what the command writes, for messages, for example "plan".
+      what: what the command writes, for messages, for example "plan file".
       is_ours: function of the file that tells whether it holds such an output.
 
     Raises:
@@ -45,7 +45,7 @@ def require_output(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
     """
     refuse_foreign(path, what, is_ours)
     if path.is_file():
-        print(f"{path}: the {what} of an earlier call is replaced", file=sys.stderr)
+        print(f"{path}: an earlier {what} is replaced", file=sys.stderr)
     require_writable(path)
 
 
@@ -60,7 +60,7 @@ def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
         raise InputError(f"{path}: is no regular file; name another --out")
     if path.stat().st_size and not is_ours(path):
         raise InputError(
-            f"{path}: exists and is no {what} of jaxmux, so it is not replaced; choose another "
+            f"{path}: exists and is not a {what} of jaxmux, so it is not replaced; choose another "
             "--out, or move it away"
         )
 

@@ -343,6 +343,13 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
 
     heads = required("num_attention_heads")
     hidden = required("hidden_size")
+    head_dim = raw.get("head_dim") or hidden // heads
+    if head_dim % 2:
+        raise BackboneError(
+            f"{where}: a head has {head_dim} dimensions (head_dim, or hidden_size / "
+            "num_attention_heads); rotary position embeddings turn pairs of them, so the number "
+            "should be even"
+        )
     attention_bias = flag("attention_bias")
     tied = [flag(_TIED, settings) for settings in _tying_settings(raw).values()]
     flag("use_sliding_window")
@@ -355,7 +362,7 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
         num_layers=required("num_hidden_layers"),
         num_heads=heads,
         num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
         rope_scaling=_rope_scaling(rope, where),

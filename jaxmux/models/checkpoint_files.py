@@ -248,6 +248,16 @@ def unreadable_named(path: Path) -> Iterator[None]:
         ) from None
 
 
+@contextmanager
+def unwritable_named(path: Path) -> Iterator[None]:
+    """Turns the error with which safetensors cannot write into an OSError that names a file or a
+    folder."""
+    try:
+        yield
+    except SafetensorError as e:
+        raise OSError(errno.EIO, str(e), str(path)) from None
+
+
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes tensors into safetensors files of about 4 GB, with an index if there are several.
 
@@ -265,10 +275,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
     def write() -> None:
         nonlocal held, size, files
         files += 1
-        try:
+        with unwritable_named(folder):
             save_file(held, folder / str(files), metadata={"format": "pt"})
-        except SafetensorError as e:
-            raise OSError(errno.EIO, str(e), str(folder)) from None
         weight_map.update(dict.fromkeys(held, files))
         held, size = {}, 0
 

@@ -20,6 +20,7 @@ from jaxmux.models.checkpoint_files import (
     CheckpointTensors,
     copy_other_files,
     shards,
+    unwritable_named,
     write_index,
     write_tensors,
 )
@@ -110,7 +111,8 @@ def _write_files(
                 tensors[name] = np.ascontiguousarray(merged.astype(weight.dtype))
             if not tensors:
                 continue
-            save_file(tensors, folder / path.name, metadata={"format": "pt"})
+            with unwritable_named(folder / path.name):
+                save_file(tensors, folder / path.name, metadata={"format": "pt"})
             share_like_folder(folder / path.name)
             weight_map |= dict.fromkeys(tensors, path.name)
             total += sum(tensor.nbytes for tensor in tensors.values())

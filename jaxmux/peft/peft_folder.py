@@ -1,7 +1,6 @@
 """Reads and writes adapter folders: those of Hugging Face PEFT, which `peft` and vLLM load, and
 those of AdapterHub."""
 
-import errno
 import json
 import logging
 import os
@@ -20,6 +19,7 @@ from jaxmux.data import Rendering
 from jaxmux.errors import InputError
 from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, may_be_the_same
+from jaxmux.models.checkpoint_files import unwritable_named
 
 from .chat_template_file import TRAINED_ON, write_chat_template
 from .kind import WEIGHTS as WEIGHTS
@@ -133,14 +133,13 @@ def export_adapter(
     }
     metadata = {key: value for key, value in metadata.items() if value}
     try:
-        save_file(tensors, weights, metadata=metadata)
+        with unwritable_named(weights):
+            save_file(tensors, weights, metadata=metadata)
         share_like_folder(weights)
         _sort_metadata(weights)
         weights.replace(folder / kind.weights_file)
         for other in {own.weights_file for own in KINDS.values()} - {kind.weights_file}:
             (folder / other).unlink(missing_ok=True)
-    except SafetensorError as e:
-        raise OSError(errno.EIO, str(e), str(weights)) from None
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     merges = kind.merged is not None

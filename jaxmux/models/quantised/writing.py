@@ -7,6 +7,7 @@ same numbers as the one from which it was made.
 
 import fcntl
 import json
+import logging
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,10 +28,13 @@ from jaxmux.pallas_kernels.number_formats import (
 from ..architectures import BackboneConfig, record_tying
 from ..checkpoint_files import copy_other_files, write_tensors
 from ..checkpoint_reader import CheckpointReader, Progress
+from ..errors import BackboneError
 from ..fingerprint import backbone_fingerprint
 from ..tensor_names import tensor_names
 from .bitsandbytes import STATE, state_of
 from .settings import SETTINGS
+
+_log = logging.getLogger("jaxmux")
 
 # To be raised when an encoder gives other numbers than before.
 _VERSION = 2
@@ -90,9 +94,21 @@ def cached_checkpoint(
     # Other processes wait here until the first one has written the checkpoint.
     with (cache / f".{found.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
+        if found.exists() and (problem := _damage(found, backbone_format)):
+            _log.warning("%s: damaged, so it is made again (%s)", found, problem)
+            shutil.rmtree(found)
         if not found.exists():
             write_quantised(folder, found, dtype, backbone_format)
     return found
+
+
+def _damage(folder: Path, backbone_format: str) -> str | None:
+    """What is wrong with the files of a kept checkpoint; None if nothing is."""
+    try:
+        with CheckpointReader(folder, BackboneConfig.from_folder(folder, backbone_format)):
+            return None
+    except BackboneError as e:
+        return str(e)
 
 
 def reader_of(
