@@ -1,5 +1,6 @@
 """The compiled programs of all pipeline stages, and the arrays that they work on."""
 
+import math
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.layer_policies import exchanged_bytes
 from jaxmux.sharding import (
     Passed,
     PlacedBackbone,
@@ -28,6 +30,7 @@ from jaxmux.sharding import (
 )
 from jaxmux.sharding.stage_mesh import AXES, DATA
 
+from .backbone_size import size_of
 from .compile import forward_options
 from .engine_options import EngineOptions
 from .out_of_memory import microbatch_too_large
@@ -65,6 +68,7 @@ class CompiledStages:
         options: EngineOptions,
         stored: StoredState,
         ahead: StagePrograms | None = None,
+        replicas: int = 1,
     ):
         """Creates the stages; nothing is compiled yet.
 
@@ -73,7 +77,9 @@ class CompiledStages:
           options: the options of the engine.
           stored: the train state, in the parts of the backbone.
           ahead: programs that have been compiled; None if there are none.
+          replicas: number of replicas, which exchange gradients and adapters.
         """
+        self._replicas = replicas
         self.stages = list(dict.fromkeys(backbone.homes))
         self._backbone, self._options, self._stored = backbone, options, stored
         self.programs = self._ahead = ahead
@@ -329,6 +335,8 @@ class CompiledStages:
             config = home.device_config(backbone.config, part.layers)
             own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
             room = step_room(weights, pools, memory)
+            room -= size_of(config, backbone.compute_dtype).decoded_bytes
+            room -= int(exchanged_bytes(self._gradient_bytes(i % stages, stages), self._replicas))
             if home.weights.fsdp > 1:
                 # One layer's weights are gathered while another one's are used; so is the head.
                 head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
@@ -340,6 +348,11 @@ class CompiledStages:
             given = own, forward, adapters, microbatch, self._empty_table(), room
             found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
         return found
+
+    def _gradient_bytes(self, first: int, stages: int) -> int:
+        """Bytes of the gradients of all parts of a stage, as if no device divided them."""
+        own = [layout.tree.accumulators for layout in self._stored.summed[first::stages]]
+        return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(own))
 
     def _held(self, part: int) -> tuple[Any, Any]:
         """Shapes and dtypes of a part's weights and pools on one device."""

@@ -63,6 +63,7 @@ class ReplicaPipeline:
         state: StoredState,
         number: int = 0,
         ahead: StagePrograms | None = None,
+        replicas: int = 1,
     ):
         """Creates a pipeline; nothing is compiled yet.
 
@@ -72,6 +73,7 @@ class ReplicaPipeline:
           state: the state that the replica works on, in the parts of the backbone.
           number: index of the replica.
           ahead: programs that have been compiled; None if there are none.
+          replicas: number of replicas, which exchange gradients and adapters.
 
         Raises:
           PlanningError: the parts do not lie on the stages in turn, the stages have different
@@ -81,7 +83,7 @@ class ReplicaPipeline:
         self._number = number
         self._passes: list[DispatchedPass] = []
         self._backbone, self._options = backbone, options
-        self._compiled = CompiledStages(backbone, options, state, ahead)
+        self._compiled = CompiledStages(backbone, options, state, ahead, replicas)
         self._stages = self._compiled.stages
         self._refuse_schedule()
         meshes = (stage.mesh.shape for stage in self._stages)

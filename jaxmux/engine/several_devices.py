@@ -91,7 +91,7 @@ class SeveralDevices:
         ]
         states = [stored, *(copy.own for copy in self._copies)]
         self._replicas = [
-            ReplicaPipeline(backbone, own_options, state, number, programs)
+            ReplicaPipeline(backbone, own_options, state, number, programs, len(backbones))
             for number, (backbone, own_options, state, programs) in enumerate(
                 zip(
                     backbones,

@@ -91,7 +91,7 @@ def fit_replica(
         two.
     """
     dtype = backbone_dtype(options.dtype)
-    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots)
+    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots, shares)
     choice = None
     if shape is None:
         request = options.shape_request(costs.least_chunk_len)
@@ -145,9 +145,11 @@ def fit_longest(
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
     dtype = backbone_dtype(options.dtype)
-    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots).replica
+    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots, shares)
     # A row of this length alone tells most lengths apart, without a choice of the shape class.
-    while longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs, longest):
+    while (
+        longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)
+    ):
         longest //= 2
     longest = max(longest, power_of_two(min(lengths)))
 

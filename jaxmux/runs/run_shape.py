@@ -10,6 +10,7 @@ task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefor
 compiling a second program.
 """
 
+import dataclasses
 import logging
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -91,6 +92,7 @@ def run_costs(
     memory: int | None = None,
     replica: Replica = ONE_DEVICE,
     slots: int | None = None,
+    replicas: int = 1,
 ) -> RunCosts:
     """The predicted costs of training tasks together on this device, or on several like it.
 
@@ -102,6 +104,7 @@ def run_costs(
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
       replica: the devices.
       slots: number of slots of the pool; None for one for each task.
+      replicas: number of replicas that train different samples.
     """
     pool = merge_pool_specs([task.pool for task in tasks])
     # The default optimizer is the one with most moments, for which the engine makes room.
@@ -110,7 +113,9 @@ def run_costs(
         modules=tuple(sorted(pool.modules or ())),
         optimizer=PoolSpec(1, 1).optimizer,
     )
-    return pool_costs(pool, config, dtype, remat, memory, replica)
+    costs = pool_costs(pool, config, dtype, remat, memory, replica)
+    model = dataclasses.replace(costs.replica.memory, replicas=replicas)
+    return costs._replace(replica=dataclasses.replace(costs.replica, memory=model))
 
 
 def pool_costs(

@@ -162,6 +162,8 @@ def measured_models(
         profile.backbone,
         layers=size.layers,
         layer_bytes=size.layer_bytes,
+        divided_layer_bytes=size.divided_layer_bytes,
+        outside_bytes=size.outside_bytes,
         backbone_format=size.backbone_format,
     )
     times = dataclasses.replace(fit_time_model(profile), backbone=backbone)

@@ -29,6 +29,22 @@ def working_bytes(
     return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
 
 
+def exchanged_bytes(gradients: float, replicas: int) -> float:
+    """Returns the bytes that a device needs while replicas exchange gradients and adapters, besides
+    the train state.
+
+    The pieces that travel are whole on every device of a stage. The first replica holds those of
+    all others, and what it makes of them; another replica holds its own, and what it sums. The
+    programs have temporaries of the same size.
+
+    Args:
+      gradients: bytes of the float32 gradients of all slots, for the layers of the stage, as if no
+        device divided them.
+      replicas: number of replicas of the training run.
+    """
+    return (replicas + 1) * gradients if replicas > 1 else 0.0
+
+
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
     """Chooses the remat policy of every layer, from two neighbouring policies.
 

@@ -27,12 +27,20 @@ from ..errors import PlanningError
 from ..numbers import numbered, size_text
 from ..packing.shape_class import ShapeClass
 from .device_profile import BackboneSize, ProfileError
-from .layer_policies import USABLE, fill_stages, keeps_attention, split_stages, working_bytes
+from .layer_policies import (
+    USABLE,
+    exchanged_bytes,
+    fill_stages,
+    keeps_attention,
+    split_stages,
+    working_bytes,
+)
 from .online_fit import OnlineFit
 from .pool_spec import PoolSpec
 
 # The count of attention's memory may be too low by this factor.
 _SLACK = 1.05
+_FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +70,15 @@ class MemoryModel:
       packed_from: a row length in tokens. In rows of at least this length, attention takes memory
         for every sequence that a row may hold, even if the row holds fewer; infinite if it never
         does.
+      replicas: number of replicas of the training run. Several exchange gradients and adapters at
+        updates, which needs memory while the values of layers lie there.
     """
 
     backbone: BackboneSize
     memory: int
     working: OnlineFit
     packed_from: float
+    replicas: int = 1
 
     @functools.cached_property
     def _coefficients(self) -> np.ndarray:
@@ -81,7 +92,8 @@ class MemoryModel:
         device has whole (see `PoolSpec.stage_bytes`), and fully sharded data parallelism divides
         the weights. It needs room for what is gathered: two layers (the
         one that is computed and the next one), or the head. Weights in a format that is no dtype
-        need room for those that are decoded.
+        need room for those that are decoded. Several replicas need room for the gradients and
+        adapters that they exchange.
 
         Args:
           pool: sizes of the pool that holds all tasks.
@@ -109,9 +121,12 @@ class MemoryModel:
         weights = (
             (own * layer + end) / replica.fsdp for own, end in zip(layers, outside, strict=True)
         )
+        gradients = _FLOAT32 * pool.parameters(size) / size.layers
         return [
-            (own + gathered + size.decoded_bytes) / replica.tp + state
-            for own, state in zip(weights, states, strict=True)
+            (own + gathered + size.decoded_bytes) / replica.tp
+            + state
+            + exchanged_bytes(count * gradients, self.replicas)
+            for own, state, count in zip(weights, states, layers, strict=True)
         ]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:

@@ -1,6 +1,7 @@
 """Weights in formats with scales, divided among devices, train like those of one device."""
 
 import dataclasses
+import math
 from functools import partial
 
 import jax
@@ -9,13 +10,20 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.backbone_size import mesh_sizes
-from jaxmux.models import MODULES, Backbone, linear_sizes
+from jaxmux.engine.backbone_size import mesh_sizes, size_of
+from jaxmux.engine.stored_state import _of_part, with_copies
+from jaxmux.engine.train_state import pool_specs
+from jaxmux.models import MODULES, Backbone, BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.number_formats import Scaled
 from jaxmux.peft import initial_adapter
 from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.estimates import estimated_memory
+from jaxmux.planner.costs.layer_policies import exchanged_bytes
+from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Replica, Stage
+from jaxmux.sharding import StageMesh, consecutive_parts, stage_meshes
+from jaxmux.sharding.placed_backbone import _own_weights
 from tests.engine.several_devices.test_meshes import (
     assert_gradients_are_close,
     gradients,
@@ -115,3 +123,71 @@ def test_keys_that_every_device_has_are_not_cut(plain):
     Replica.uniform(tp=4).require(config.num_layers, sizes)
     with pytest.raises(PlanningError, match="tp2 does not divide weight_blocks_of_keys_for_tp=3"):
         Replica.uniform(tp=2).require(config.num_layers, sizes)
+
+
+WIDE = BackboneConfig(
+    architecture="LlamaForCausalLM",
+    vocab_size=32000,
+    hidden_size=2048,
+    intermediate_size=8192,
+    num_layers=8,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+)
+
+
+@pytest.mark.parametrize(
+    "mesh", ["dp4", "fsdp4", "tp4", "pp4", "pp2,tp2", "fsdp2,tp2", "pp2,fsdp2"]
+)
+@pytest.mark.parametrize("backbone_format", [None, "float8", "int8", "nf4"])
+def test_the_memory_model_counts_what_a_device_holds(backbone_format, mesh):
+    """Weights and train state are those that a device gets, by their shardings."""
+    config = dataclasses.replace(WIDE, backbone_format=backbone_format)
+    size, replica = size_of(config, jnp.bfloat16), Replica.parse(mesh)
+    parts = consecutive_parts(size.stage_layers(replica))
+    homes = stage_meshes(replica, jax.devices()[: replica.devices], config)
+    specs, pool = pool_specs(config, MODULES, 4, 16, "adamw"), PoolSpec(4, 16)
+    held = []
+    for part, home in zip(parts, homes, strict=True):
+        own = _own_weights(config, part, jnp.bfloat16, home)
+        weights = home.of_one_device(own, home.weight_specs(own))
+        held.append(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(weights)))
+        state = with_copies(_of_part(specs, part), home)
+        shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), state)
+        arrays = home.of_one_device(shapes, home.leaf_specs(state))
+        held[-1] += sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(arrays))
+    # Two layers or the head are gathered; two weights are decoded, or in float8 transposed.
+    gathered = max(2 * (size.divided_layer_bytes or 0), 2 * 32000 * 2048) * (replica.fsdp > 1)
+    decoded = {None: 0, "float8": 1}.get(backbone_format, 2) * 2 * 2048 * 8192
+    found = estimated_memory(size).resident(pool, replica) - (gathered + decoded) / replica.tp
+    assert found == pytest.approx(max(held), rel=0.01)
+
+
+@pytest.mark.parametrize("stage", [Stage(), Stage(tp=2)], ids=str)
+def test_the_memory_model_counts_what_replicas_exchange(make_engine, make_task, monkeypatch, stage):
+    """The compiled programs take arrays that arrive, results and temporaries beside the state."""
+    run, needed, exchange = StageMesh.run, {}, ("_taken", "_added", "_cut", "_joined")
+
+    def measured(home, program, *arguments):
+        name = getattr(program, "__name__", "")
+        if name in exchange:
+            found = program.lower(*arguments).compile().memory_analysis()
+            new = found.output_size_in_bytes - found.alias_size_in_bytes
+            # Arguments that are not the state, which is donated.
+            arrived = found.argument_size_in_bytes - found.alias_size_in_bytes
+            arrived *= name in ("_added", "_joined")
+            needed[name] = max(new + found.temp_size_in_bytes + arrived, needed.get(name, 0))
+        return run(home, program, *arguments)
+
+    monkeypatch.setattr(StageMesh, "run", measured)
+    replica = {"layers": (4,), "stage": stage, "others": (((4,), stage),)}
+    engine = make_engine(make_task("a", steps=1), **replica)
+    engine.train_round()
+    engine.drain()
+    whole = engine._slots.layout.tree.accumulators
+    whole = sum(4 * math.prod(spec.shape) for spec in jax.tree.leaves(whole))
+    assert needed.keys() == {*exchange}
+    counted = exchanged_bytes(whole, 2)
+    assert counted / 2 < max(needed.values()) < counted
+    assert exchanged_bytes(whole, 1) == 0
