@@ -62,13 +62,14 @@ def choose_mesh(
     options: RunOptions,
     devices: int,
     places: int | None = None,
+    failed: Sequence[Deployment] = (),
 ) -> MeshChoice:
     """Prices all layouts of the devices in which the tasks fit into memory.
 
     A layout's time is that of its microbatches in the shape class that is best for it, of an empty
     pipeline at the beginning and the end of every round, and of the updates. Several replicas are
     listed only if they are clearly faster than every single one, because the simulation by which
-    they are compared leaves out how samples fill microbatches.
+    they are compared leaves out how samples fill microbatches, and the exchange of gradients.
 
     Args:
       tasks: the tasks of the training run.
@@ -77,6 +78,7 @@ def choose_mesh(
       devices: number of devices; all of them are used.
       places: number of tasks that train at the same time, with which unlike replicas are not
         considered; None for all of them.
+      failed: layouts that are not considered, because a device ran out of memory.
 
     Raises:
       PlanningError: no layout fits. The message is that of the layout that needs least memory.
@@ -84,6 +86,8 @@ def choose_mesh(
     found, fits, refusal = [], [], None
     # Layouts that divide the weights most come first: theirs is the refusal that counts.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
+        if Deployment((replica,)) in failed:
+            continue
         try:
             fit = fit_replica(tasks, config, options, replica, slots=places)
             fit.require(tasks[:places])
@@ -94,15 +98,23 @@ def choose_mesh(
             refusal = refusal or e
     if not found:
         every = numbered(devices, "device")
-        raise PlanningError(f"mesh 'auto': no layout of {every} fits; {refusal}")
-    single, best = min(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
+        raise PlanningError(
+            f"mesh 'auto': no layout of {every} fits; {refusal or 'all ran out of memory'}"
+        )
+    singles = sorted(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
+    best = singles[0][1]
+    # The simulation of replicas empties pipelines after every round, and training does not: beside
+    # a pipeline, replicas would seem faster than they are.
+    single, compared = next((own for own in singles if own[0].costs.replica.pp == 1), singles[0])
     if devices > 1 and places is None:
         # Other runs do without the solvers of deployments.
         from .unlike_replicas import choose_unlike
 
         unlike = choose_unlike(tasks, config, options, devices, single)
-        if unlike and unlike[1] < _CLEARLY_FASTER:
-            found.append(PricedMesh(unlike[0], unlike[1] * best.seconds))
+        if unlike and unlike[0] not in failed:
+            several = PricedMesh(unlike[0], unlike[1] * compared.seconds)
+            if several.seconds < _CLEARLY_FASTER * best.seconds:
+                found.append(several)
     return MeshChoice(tuple(sorted(found, key=lambda mesh: mesh.seconds)))
 
 

@@ -6,6 +6,7 @@ from functools import partial
 from jaxmux.engine import PreparedTask
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Deployment
 
 from .console import RunConsole
 from .run_directory import RecordedShapes
@@ -20,6 +21,7 @@ def layout_with_places(
     recorded: RecordedShapes | None,
     console: RunConsole,
     may_wait: bool,
+    failed: Sequence[Deployment] = (),
 ) -> RunLayout:
     """Chooses the devices and the shape classes of the microbatches, with as many places as fit.
 
@@ -27,6 +29,7 @@ def layout_with_places(
       tasks, config, options, recorded, console: as for `choose_layout`.
       may_wait: whether tasks wait for a place if they do not fit at the same time. If they may not,
         the error says how many fit.
+      failed: as for `choose_layout`.
 
     Returns:
       The layout. `RunLayout.places` is None if all tasks train together.
@@ -34,7 +37,7 @@ def layout_with_places(
     Raises:
       PlanningError: the tasks do not fit into memory, or with `may_wait` not even one of them.
     """
-    choose = partial(choose_layout, tasks, config, options, recorded)
+    choose = partial(choose_layout, tasks, config, options, recorded, failed=failed)
     most = options.tasks_at_once if (options.tasks_at_once or len(tasks)) < len(tasks) else None
     try:
         layout = choose(console, most)

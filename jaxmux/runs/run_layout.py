@@ -128,6 +128,7 @@ def choose_layout(
     recorded: RecordedShapes | None,
     console: RunConsole,
     places: int | None = None,
+    failed: Sequence[Deployment] = (),
 ) -> RunLayout:
     """Chooses the devices, if `options.mesh` is "auto", and the shape classes of the microbatches.
 
@@ -139,12 +140,13 @@ def choose_layout(
         one.
       console: prints the choice.
       places: number of tasks that train at the same time; None for all of them.
+      failed: layouts that "auto" leaves out, because a device ran out of memory.
 
     Raises:
       PlanningError: the tasks do not fit into memory.
     """
     if options.mesh == AUTO_MESH:
-        choice = choose_mesh(tasks, config, options, len(jax.devices()), places)
+        choice = choose_mesh(tasks, config, options, len(jax.devices()), places, failed)
         console.say(str(choice))
         deployment = choice.deployment
     else:

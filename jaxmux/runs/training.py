@@ -1,6 +1,7 @@
 """The training of a run's tasks, from the choice of the devices to the exported adapters."""
 
 import dataclasses
+import gc
 import operator
 import statistics
 import time
@@ -9,12 +10,17 @@ from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import NamedTuple
 
+import jax
+
 from jaxmux.engine import Engine, PreparedTask, QueuedEngine
+from jaxmux.engine.brackets import Bracket
 from jaxmux.engine.compile_ahead import ProgramsAhead
-from jaxmux.errors import Interrupted
+from jaxmux.errors import Interrupted, OutOfDeviceMemory, first_line, ran_out_of_memory
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
+from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.devices import Deployment
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.sweeps import Sweep
 from jaxmux.tasks import TaskError
@@ -30,7 +36,7 @@ from .run_checkpoint import RunPosition, array_specs, newest_run
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, engine_options, load_on
-from .run_options import RunOptions
+from .run_options import AUTO_MESH, RunOptions
 from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -66,6 +72,9 @@ def train_tasks(
 ) -> Results:
     """Trains the tasks, from the choice of the devices to the exported adapters.
 
+    If a device runs out of memory before the first round has ended, in a layout of several devices
+    that the planner has chosen, the next best layout takes its place.
+
     Args:
       backbone: the backbone's folder.
       inputs: the tasks with their data.
@@ -99,14 +108,89 @@ def train_tasks(
         memory = options.memory or processes.least(device_memory())
         options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
     brackets = brackets_of(sweeps, prepared)
-    with timeline.span("choose devices and shapes"):
-        layout = processes.agree(
-            processes.on_first(
-                lambda: layout_with_places(
-                    prepared, config, options, directory.shapes, console, may_wait=bool(sweeps)
+    failed: list[Deployment] = []
+    out_of_memory = None
+    while True:
+        try:
+            with timeline.span("choose devices and shapes"):
+                layout = processes.agree(
+                    processes.on_first(
+                        lambda: layout_with_places(
+                            prepared,
+                            config,
+                            options,
+                            directory.shapes,
+                            console,
+                            may_wait=bool(sweeps),
+                            failed=failed,
+                        )
+                    )
                 )
+        except PlanningError:
+            if out_of_memory is None:
+                raise
+            raise OutOfDeviceMemory(out_of_memory) from None
+        attempt = _Attempt(layout)
+        try:
+            return _train_in(
+                attempt,
+                backbone,
+                inputs,
+                sweeps,
+                brackets,
+                options,
+                directory,
+                config_text,
+                processes,
+                console,
+                stop,
+                timeline,
             )
+        except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
+            own_choice = options.mesh == AUTO_MESH and layout.deployment.devices > 1
+            # Several processes cannot tell each other of it, and one ends them all.
+            if attempt.has_trained or not own_choice or processes.count > 1:
+                raise
+            if not ran_out_of_memory(e):
+                raise
+            out_of_memory = first_line(e)
+        # The exception held the arrays of the layout.
+        gc.collect()
+        failed.append(layout.deployment)
+        console.say(
+            f"mesh {layout.deployment} does not fit into memory after all ({out_of_memory}); "
+            "trying the next best one"
         )
+
+
+class _Attempt:
+    """Training in one layout.
+
+    Attributes:
+      layout: the layout.
+      has_trained: whether a round has ended in it, or a checkpoint has been restored.
+    """
+
+    def __init__(self, layout: RunLayout):
+        self.layout, self.has_trained = layout, False
+
+
+def _train_in(
+    attempt: _Attempt,
+    backbone: str,
+    inputs: RunInputs,
+    sweeps: Sequence[Sweep],
+    brackets: Sequence[Bracket],
+    options: RunOptions,
+    directory: RunDirectory | None,
+    config_text: str | None,
+    processes: Processes,
+    console: RunConsole,
+    stop: StopSignals,
+    timeline: StartTimeline,
+) -> Results:
+    """Trains the tasks in a layout; other arguments and exceptions as for `train_tasks`."""
+    config, prepared, layout = inputs.config, inputs.prepared, attempt.layout
     own_options = engine_options(
         options,
         config,
@@ -151,6 +235,7 @@ def train_tasks(
             stack.enter_context(closing(checkpoints))
         stack.enter_context(closing(engine))
         position = _restore(engine, checkpoints, processes, console, goes_on)
+        attempt.has_trained = position.rounds > 0
         files = None
         if checkpoints:
             run = TrackedRun(
@@ -167,7 +252,14 @@ def train_tasks(
         with timeline.span("measure held-out losses"):
             recorder.record(engine.drain())
         seconds = _train(
-            engine, recorder, options.checkpoint_every, processes, console, stop, timeline
+            engine,
+            recorder,
+            attempt,
+            options.checkpoint_every,
+            processes,
+            console,
+            stop,
+            timeline,
         )
         summary = recorder.finish(
             seconds,
@@ -229,6 +321,7 @@ def _restore(
 def _train(
     engine: Engine,
     recorder: Recorder,
+    attempt: _Attempt,
     checkpoint_every: int,
     processes: Processes,
     console: RunConsole,
@@ -256,6 +349,7 @@ def _train(
                     if not ends:
                         # The first results are shown at once, although the devices wait meanwhile.
                         updates += engine.drain()
+                        attempt.has_trained = True
                 recorder.record(updates)
                 if not ends:
                     recorder.record_start(timeline)

@@ -6,9 +6,10 @@ import pytest
 
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
+from jaxmux.planner.costs import device_models
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.profiling import in_other_names, random_task
-from jaxmux.runs import RunOptions
+from jaxmux.runs import RunOptions, run_shape
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
 from jaxmux.runs.replica_fit import fit_longest, fit_replica
@@ -121,3 +122,19 @@ def test_a_run_keeps_its_shape_classes_on_every_mesh_on_which_it_goes_on():
     others = layout("2*(tp1)", 80, recorded)
     assert min(shape.row_len for shape in others.shapes) == 16384
     assert len(others.added_to(recorded).several) == 2
+
+
+def test_replicas_are_not_preferred_for_the_gaps_of_a_pipeline(monkeypatch):
+    """Rounds stream through a pipeline without a gap, so two replicas of two devices, which
+    exchange gradients, are no faster than one pipeline of both."""
+    monkeypatch.setattr(run_shape, "device_models", lambda *given: device_models(*given[:3]))
+    config = dataclasses.replace(LARGE, backbone_format="float8")
+    tasks = [random_task(config, f"task{i}", [2048] * 16, 8, 6, 16, seed=i) for i in range(4)]
+    options = RunOptions(
+        mesh="auto", dtype="bfloat16", memory_gib=104.85, row_len=2048, chunk_len=128
+    )
+    found = choose_mesh(tasks, config, options, 4)
+    assert str(found.deployment) == "pp2,tp2"
+    assert all(len(mesh.deployment.replicas) == 1 for mesh in found.meshes)
+    failed = choose_mesh(tasks, config, options, 4, failed=[found.deployment])
+    assert failed.meshes == found.meshes[1:]

@@ -10,6 +10,7 @@ import pytest
 
 from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions, Sweep
 from jaxmux.engine import compiled_stages
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.runs import checkpoints
 
 
@@ -140,6 +141,45 @@ def test_too_few_devices_are_named(mesh, devices, message, tasks, train, tmp_pat
     monkeypatch.setattr(jax, "devices", lambda: [None] * devices)
     with pytest.raises(PlanningError, match=message):
         train(tmp_path, *tasks, mesh=mesh, **OPTIONS)
+
+
+@pytest.fixture
+def first_mesh_is_full(monkeypatch):
+    """Lets the device run out of memory in the backward pass of the first mesh that is tried."""
+    backward, first = compiled_stages.backward, []
+
+    def failing(program, *arguments):
+        if not first:
+            first.append(program.home.mesh.shape)
+        if program.home.mesh.shape == first[0]:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return backward(program, *arguments)
+
+    failing.lower, failing.eval_shape = backward.lower, backward.eval_shape
+    monkeypatch.setattr(compiled_stages, "backward", failing)
+
+
+def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
+    tasks, train, tmp_path, first_mesh_is_full, monkeypatch, capsys
+):
+    task = dataclasses.replace(tasks[1], steps=2)
+    devices = jax.devices()[:2]
+    monkeypatch.setattr(jax, "devices", lambda *_: devices)
+    found = train(tmp_path / "auto", task, mesh="auto", remat="full", **OPTIONS)
+    printed = capsys.readouterr().out
+    full, following = re.findall(r"mesh (\S+) \([\d.e-]+ s a round\) is predicted", printed)
+    refusal = f"mesh {full} does not fit into memory after all (a microbatch of "
+    assert full != following and refusal in printed
+    expected = train(tmp_path / "named", task, mesh=following, remat="full", **OPTIONS)
+    assert found.tasks == expected.tasks
+    assert losses(tmp_path / "auto") == losses(tmp_path / "named")
+    record, other = (json.loads((tmp_path / n / "run.json").read_text()) for n in ("auto", "named"))
+    assert record["shape"] == other["shape"]
+
+
+def test_a_named_mesh_that_does_not_fit_is_an_error(tasks, train, tmp_path, first_mesh_is_full):
+    with pytest.raises(OutOfDeviceMemory, match="does not fit into the device's memory"):
+        train(tmp_path / "named", *tasks, mesh="pp2", remat="full", **OPTIONS)
 
 
 def test_the_mesh_is_read_with_the_options():
