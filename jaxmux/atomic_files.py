@@ -60,7 +60,7 @@ def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
         raise InputError(f"{path}: is no regular file; name another --out")
     if path.stat().st_size and not is_ours(path):
         raise InputError(
-            f"{path}: exists and is not a {what} of jaxmux, so it is not replaced; choose another "
+            f"{path}: exists and is no {what} of jaxmux, so it is not replaced; choose another "
             "--out, or move it away"
         )
 

@@ -94,6 +94,21 @@ def edit_profile(path: Path, **fields) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
 
+@pytest.mark.parametrize("name", ["plan.json", "schedule.png", "trace.json"])
+def test_foreign_files_are_not_replaced_by_a_plan(name, refused, tmp_path):
+    (tmp_path / name).write_text("precious")
+    assert f"{tmp_path / name}: exists and is no " in refused("--mesh=pp2", f"--out={tmp_path}")
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "precious"
+
+
+def test_a_plan_replaces_an_earlier_one(capsys, tmp_path):
+    for mesh in ("pp2", "pp3"):
+        assert main([*QUICK, f"--mesh={mesh}", f"--out={tmp_path}"]) == 0
+    assert f"{tmp_path / 'plan.json'}: an earlier plan is replaced" in capsys.readouterr().err
+    assert json.loads((tmp_path / "plan.json").read_text())["replica"].startswith("pp3")
+
+
 def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
     assert main([*QUICK, "--mesh=pp2 + 2*(tp1)", f"--out={tmp_path}"]) == 0
     out = capsys.readouterr().out

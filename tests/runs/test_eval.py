@@ -43,6 +43,14 @@ def results(run_dir) -> list[dict]:
     return json.loads(out.read_text())["results"]
 
 
+def test_foreign_files_are_not_replaced_by_an_evaluation(run_dir, tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert evaluate([f"--run_dir={run_dir}", f"--out={path}"]) == 2
+    assert f"{path}: exists and is no evaluation" in capsys.readouterr().err
+    assert path.read_text() == "{}"
+
+
 def recorded(run_dir) -> dict[str, list[float]]:
     lines = [json.loads(line) for line in (run_dir / "held_out.jsonl").read_text().splitlines()]
     return {name: [x["loss"] for x in lines if x["task"] == name] for name in ("chat", "part")}

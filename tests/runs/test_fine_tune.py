@@ -312,6 +312,59 @@ def test_a_missing_checkpoint_is_answered_with_the_rounds_and_folders_that_there
         assert json.loads(record.read_text())["position"]["rounds"] == int(rounds)
 
 
+def foreign_folder(kind: str, folder: Path, elsewhere: Path) -> None:
+    """Something at the place of an adapter's folder that no export has written."""
+    match kind:
+        case "link":
+            elsewhere.mkdir()
+            folder.symlink_to(elsewhere)
+        case "file":
+            folder.write_text("precious")
+        case "backbone":
+            folder.mkdir()
+            (folder / "adapter_config.json").write_text("{}")
+            (folder / "adapter_model.safetensors").write_text("precious")
+            (folder / "config.json").write_text("{}")
+        case "linked card":
+            folder.mkdir()
+            for name in ("adapter_config.json", "adapter_model.safetensors"):
+                (folder / name).write_text("precious")
+            elsewhere.write_text("precious")
+            (folder / "README.md").symlink_to(elsewhere)
+        case name:
+            folder.mkdir()
+            (folder / name).write_text("precious")
+
+
+@pytest.mark.parametrize("option", ["--overwrite", "--merge", "--serving"])
+@pytest.mark.parametrize(
+    ("kind", "culprit"),
+    [
+        ("link", "is a symbolic link"),
+        ("file", "is no folder"),
+        ("backbone", "holds a backbone beside an adapter"),
+        ("linked card", "README.md: is a symbolic link"),
+        ("adapter_config.json", "holds adapter_config.json but no adapter"),
+        ("README.md", "holds README.md but no adapter"),
+        ("adapter_model.safetensors", "holds adapter_model.safetensors but no adapter"),
+        ("notes.txt", "holds notes.txt but no adapter"),
+    ],
+)
+def test_export_never_writes_over_what_is_not_its_own(
+    kind, culprit, option, summary, run_dir, tmp_path, capsys
+):
+    out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
+    out.mkdir()
+    foreign_folder(kind, out / "steps", elsewhere)
+    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+    arguments = [f"--run_dir={run_dir}", f"--out={out}", "--task=steps", option]
+    assert export(arguments) == 2
+    error = capsys.readouterr().err
+    # Without --overwrite, an adapter is enough to be refused.
+    assert culprit in error or (option != "--overwrite" and "already" in error)
+    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+
+
 def test_export_warns_of_a_task_of_epochs_that_is_not_finished(train, make_task, tmp_path, capsys):
     """Its number of steps is known from the summary of the finished run."""
     train(tmp_path / "run", make_task(epochs=1), checkpoint_every=2)

@@ -29,6 +29,7 @@ from jaxmux.peft import Factors, initial_adapter, resolve_targets
 
 main = partial(run_command, "generate", prog="jaxmux generate")
 
+
 PROMPTS = ("red apple", "fig", "the brown lemon and the plum")
 NEW = 12
 
@@ -75,6 +76,14 @@ def step_by_step(tokenizer, logits_of):
         return [i for i in ids[start:] if i != tokenizer.eos_token_id]
 
     return greedy
+
+
+def test_foreign_files_are_not_replaced_by_completions(backbone, tmp_path, capsys):
+    path = tmp_path / "notes.txt"
+    path.write_text("precious")
+    assert main([f"--backbone={backbone}", "--prompt=fig", f"--out={path}"]) == 2
+    assert f"{path}: exists and is no file of completions" in capsys.readouterr().err
+    assert path.read_text() == "precious"
 
 
 def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters, step_by_step):
