@@ -20,8 +20,9 @@ class Event(NamedTuple):
       task: name of the task.
       kind: "state" (the task's state or its reason has changed), "update" (a step of the task has
         been trained) or "evaluation" (its held-out loss has been measured).
-      fields: what the event tells: for "state", `state`, `reason` and `priority`; for the others,
-        the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
+      fields: what the event tells: for "state", `state`, `reason`, `priority`, `steps` (None until
+        the data have been read), `adapter` (its kind) and `rank` (None if the kind has none);
+        for the others, the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
     """
 
     number: int

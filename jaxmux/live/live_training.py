@@ -13,7 +13,7 @@ from typing import Any
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.field_checks import LARGEST_INTEGER
-from jaxmux.peft import Adapter
+from jaxmux.peft import Adapter, kind_of
 from jaxmux.tasks import Task, TaskError
 
 from .command_runner import CommandRunner
@@ -501,8 +501,10 @@ class LiveTraining:
         self._saving.changed = True
         self._show(own)
         if self._telling and self._shows_end(own):
+            adapter = own.task.adapter
             fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
-            self._tell(own.name, "state", fields)
+            fields |= {"steps": own.steps, "adapter": kind_of(adapter).name}
+            self._tell(own.name, "state", fields | {"rank": getattr(adapter, "rank", None)})
 
     def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
         self._store.tell(self._events.add(self._clock(), name, kind, fields))

@@ -4,6 +4,7 @@ The files say what is wanted, and every poll compares this with what the server 
 So nothing has to be remembered of changes that came while nobody watched.
 """
 
+import json
 import logging
 import threading
 import time
@@ -11,7 +12,9 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+from jaxmux.atomic_files import write_atomically
 from jaxmux.errors import first_line
 from jaxmux.live import LiveTraining, TaskStatus
 from jaxmux.live.states import ENDED, PAUSED
@@ -46,6 +49,9 @@ _SECONDS_TO_RETRY = 10.0
 _SECONDS_TO_RESUME = 60.0
 # At most this share of a core is spent on polls.
 _SHARE = 0.1
+# The file in the server's folder that lists the refused specifications; most entries that it has,
+# and most characters of an error.
+REFUSED, _MOST_REFUSED, _LONGEST_ERROR = "refused.json", 256, 2000
 
 
 class DirectoryWatcher:
@@ -81,6 +87,9 @@ class DirectoryWatcher:
         live.ended.know_while(self._accepted.is_unfinished)
         self._intake = Intake(directory, self._accepted, limits)
         self._stopped = threading.Event()
+        self._folder = folder
+        # The content of refused.json.
+        self._refused: dict[str, Any] | None = None
         # The specifications that were not read in the last poll because there are too many.
         self._ignored: dict[Place, str] = {}
         self._watched: dict[Place, WatchedTask] = {}
@@ -159,6 +168,7 @@ class DirectoryWatcher:
         self._status_files.write((*shown, *ignored))
         self._lines.say_problems(self._status_files.problems)
         self._note_ends(ended)
+        self._record_refused()
         for name in self._accepted.finished - known.keys():
             if _place_of(name) not in self._watched:
                 # Neither the server nor the tenant knows of it any more.
@@ -380,6 +390,24 @@ class DirectoryWatcher:
                 # The next poll tries it again.
                 _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)
                 return
+
+    def _record_refused(self) -> None:
+        """Writes which specifications are refused or wait, for the page of the server."""
+        refused = [(p, own.error, own.waits) for p, own in self._watched.items() if own.error]
+        refused += [(place, why, False) for place, why in self._ignored.items()]
+        refused.sort(key=lambda own: own[0])
+        rows = [
+            {"task": place.task, "error": error[:_LONGEST_ERROR], "waits": waits}
+            for place, error, waits in refused[:_MOST_REFUSED]
+        ]
+        record = {"count": len(refused), "refused": rows}
+        if record != self._refused:
+            try:
+                write_atomically(self._folder / REFUSED, json.dumps(record, indent=2) + "\n")
+                self._refused = record
+            except OSError as e:
+                # The status files tell it too, and the next poll tries it again.
+                _log.debug("%s cannot be written (%s)", REFUSED, e.strerror)
 
     def _note_change(self, place: Place, own: WatchedTask, what: str) -> None:
         """Tells a tenant of a file that changes all the time."""

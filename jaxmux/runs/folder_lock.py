@@ -2,12 +2,16 @@
 
 import fcntl
 import os
+import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 _NAME = ".lock"
 # A folder that other processes remove at the same time is created again at most so many times.
 _ATTEMPTS = 10
+# `lock_state` holds the lock for a moment, so a lock that is not free is tried again for so long.
+_TRIES, _SECONDS_A_TRY = 5, 0.005
 
 
 class FolderLockError(Exception):
@@ -16,7 +20,8 @@ class FolderLockError(Exception):
 
 class FolderLock:
     """Holds a folder against other processes until `close`. The file ".lock" in it is what other
-    processes find locked.
+    processes find locked. It holds the process's number until `close`, so a process that was killed
+    leaves its number behind.
 
     Attributes:
       created: True if the folder did not exist before.
@@ -45,6 +50,7 @@ class FolderLock:
                 raise FolderLockError(f"not writable ({e.strerror})") from None
             self._lock()
             if self._is_in_folder():
+                self._write(f"{os.getpid()}\n")
                 return
             self._file.close()
             reason = "another process creates and removes it"
@@ -61,7 +67,15 @@ class FolderLock:
             if remove and self.created and os.listdir(self._folder) == [_NAME]:
                 (self._folder / _NAME).unlink()
                 self._folder.rmdir()
+        self._write("")
         self._file.close()
+
+    def _write(self, text: str) -> None:
+        """Replaces what the file holds. Only people and `lock_state` read it, so a full disk
+        hinders nothing."""
+        with suppress(OSError, ValueError):  # ValueError: it has been closed before.
+            os.ftruncate(self._file.fileno(), 0)
+            os.pwrite(self._file.fileno(), text.encode(), 0)
 
     def _open(self) -> None:
         self._folder.parent.mkdir(parents=True, exist_ok=True)
@@ -74,15 +88,19 @@ class FolderLock:
         self._file = open(os.open(self._folder / _NAME, flags, 0o666), "r+")
 
     def _lock(self) -> None:
-        try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as e:
-            self._file.close()
-            if isinstance(e, BlockingIOError):
-                raise FolderLockError("in use by another process") from None
-            raise FolderLockError(
-                f"its file system cannot lock files ({e.strerror}); choose one that can"
-            ) from None
+        for left in reversed(range(_TRIES)):
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if left:
+                    time.sleep(_SECONDS_A_TRY)
+            except OSError as e:
+                self._file.close()
+                raise FolderLockError(
+                    f"its file system cannot lock files ({e.strerror}); choose one that can"
+                ) from None
+        self._file.close()
+        raise FolderLockError("in use by another process")
 
     def _is_in_folder(self) -> bool:
         """True if the locked file is the one that other processes find in the folder."""
@@ -91,3 +109,39 @@ class FolderLock:
         except FileNotFoundError:
             return False
         return os.path.samestat(os.fstat(self._file.fileno()), found)
+
+
+class LockState(NamedTuple):
+    """What the lock of a folder tells of the process that holds or held it.
+
+    Attributes:
+      holder: "alive" (a process holds the folder), "ended" (it released the folder), "killed" (it
+        ended without releasing the folder), or "unknown" (there is no lock, or it cannot be read).
+      since: when the process took the folder or released it, in seconds since 1970; 0 if unknown.
+    """
+
+    holder: Literal["alive", "ended", "killed", "unknown"]
+    since: float
+
+
+def lock_state(folder: Path) -> LockState:
+    """Looks at the lock of a folder that another process may hold.
+
+    Args:
+      folder: the folder.
+    """
+    try:
+        file = os.open(folder / _NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError:
+        return LockState("unknown", 0.0)
+    try:
+        changed = os.fstat(file).st_mtime
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return LockState("alive", changed)
+        return LockState("killed" if os.fstat(file).st_size else "ended", changed)
+    except OSError:
+        return LockState("unknown", 0.0)
+    finally:
+        os.close(file)

@@ -30,6 +30,7 @@ _OWN = {
     "specifications": True,
     "inputs": True,
     "watched.json": False,
+    "refused.json": False,
     "config.gin": False,
     "tensorboard": True,
     "wandb": True,

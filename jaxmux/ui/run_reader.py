@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.errors import InputError
+from jaxmux.runs.folder_lock import LockState, lock_state
 
 from .line_file import LineFile, line_at
 from .run_view import RunView, TaskView
@@ -49,6 +50,9 @@ class RunReader:
         self._summary: dict[str, Any] | None = None
         # The content of tasks.json, which tells of tasks that have ended before the others.
         self._statuses: dict[str, Any] | None = None
+        # The content of refused.json, the specifications that a server refuses.
+        self._refused: dict[str, Any] = {}
+        self._holder = LockState("unknown", 0.0)
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._begin()
         if not wait:
@@ -81,15 +85,19 @@ class RunReader:
             again = others or any(file.replaced() for file in self._files) or self._read_record()
             if again:
                 self._begin()
-            changed = any([self._read_summary(), self._read_statuses(), again])
+            changed = any(
+                [self._read_summary(), self._read_statuses(), self._read_refused(), again]
+            )
+            before, self._holder = self._holder, lock_state(self.path)
             lines = sum(map(self._read_log, self._logs))
             self._view.take_results((self._summary or self._statuses or {}).get("tasks", {}))
             new = self._view.take_new()
-            if not (lines or changed):
+            if not (lines or changed or before != self._holder):
                 return None
             self.version += 1
             if changed or new.pop("again") or lines > _MOST_SENT:
                 return {"version": self.version, "reload": True}
+            new["tasks"] = self._with_errors(new["tasks"])
             return {"version": self.version, **new, "run": self._run()}
 
     @property
@@ -104,13 +112,28 @@ class RunReader:
             return {
                 "version": self.version,
                 "run": self._run(),
-                "tasks": [task.row for task in view.tasks.values()],
+                "tasks": self._rows(),
                 "loss": {name: task.loss.points() for name, task in view.tasks.items()},
                 "held_out": {name: task.held_out for name, task in view.tasks.items()},
                 "rounds": view.rounds.points(),
                 "events": view.newest_events(),
                 "details": sorted(view.details),
             }
+
+    def _rows(self) -> list[dict[str, Any]]:
+        """The rows of the tasks, and of the specifications that are refused."""
+        tasks, refused = self._view.tasks, self._refused.get("refused", [])
+        others = [
+            TaskView(own["task"], state="waiting" if own.get("waits") else "refused").row
+            for own in refused
+            if own["task"] not in tasks
+        ]
+        return self._with_errors([*(task.row for task in tasks.values()), *others])
+
+    def _with_errors(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows with why their specifications, or changes of them, are refused."""
+        errors = {own["task"]: own["error"] for own in self._refused.get("refused", [])}
+        return [row | {"error": errors.get(row["name"])} for row in rows]
 
     def details(self, number: int) -> dict[str, Any] | None:
         """The line of rounds.jsonl of a round with details; None if there is none.
@@ -132,6 +155,7 @@ class RunReader:
         """Forgets everything, and starts before the first line of every file."""
         self._seen.clear()
         self._summary = self._statuses = None
+        self._refused = {}
         self._read_record()
         self._view = RunView("server" in self._record)
         for name, task in self._record.get("tasks", {}).items():
@@ -208,6 +232,32 @@ class RunReader:
             return before != content
         return False
 
+    def _read_refused(self) -> bool:
+        content = self._changed("refused.json")
+        entries = content.get("refused") if isinstance(content, dict) else None
+        if isinstance(entries, list) and all(_is_refusal(entry) for entry in entries):
+            before, self._refused = self._refused, content
+            return before != content
+        return False
+
+    def _state(self) -> str:
+        """What the run is doing: "waiting" (it has not begun), "finished", "compiling" (the
+        backbone is loaded, or programs are compiled), "training", "idle" (a server has
+        nothing to train), "stopped" (the process has ended), "lost" (it was killed), or
+        "unknown" (there is no lock)."""
+        holder, view = self._holder, self._view
+        if not self._record:
+            return "waiting"
+        if holder.holder == "alive":
+            states = [task.row["state"] for task in view.tasks.values()]
+            if view.server and not {"running", "preparing", "queued"} & set(states):
+                return "idle"
+            # Lines of an earlier process are older than the lock of this one.
+            return "training" if view.worked > holder.since else "compiling"
+        if self._summary:
+            return "finished"
+        return {"ended": "stopped", "killed": "lost"}.get(holder.holder, "unknown")
+
     def _changed(self, name: str) -> Any:
         """The content of a JSON file if it has changed since the last call; None otherwise, or if
         it cannot be read."""
@@ -235,7 +285,9 @@ class RunReader:
             "format": record.get("backbone_format"),
             "shape": shape,
             "now": time.time(),
-            "begun": view.begun,
+            "state": self._state(),
+            "trained": view.trained,
+            "refused": self._refused.get("count", 0),
             "last": view.last,
             "damaged": counts,
             "unread": sum(file.left for file in self._files),
@@ -247,6 +299,12 @@ def _is_training(content: dict[str, Any]) -> bool:
     tasks = content.get("tasks")
     return isinstance(tasks, dict) and all(
         isinstance(task, dict) and isinstance(task.get("adapter"), dict) for task in tasks.values()
+    )
+
+
+def _is_refusal(entry: Any) -> bool:
+    return isinstance(entry, dict) and all(
+        isinstance(entry.get(key), str) for key in ("task", "error")
     )
 
 

@@ -5,10 +5,12 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from jaxmux.printable import shown_state
+
 from .line_file import Line
 from .series import Series, short
 
-_ENDED = {"succeeded", "failed", "cancelled"}
+_ENDED = {"succeeded", "stopped early", "failed", "cancelled"}
 # Most events that are kept, and that the page shows.
 _KEPT, _SHOWN = 3000, 300
 # A server's tasks that have ended are shown as long as they are among so many.
@@ -22,7 +24,9 @@ class TaskView:
 
     Attributes:
       row: its entry in the list of tasks: name, state, reason, priority, step, steps, kind, rank,
-        loss (of the last update), held_out (the last loss), best, tokens, skipped.
+        loss (of the last update, None if it was skipped), nan (whether it was skipped), held_out
+        (the last loss), best (the step of the best one), tokens, skipped (number of updates),
+        error (why its specification, or a change of it, is refused).
       loss: training loss by step.
       trained: number of steps of which it has told.
       held_out: step, loss and whether it is the best one, of each measurement.
@@ -45,6 +49,8 @@ class TaskView:
             "kind": None,
             "rank": None,
             "loss": None,
+            "nan": False,
+            "error": None,
             "held_out": None,
             "best": None,
             "tokens": 0,
@@ -65,7 +71,9 @@ class RunView:
       details: by number of a round with details, the file, offset and length of its line.
       events: the last events, those of one file after those of another.
       last: time of the newest line, in seconds since 1970; None before the first.
-      begun: time of the oldest line.
+      worked: time of the newest line of a round or an update; 0 before the first.
+      trained: the time of all rounds in seconds, without the time in which nothing ran or a server
+        had nothing to train; and their tokens, with padding and read.
     """
 
     def __init__(self, server: bool):
@@ -79,7 +87,8 @@ class RunView:
         self.details: dict[int, tuple[Path, int, int]] = {}
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.last: float | None = None
-        self.begun: float | None = None
+        self.worked = 0.0
+        self.trained = {"seconds": 0.0, "tokens": 0.0, "read": 0.0}
         self.server = server
         # The tasks of a server that have ended, in the order of their ends.
         self._ended: deque[TaskView] = deque()
@@ -122,6 +131,7 @@ class RunView:
             numbers = [fields["time"], *values, *memory, fields["microbatches"]]
             if not self._has_rounds:
                 self._has_rounds, self.rounds = True, Series(9)
+                self.trained = dict.fromkeys(self.trained, 0.0)
             self._add_round(number, numbers)
             if "held" in fields:
                 self.details[number] = path, line.offset, line.length
@@ -144,8 +154,9 @@ class RunView:
         for name, result in results.items():
             if name in self.tasks and isinstance(result, dict):
                 row = self.tasks[name].row
-                row["state"] = str(result.get("status", row["state"]))
-                row["reason"] = result.get("error") or result.get("stopped_early")
+                early = result.get("stopped_early")
+                row["state"] = shown_state(str(result.get("status", row["state"])), early)
+                row["reason"] = result.get("error") or early
 
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the
@@ -160,12 +171,14 @@ class RunView:
         except (KeyError, TypeError, ValueError, OverflowError):
             return False
         self.last = max(time, self.last or time)
-        self.begun = min(time, self.begun or time)
         return True
 
     def _add_round(self, number: int, numbers: list[float]) -> None:
         numbers = list(map(_finite, numbers))
+        self.worked = max(self.worked, numbers[0])
         self.rounds.add(number, numbers)
+        for name, value in zip(self.trained, (numbers[1], numbers[2], numbers[4]), strict=True):
+            self.trained[name] += value
         # As in `Series.points`, where the least and the largest time follow.
         self._new["rounds"].append([number, *numbers, numbers[0], numbers[0]])
 
@@ -175,13 +188,15 @@ class RunView:
         row, skipped = task.row, bool(fields["skipped"])
         # A server that was killed trains some steps again, and they give the same.
         again, task.trained = step <= task.trained, max(step, task.trained)
+        row["nan"] = skipped
         if loss is not None:
             loss = _finite(loss)
-            row["loss"] = short(loss)
             if not again:
                 task.loss.add(step, [loss])
-                point = [step, row["loss"], row["loss"], row["loss"]]
+                point = [step, *[short(loss)] * 3]
                 self._new["loss"].setdefault(name, []).append(point)
+        row["loss"] = None if skipped or loss is None else short(loss)
+        self.worked = max(self.worked, float(fields["time"]))
         row["step"], row["state"] = step, "running" if row["state"] == "queued" else row["state"]
         if not again:
             row["tokens"] += int(fields.get("tokens", 0))
@@ -219,8 +234,11 @@ class RunView:
             self.tasks[name] = TaskView(name)
             self._new["again"] = True
         row = self.task(name).row
-        row["state"], row["reason"] = state, fields.get("reason")
-        row["priority"] = fields.get("priority")
+        state, row["reason"] = shown_state(state, fields.get("reason")), fields.get("reason")
+        row["state"] = state
+        # Events of earlier versions tell of fewer.
+        row |= {n: fields[n] for n in ("priority", "steps", "rank") if n in fields}
+        row["kind"] = fields.get("adapter", row["kind"])
         reason = f": {row['reason']}" if row["reason"] else ""
         self._tell(fields["time"], name, "state", f"{state}{reason}")
         self._new["tasks"][name] = None

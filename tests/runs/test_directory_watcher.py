@@ -187,8 +187,12 @@ def test_the_status_of_a_refused_file_goes_with_it(watch, put, tmp_path):
     path = put("acme/one", steps=0)
     with watch(tmp_path) as server:
         server.until("acme/one", "refused")
+        record = server.folder / "refused.json"
+        own = {"task": "acme.one", "error": server.status("acme/one")["error"], "waits": False}
+        assert json.loads(record.read_text()) == {"count": 1, "refused": [own]}
         path.unlink()
         server.poll_until(lambda: server.state("acme/one") is None)
+        assert json.loads(record.read_text()) == {"count": 0, "refused": []}
 
 
 def test_after_the_end_of_a_task_every_change_is_refused(watch, put, tmp_path):

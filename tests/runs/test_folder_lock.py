@@ -3,12 +3,14 @@
 import fcntl
 import os
 import shutil
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 
 import pytest
 
-from jaxmux.runs.folder_lock import FolderLock, FolderLockError
+from jaxmux.runs.folder_lock import FolderLock, FolderLockError, lock_state
 
 
 def test_a_locked_folder_is_refused_and_kept(tmp_path):
@@ -46,7 +48,7 @@ def test_a_folder_that_its_holders_remove_has_one_holder_at_a_time(tmp_path):
     def hold_again_and_again(_: int) -> int:
         held = tries = 0
         # On a busy machine a thread may have no luck for long.
-        while tries < 1000 or not held:
+        while tries < 200 or not held:
             tries += 1
             with suppress(FolderLockError):
                 lock = FolderLock(folder)
@@ -76,3 +78,24 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, mo
         FolderLock(folder)
     lock.close(remove=True)
     assert not folder.exists()
+
+
+def test_a_lock_tells_whether_its_process_lives_has_ended_or_was_killed(tmp_path):
+    folder = tmp_path / "run"
+    assert lock_state(folder).holder == "unknown"
+    code = (
+        "import sys; from pathlib import Path; from jaxmux.runs.folder_lock import FolderLock\n"
+        f"lock = FolderLock(Path({str(folder)!r})); print(flush=True); input(); lock.close()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    for end, holder in (("kill", "killed"), ("answer", "ended")):
+        with subprocess.Popen([sys.executable, "-c", code], **pipes) as process:
+            process.stdout.readline()
+            assert lock_state(folder).holder == "alive"
+            if end == "kill":
+                process.kill()
+            else:
+                process.communicate(b"\n")
+        assert lock_state(folder).holder == holder
+    lock = FolderLock(folder)  # It can be taken after either end.
+    lock.close()

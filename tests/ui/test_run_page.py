@@ -15,6 +15,7 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
+from jaxmux.runs.folder_lock import FolderLock  # noqa: E402
 from jaxmux.ui.app import STATIC, run_app  # noqa: E402
 from jaxmux.ui.run_reader import RunReader, UIError  # noqa: E402
 from jaxmux.ui.series import Series  # noqa: E402
@@ -152,6 +153,88 @@ def test_skipped_update_is_an_event_without_a_loss(run_dir):
     assert len(state["loss"]["legal_0"]) == 60 and state["tasks"][2]["skipped"] == 1
 
 
+def test_task_whose_last_update_was_skipped_shows_no_older_loss(run_dir):
+    fields = synthetic.update(60, "legal_0", 0.5, synthetic.BEGUN + 1e6) | {"skipped": True}
+    synthetic.append(run_dir / "metrics.jsonl", fields)
+    row = client(run_dir).get("/api/state").json()["tasks"][2]
+    assert (row["loss"], row["nan"], row["skipped"]) == (None, True, 1)
+    synthetic.append(
+        run_dir / "metrics.jsonl", synthetic.update(61, "legal_0", 0.25, synthetic.BEGUN + 1e6)
+    )
+    row = client(run_dir).get("/api/state").json()["tasks"][2]
+    assert (row["loss"], row["nan"], row["skipped"]) == (0.25, False, 1)
+
+
+def test_run_is_what_its_lock_tells(run_dir):
+    def state(reader):
+        reader.poll()
+        return reader.state()["run"]["state"]
+
+    reader = RunReader(run_dir)
+    read_all(reader)
+    assert state(reader) == "unknown"
+    lock = FolderLock(run_dir)
+    os.utime(run_dir / ".lock", (synthetic.BEGUN + 1e6,) * 2)
+    assert state(reader) == "compiling"
+    line = synthetic.update(60, "legal_0", 0.5, synthetic.BEGUN + 1e6 + 1)
+    synthetic.append(run_dir / "metrics.jsonl", line)
+    assert state(reader) == "training"
+    lock.close()
+    assert state(reader) == "stopped"
+    # A process that is killed leaves its number in the lock.
+    (run_dir / ".lock").write_text("1\n")
+    assert state(reader) == "lost"
+    assert reader.poll() is None
+
+
+def test_server_without_tasks_is_idle(tmp_path):
+    (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
+    fields = {"kind": "state", "time": 5.0, "task": "a", "reason": None}
+    size = {"steps": 40, "adapter": "lora", "rank": 8}
+    running, ended = fields | {"state": "running"} | size, fields | {"state": "cancelled"}
+    lock = FolderLock(tmp_path)
+    reader = RunReader(tmp_path)
+    assert read_all(reader)["run"]["state"] == "idle"
+    synthetic.append(tmp_path / "events.jsonl", running)
+    state = read_all(reader)
+    assert state["run"]["state"] == "compiling"
+    (row,) = state["tasks"]
+    assert (row["steps"], row["kind"], row["rank"]) == (40, "lora", 8)
+    synthetic.append(tmp_path / "events.jsonl", ended)
+    assert read_all(reader)["run"]["state"] == "idle"
+    lock.close()
+
+
+def test_refused_specifications_are_listed_with_their_errors(tmp_path):
+    run = synthetic.write_server(tmp_path / "server", 8, 10)
+    refused = [
+        {"task": "acme.one", "error": "one.json: step: unknown", "waits": False},
+        {"task": "acme.two", "error": "its data are not there", "waits": True},
+        {"task": "support_0", "error": "rank: cannot change", "waits": False},
+    ]
+    (run / "refused.json").write_text(json.dumps({"count": 3, "refused": refused}))
+    reader = RunReader(run)
+    state = read_all(reader)
+    rows = {row["name"]: (row["state"], row["error"]) for row in state["tasks"]}
+    assert rows["acme.one"] == ("refused", "one.json: step: unknown")
+    assert rows["acme.two"] == ("waiting", "its data are not there")
+    assert rows["support_0"] == ("running", "rank: cannot change")
+    assert state["run"]["refused"] == 3 and len(rows) == 10
+    (run / "refused.json").write_text(json.dumps({"count": 0, "refused": []}))
+    assert reader.poll()["reload"]
+    assert {row["error"] for row in reader.state()["tasks"]} == {None}
+
+
+def test_time_trained_is_that_of_rounds_without_the_time_between_processes(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    synthetic.append(
+        run_dir / "rounds.jsonl", lines[-1] | {"round": 60, "time": 1e6 + lines[-1]["time"]}
+    )
+    run = client(run_dir).get("/api/state").json()["run"]
+    seconds = sum(line["seconds"] for line in lines) + lines[-1]["seconds"]
+    assert run["trained"]["seconds"] == pytest.approx(seconds)
+
+
 def test_ended_run_has_the_states_of_its_summary(tmp_path):
     state = client(synthetic.write_run(tmp_path / "run", 2, 10, ended=True)).get("/api/state")
     rows = state.json()["tasks"]
@@ -178,7 +261,11 @@ def test_server_shows_states_of_events_also_of_files_set_aside(tmp_path):
 
     update = {k: v for k, v in synthetic.update(0, "a", 1.5, 5.0).items() if k != "task"}
     synthetic.append(tmp_path / "events.1.jsonl", state("a", "queued"), state("b", "queued"))
-    lines = state("a", "running"), event("a", "update", **update), state("a", "succeeded")
+    lines = (
+        state("a", "running"),
+        event("a", "update", **update),
+        state("a", "succeeded") | {"reason": None},
+    )
     synthetic.append(tmp_path / "events.jsonl", *lines)
     reader = RunReader(tmp_path)
     rows = read_all(reader)["tasks"]
@@ -272,7 +359,7 @@ def test_task_that_stops_before_the_others_is_shown_at_once(run_dir):
     (run_dir / "tasks.json").write_text(json.dumps({"tasks": {"support_0": ended}}))
     assert reader.poll()["reload"]
     found = [(row["state"], row["reason"]) for row in reader.state()["tasks"]]
-    assert found == [("running", None), ("succeeded", reason), ("running", None)]
+    assert found == [("running", None), ("stopped early", reason), ("running", None)]
 
 
 def test_long_series_keeps_its_mean_and_extremes():

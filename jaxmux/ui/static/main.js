@@ -246,21 +246,29 @@ function header() {
   if ($("status").textContent !== text) $("status").textContent = text;
   const shape = run.shape.rows ? `${run.shape.rows} × ${run.shape.row_len} tokens, chunks of ${run.shape.chunk_len}` : "";
   $("about").textContent = [run.kind === "server" ? "server" : "training run", run.backbone, run.format, shape].filter(Boolean).join(" · ");
-  const ended = tasks.filter((row) => row.state === "succeeded").length;
-  const failed = tasks.filter((row) => row.state === "failed").length;
-  const late = rounds.slice(Math.max(1, Math.floor(rounds.length / 2)));
+  const states = Map.groupBy(tasks, (row) => row.state);
+  const many = (state) => states.get(state)?.length ?? 0;
+  const trained = tasks.filter((row) => !["refused", "waiting"].includes(row.state)).length;
+  const others = ["stopped early", "failed", "cancelled"].filter(many).map((state) => `, ${many(state)} ${state}`).join("");
+  // While a run trains, its last rounds tell how fast it is; afterwards, the whole run does.
+  const late = run.state === "training" ? rounds.slice(Math.max(1, Math.floor(rounds.length / 2))) : [];
   const sum = (column) => late.reduce((total, row) => total + row[column], 0);
+  const all = run.trained;
+  const [seconds, computed, read] = sum(2) ? [sum(2), sum(3), sum(5)] : [all.seconds, all.tokens, all.read];
+  const count_ = sum(2) ? late.length : rounds.length ? rounds.at(-1)[0] + 1 : 0;
   const peak = Math.max(0, ...rounds.map((row) => row[7]), run.summary?.peak_memory_bytes ?? 0);
-  const elapsed = run.begun ? run.last - run.begun : NaN;
   const figures = [
-    ["Tasks succeeded", `${ended}`, `of ${tasks.length}${failed ? `, ${failed} failed` : ""}`],
+    ["Tasks succeeded", `${many("succeeded")}`, `of ${trained}${others}`],
     ["Rounds", rounds.length ? count(rounds.at(-1)[0] + 1) : "–"],
-    ["Tokens per second", sum(2) ? number(sum(5) / sum(2), 3) : "–", "without padding"],
-    ["Padding", sum(3) ? ((1 - sum(5) / sum(3)) * 100).toFixed(1) : "–", "%"],
-    ["Seconds per round", sum(2) ? number(sum(2) / late.length, 3) : "–", "s"],
+    ["Tokens per second", seconds ? number(read / seconds, 3) : "–", "without padding"],
+    ["Padding", computed ? ((1 - read / computed) * 100).toFixed(1) : "–", "%"],
+    ["Time of a round", seconds ? duration(seconds / count_) : "–"],
     ["Device memory, peak", peak ? number(peak / GIB, 3) : "–", peak ? "GiB" : "not reported"],
-    ["Time trained", duration(run.summary?.wall_seconds ?? elapsed)],
+    ["Time trained", duration(run.summary?.wall_seconds ?? all.seconds)],
   ];
+  if (run.refused) figures.splice(1, 0, ["Refused or waiting", `${run.refused}`, "specifications"]);
+  const left = remaining(tasks, sum(2) / late.length);
+  if (run.state === "training" && left) figures.push(["Time left", duration(left), "about"]);
   $("figures").replaceChildren(...figures.map(([name, value, unit]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null))));
   const damaged = Object.entries(run.damaged).map(([file, count]) => `${file}: ${count} damaged ${count === 1 ? "line is" : "lines are"} left out.`);
   if (run.unread > 0) damaged.push(`${number(run.unread / 2 ** 20, 3)} MiB have yet to be read.`);
@@ -270,13 +278,29 @@ function header() {
   drawEvents(events);
 }
 
+// Seconds until the task with most steps left has trained them, if each round trains one of each.
+function remaining(tasks, secondsOfRound) {
+  const training = tasks.filter((row) => row.state === "running" && row.steps);
+  return Math.max(0, ...training.map((row) => row.steps - row.step)) * secondsOfRound;
+}
+
+const STATES = {
+  waiting: "waiting for the run to begin",
+  compiling: "loading and compiling",
+  training: "training",
+  idle: "idle: nothing to train",
+  stopped: "stopped",
+  lost: "lost: its process was killed",
+};
+
 function statusOf(run, rounds, tasks) {
-  if (run.kind === "waiting") return ["", "waiting for the run to begin"];
-  if (run.summary) return tasks.some((row) => row.state === "failed") ? ["failed", "finished, with failed tasks"] : ["finished", "finished"];
+  if (run.state === "finished") return tasks.some((row) => row.state === "failed") ? ["failed", "finished, with failed tasks"] : ["finished", "finished"];
+  if (run.state !== "unknown") return [{ training: "running", compiling: "running", lost: "failed" }[run.state] ?? "", STATES[run.state]];
+  // Files without a lock were copied, or their file system has none: only their age tells.
   if (run.last === null) return ["", "nothing trained yet"];
   const age = run.now - run.last + (Date.now() - page.received) / 1000;
   const usual = rounds.length ? rounds.at(-1)[2] : 0;
-  if (age < Math.max(60, 20 * usual)) return ["running", "running"];
+  if (age < Math.max(60, 20 * usual)) return ["running", "training"];
   return ["", `no news for ${duration(age)}`];
 }
 

@@ -1,7 +1,12 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
 import { colour, make, number } from "./format.js";
 
-const STATES = ["running", "preparing", "queued", "paused", "failed", "succeeded", "cancelled"];
+const STATES = ["running", "preparing", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
+
+function descending(value) {
+  const known = (row) => value(row) ?? -Infinity;
+  return (a, b) => (known(a) === known(b) ? 0 : known(b) - known(a));
+}
 
 export class TaskList {
   constructor({ onSelect, onHover }) {
@@ -46,7 +51,7 @@ export class TaskList {
   update(row, colours) {
     let item = this.items.get(row.name);
     if (!item) {
-      item = make("li", { id: `task-${this.items.size}-${row.name}` }, make("i", { className: "swatch" }), make("span", { className: "name", title: row.name }, row.name), make("span", { className: "loss" }), make("span", { className: "sub" }, make("span"), make("span")), make("span", { className: "bar" }, make("i")));
+      item = make("li", { id: `task-${this.items.size}-${row.name}` }, make("i", { className: "swatch" }), make("span", { className: "name", title: row.name }, row.name), make("span", { className: "loss" }), make("span", { className: "sub" }, make("span"), make("span")), make("span", { className: "sub ill" }), make("span", { className: "bar" }, make("i")));
       item.setAttribute("role", "option");
       item.dataset.name = row.name;
       item.addEventListener("click", () => {
@@ -56,17 +61,23 @@ export class TaskList {
       item.addEventListener("pointerenter", () => this.onHover(row.name));
       this.items.set(row.name, item);
     }
-    const [swatch, , loss, sub, bar] = item.children;
+    const [swatch, , loss, sub, ill, bar] = item.children;
     const index = colours.get(row.name);
     const selected = index !== undefined;
     item.setAttribute("aria-selected", String(selected));
     swatch.style.background = swatch.style.borderColor = selected ? colour(index) : "";
-    loss.textContent = number(row.loss);
+    // An update is skipped because a value is not finite, so its loss is none to show.
+    const held = row.held_out === null ? null : make("small", { title: "held-out loss" }, ` / ${number(row.held_out)}`);
+    loss.replaceChildren(row.nan ? "nan" : number(row.loss), ...(held ? [held] : []));
+    loss.classList.toggle("failed", row.nan);
     const kind = [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(" ");
-    const state = row.state === "succeeded" && row.reason ? "stopped early" : row.state;
-    sub.children[0].textContent = [state, kind].filter(Boolean).join(" · ");
-    sub.children[0].className = row.state === "failed" ? "failed" : "";
-    sub.children[0].title = row.reason ?? "";
+    sub.children[0].textContent = [row.state, kind].filter(Boolean).join(" · ");
+    sub.children[0].className = ["failed", "refused"].includes(row.state) ? "failed" : "";
+    const skipped = row.skipped ? `${row.skipped} ${row.skipped === 1 ? "update" : "updates"} skipped: not finite` : "";
+    const change = row.error && !["refused", "waiting"].includes(row.state) ? `change refused: ${row.error}` : row.error;
+    ill.textContent = [skipped, row.reason, change].filter(Boolean).join("; ");
+    ill.hidden = !ill.textContent;
+    ill.title = ill.textContent;
     sub.children[1].textContent = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
     bar.hidden = !row.steps;
     const share = row.steps ? Math.min(1, row.step / row.steps) : 0;
@@ -79,7 +90,9 @@ export class TaskList {
     const orders = {
       given: () => 0,
       name: (a, b) => a.name.localeCompare(b.name, undefined, { numeric: true }),
-      loss: (a, b) => (b.loss ?? -Infinity) - (a.loss ?? -Infinity),
+      // Tasks whose losses are not finite come first, and those without a loss last.
+      loss: descending((row) => (row.nan ? Infinity : row.loss)),
+      held_out: descending((row) => row.held_out),
       state: (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state),
     };
     const rows = [...this.rows].sort(orders[this.sort.value]);
