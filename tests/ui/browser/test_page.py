@@ -172,7 +172,7 @@ def test_page_follows_a_growing_file(tab, many):
     tab.show(address)
     lines = [synthetic.update(400, "billing_0", 0.25, time.time())]
     synthetic.append(path / "metrics.jsonl", *lines)
-    row = "document.querySelector('#tasks li .loss').textContent"
+    row = "document.querySelector('#tasks li .loss').firstChild.textContent"
     tab.wait(f"{row} === '0.25'")
 
 
