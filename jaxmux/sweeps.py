@@ -154,11 +154,13 @@ class Sweep:
         """Raises TaskError if there are more configurations than a training run can have."""
         count = self.samples or math.prod(len(values) for values in self.space.values())
         if count > MOST_CONFIGURATIONS:
-            grid = " x ".join(f"{len(own)} values of {path}" for path, own in self.space.items())
+            which = "samples"
+            if not self.samples:
+                sizes = {path: len(values) for path, values in self.space.items()}
+                which = " x ".join(f"{size} values of {path}" for path, size in sizes.items())
             raise self._error(
-                f"{count:,} configurations ({'samples' if self.samples else grid}), and a sweep "
-                f"has at most {MOST_CONFIGURATIONS:,}; give fewer values, or draw some of them "
-                "with samples"
+                f"{count:,} configurations ({which}), and a sweep has at most "
+                f"{MOST_CONFIGURATIONS:,}; give fewer values, or draw some of them with samples"
             )
 
     def _values(self) -> Iterator[dict[str, Any]]:

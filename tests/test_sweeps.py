@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+import time
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,24 @@ from jaxmux.tasks import LONGEST_NAME, TASK_NAME
 
 TASK = Task("base", "a.jsonl", steps=10, eval_data="b.jsonl")
 TASK_WITHOUT_HELD_OUT = replace(TASK, eval_data=None)
+
+
+@pytest.mark.parametrize(
+    ("space", "settings", "said"),
+    [
+        (
+            {"seed": list(range(1001)), "adapter.rank": list(range(1, 21))},
+            {},
+            "20,020 configurations (1001 values of seed x 20 values of adapter.rank)",
+        ),
+        ({"seed": Integers(0, 10**6)}, {"samples": 10_001}, "10,001 configurations (samples)"),
+    ],
+)
+def test_a_sweep_of_too_many_configurations_is_refused_at_once(space, settings, said):
+    begun = time.monotonic()
+    with pytest.raises(TaskError, match=re.escape(said)):
+        Sweep(Task("a", "a.jsonl", steps=1), space, **settings)
+    assert time.monotonic() - begun < 2
 
 
 def test_a_grid_has_all_combinations_and_changes_nothing_else():

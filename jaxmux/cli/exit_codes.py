@@ -49,7 +49,9 @@ def exit_code_of(run: Callable[[], int]) -> int:
         sys.stdout = open(os.devnull, "w")
         return 128 + signal.SIGPIPE
     except OSError as e:
-        return _fail(BROKE, f"error: {e.filename or 'input or output'}: {e.strerror or e}")
+        # The second file is the one to which a copy goes.
+        where = e.filename2 or e.filename or "input or output"
+        return _fail(BROKE, f"error: {where}: {e.strerror or e}")
     except MemoryError:
         return _fail(BROKE, "error: the host has no memory left")
     except (OutOfDeviceMemory, ProcessFailed) as e:

@@ -113,7 +113,6 @@ def _train(options: argparse.Namespace) -> int:
 
 def _serve(options: argparse.Namespace) -> NoReturn:
     """Trains the tasks of a watched directory until a signal stops it, which is an exception."""
-    _require_folder(Path(options.watch))
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
@@ -121,6 +120,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
         files = [DEMO_SERVER_CONFIG]
     run_dir = _parse(files, options)
     config, limits = gin_bindings.serve_config()
+    _require_folder(Path(options.watch))
     serve(
         config.backbone,
         options.watch,

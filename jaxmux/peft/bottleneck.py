@@ -17,7 +17,7 @@ from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import BaseTensors
 from .leaves import LeafSpec
-from .targets import LayerMask
+from .targets import LayerMask, refuse_size
 
 # The sub-blocks of a layer.
 ATTENTION, MLP = "self_attn", "mlp"
@@ -121,7 +121,9 @@ class BottleneckOp(AdapterOp):
 
 
 def bottleneck_targets(spec: Bottleneck, config: BackboneConfig) -> dict[str, LayerMask]:
-    """The sub-blocks with a bottleneck, see `AdapterKind.targets`: in all layers."""
+    """The sub-blocks with a bottleneck, see `AdapterKind.targets`: in all layers. ValueError if it
+    is far wider than the backbone."""
+    refuse_size("size", spec.size, config)
     return {block: np.ones(config.num_layers, bool) for block in FORMS[spec.form].blocks}
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import EMBEDDING, HEAD, OUTSIDE
 
 ALL_LINEAR = "all-linear"
@@ -19,6 +19,9 @@ TABLES = {"embed_tokens": EMBEDDING, "model.embed_tokens": EMBEDDING, "lm_head":
 _TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
 # The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
+
+# See `refuse_size`.
+_MOST_WIDTHS = 8
 
 
 def resolve_targets(
@@ -109,6 +112,26 @@ def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
         some = [full_name(module, layer) for layer in np.flatnonzero(mask)]
         names += [module.split(".")[-1]] if mask.all() else some
     return sorted(names)
+
+
+def refuse_size(field: str, size: int, config: BackboneConfig) -> None:
+    """Checks the size of an adapter's inner arrays, which may be larger than the backbone's but not
+    out of all proportion.
+
+    Args:
+      field: the field of the specification that sets it.
+      size: the size.
+      config: configuration of the backbone.
+
+    Raises:
+      ValueError: it is more than 8 times the widest linear.
+    """
+    widest = max(max(linear_sizes(config, module)) for module in MODULES)
+    if size > _MOST_WIDTHS * widest:
+        raise ValueError(
+            f"{field} is {size}, more than {_MOST_WIDTHS} times the width {widest} of the "
+            f"backbone's widest linear; lower {field}"
+        )
 
 
 def full_name(module: str, layer: int) -> str:

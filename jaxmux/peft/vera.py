@@ -19,7 +19,7 @@ from .leaves import LeafSpec
 from .lora import Adapter, Factors, LoRA
 from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
 from .shared_projections import add_projected, first_alike
-from .targets import LayerMask, resolve_targets, target_names
+from .targets import LayerMask, refuse_size, resolve_targets, target_names
 
 # PEFT's names of the two projections, which are not those of a module.
 _A, _B = "base_model.vera_A", "base_model.vera_B"
@@ -120,6 +120,7 @@ def _projections(
 
 
 def _targets(spec: VeRA, config: BackboneConfig) -> dict[str, LayerMask]:
+    refuse_size("rank", spec.rank, config)
     return resolve_targets(spec.target_modules, config)
 
 

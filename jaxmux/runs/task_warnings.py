@@ -1,8 +1,8 @@
 """Warnings of tasks that can be trained but hardly mean what they say.
 
-Each warning is one line that begins with "task NAME: warning:" and gives the figure at fault. A
-training run prints the warnings of `before_training` once, when it begins, and those of
-`after_training` with its results.
+Each warning is one line that begins with "task NAME: warning:", or with "warning:" if it is about a
+whole run, and gives the figure at fault. A training run prints the warnings of `before_training`
+once, when it begins, and those of `after_training` with its results.
 """
 
 import math
@@ -17,6 +17,8 @@ from jaxmux.peft import LayerMask, LoRA, full_name
 from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
+
+from .run_options import RunOptions
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01
@@ -38,6 +40,22 @@ def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]
     """
     found = [*_of_settings(prepared, config), *_of_data(prepared, config)]
     return [f"task {prepared.task.name}: warning: {text}" for text in found]
+
+
+def of_options(options: RunOptions, config: BackboneConfig) -> list[str]:
+    """The warnings about the settings of a training run or a server.
+
+    Args:
+      options: the settings.
+      config: configuration of the backbone.
+    """
+    context = config.max_position_embeddings
+    if not options.row_len or options.row_len <= context:
+        return []
+    return [
+        f"warning: row_len is {options.row_len}, beyond the backbone's context of {context} tokens "
+        "(max_position_embeddings); a row holds several samples, so this only makes rows longer"
+    ]
 
 
 def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig) -> list[str]:

@@ -41,6 +41,7 @@ from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
 from .sweep_results import brackets_of
+from .task_warnings import of_options
 from .trackers import RunTrackers, TrackedRun
 
 
@@ -94,6 +95,8 @@ def train_tasks(
     """
     config, prepared = inputs.config, inputs.prepared
     console.announce(prepared, config)
+    for warning in of_options(options, config):
+        console.say(warning)
     if directory:
         # Long before `_begin` deletes anything.
         console.announce_restart(directory)

@@ -67,6 +67,12 @@ def test_biases_are_those_of_the_architecture(architecture, values, expected):
     assert biases(parse(architecture, **values)) == expected
 
 
+@pytest.mark.parametrize("values", [{"head_dim": 15}, {"hidden_size": 24, "head_dim": None}])
+def test_heads_of_an_odd_size_are_refused(values):
+    with pytest.raises(BackboneError, match="has (15|3) dimensions .* should be even"):
+        parse("Qwen3ForCausalLM", **values)
+
+
 def test_only_qwen3_norms_queries_and_keys():
     names = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
     assert [parse(name).qk_norm for name in names] == [False, False, False, True]

@@ -4,6 +4,7 @@ weights with those that the libraries decode."""
 import dataclasses
 import json
 import logging
+import os
 import shutil
 from pathlib import Path
 
@@ -96,6 +97,18 @@ def linear(backbone: Backbone, block: str, name: str) -> FrozenWeight:
 def assert_same(found: FrozenWeight, wanted: FrozenWeight) -> None:
     assert jax.tree.structure(found) == jax.tree.structure(wanted)
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
+
+
+def test_a_damaged_checkpoint_in_the_cache_is_made_again(plain, tmp_path, caplog):
+    expected = load_backbone(plain, jnp.float32, "int8", tmp_path)
+    (kept,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
+    weights = kept / "model.safetensors"
+    os.truncate(weights, weights.stat().st_size // 2)
+    with caplog.at_level(logging.WARNING, "jaxmux"):
+        found = load_backbone(plain, jnp.float32, "int8", tmp_path)
+    assert f"{kept}: damaged, so it is made again" in caplog.text
+    for one, other in zip(*map(jax.tree.leaves, (found.weights, expected.weights)), strict=True):
+        np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
 def test_int8_stays_and_is_what_the_format_encodes(plain, tmp_path):

@@ -168,6 +168,14 @@ OTHER_SETTINGS = {
         "trained_tokens cannot be combined with 'lm_head' among the target_modules",
     ),
     "rank above every width": (["tiny/LoRA.rank=33"], "task 'tiny': rank is 33, but no linear"),
+    "huge bottleneck": (
+        ["tiny/Task.adapter=@Bottleneck()", "Bottleneck.size=100000000"],
+        "task 'tiny': size is 100000000, more than 8 times the width 48 of the backbone's widest",
+    ),
+    "huge rank of VeRA": (
+        ["tiny/Task.adapter=@VeRA()", "VeRA.rank=100000000"],
+        "task 'tiny': rank is 100000000, more than 8 times the width 48",
+    ),
     "huge rank": (["tiny/LoRA.rank=10**30"], "10**30"),
     "row too short": (
         ["fine_tune.row_len=64", "tiny/Task.data='LONG_DATA'"],

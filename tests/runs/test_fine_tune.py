@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import resource
 import shutil
 import struct
 from functools import partial
@@ -363,6 +364,19 @@ def test_export_never_writes_over_what_is_not_its_own(
     # Without --overwrite, an adapter is enough to be refused.
     assert culprit in error or (option != "--overwrite" and "already" in error)
     assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+
+
+def test_a_merge_for_which_the_disk_is_too_small_leaves_nothing(summary, run_dir, tmp_path, capsys):
+    """A limit of the size of files stands for the disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        code = export([f"--run_dir={run_dir}", f"--out={tmp_path}", "--task=steps", "--merge"])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    error = capsys.readouterr().err
+    assert code == 3 and error.startswith("error: ") and str(tmp_path) in error
+    assert not list(tmp_path.iterdir())
 
 
 def test_export_warns_of_a_task_of_epochs_that_is_not_finished(train, make_task, tmp_path, capsys):

@@ -391,6 +391,14 @@ def test_a_command_line_that_makes_no_sense_is_refused(capsys):
         assert message in capsys.readouterr().err
 
 
+def test_a_mistyped_watched_folder_is_not_created(tmp_path, capsys):
+    (tmp_path / "inbox").mkdir()
+    path = tmp_path / "inbx"
+    assert run_command("train", [f"--watch={path}"], "jaxmux train") == 2
+    assert f"--watch={path}: no such folder; did you mean inbox?" in capsys.readouterr().err
+    assert [each.name for each in tmp_path.iterdir()] == ["inbox"]
+
+
 def test_a_config_is_for_training_or_for_a_server(write_config, tmp_path, capsys):
     serves = tmp_path / "serve.gin"
     serves.write_text("serve.backbone = 'b'\nTenantLimits.rank = 7\n")

@@ -6,10 +6,10 @@ import re
 
 import pytest
 
-from jaxmux import AdamW, LoRA, Schedule, TaskError, load_tokenizer, prepare_task
+from jaxmux import AdamW, LoRA, RunOptions, Schedule, TaskError, load_tokenizer, prepare_task
 from jaxmux.data import Source
 from jaxmux.models import BackboneConfig
-from jaxmux.runs.task_warnings import after_training, before_training
+from jaxmux.runs.task_warnings import after_training, before_training, of_options
 
 GOOD = {"prompt": "red", "completion": " apple pear plum"}
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
@@ -44,6 +44,15 @@ def test_a_suspicious_setting_gets_one_warning(fields, warning, prepare):
     (found,) = before_training(*prepare(**fields))
     assert found.startswith("task tiny: warning: ")
     assert re.search(warning, found)
+
+
+@pytest.mark.parametrize(("row_len", "is_told"), [(None, False), (4096, False), (8192, True)])
+def test_rows_beyond_the_context_get_a_warning(row_len, is_told, prepare):
+    _, config = prepare()
+    config = dataclasses.replace(config, max_position_embeddings=4096)
+    told = of_options(RunOptions(row_len=row_len), config)
+    assert len(told) == is_told
+    assert not is_told or "row_len is 8192, beyond the backbone's context of 4096" in told[0]
 
 
 def test_usual_settings_and_data_get_no_warning(prepare):
