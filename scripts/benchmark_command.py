@@ -10,6 +10,8 @@ and data of samples that have exactly `--length` tokens. Then it runs, each in a
 - `jaxmux train` with `--tasks` tasks and no option about memory, shapes or kernels;
 - `jaxmux train` with one task of `--small_length` tokens, if only `--small_gib` GiB of the device's
   memory may be used;
+- `jaxmux train` from its start to the end of the first step, in bfloat16 and float8, with an empty
+  and with a filled cache of compiled programs (`--no-start` leaves it out);
 - the same with `--refused_gib` GiB, which must be refused with exit code 2 before the backbone is
   loaded.
 
@@ -38,6 +40,9 @@ from benchmark_step import PEFT, WARM_UP_ROUNDS, llama_config, measured_peft, wi
 
 from jaxmux.installed_versions import installed_versions
 
+# By format of the linears, most seconds to the end of the first step with an empty and a filled
+# cache of programs.
+STARTS = {None: (50.0, 25.0), "float8": (None, None)}
 # Samples of a task's global batch, so that a round has two microbatches of 8,192 tokens.
 BATCH = 2
 
@@ -64,6 +69,16 @@ def main() -> None:
             record = measure(folder, args, args.tasks, args.length, {})
             records.add(with_baseline(record, baselines))
             print(one_line(record), flush=True)
+        if args.start:
+            # Imported here, because it imports this module.
+            from start_records import start_records
+
+            for form, bounds in STARTS.items():
+                shape = f"8B shape, {form or 'bfloat16'}, {args.tasks} tasks"
+                settings = [f"fine_tune.backbone_format = {form!r}"]
+                for record in start_records(folder, args, shape, settings, bounds):
+                    records.add(record)
+                    print(f"{record['name']}: {record['value']:.1f} s", flush=True)
         if args.limits:
             limit = limited(args.small_gib, args)
             record = measure(folder, args, 1, args.small_length, limit, args.small_gib)
@@ -216,6 +231,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--peft", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument("--start", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--full", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--limits", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()

@@ -38,16 +38,18 @@ import argparse
 import dataclasses
 import json
 import statistics
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from benchmark_command import make_backbone
 from benchmark_records import Record, replace_records
 from benchmark_step import in_own_process, llama_config
 from sharding_layouts import large_records, replica_records
 from sharding_overlap import Setting, overlap_records
 from sharding_runs import Measured, Work, figure_of, measure, measure_in, prediction_errors
-from sharding_start import start_records
+from start_records import start_records
 
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.devices import ONE_DEVICE, Deployment
@@ -182,7 +184,12 @@ def records_of_large(args: argparse.Namespace) -> Iterator[Record]:
 
 
 def records_of_start(args: argparse.Namespace) -> Iterator[Record]:
-    yield from start_records(args, f"pp{args.devices}")
+    mesh = f"pp{args.devices}"
+    settings = [f"fine_tune.mesh = '{mesh}'", f"fine_tune.tokens_per_microbatch = {args.tokens}"]
+    with tempfile.TemporaryDirectory() as name:
+        make_backbone(Path(name) / "backbone", args)
+        shape = f"8B shape, {mesh}, {args.tasks} tasks"
+        yield from start_records(Path(name), args, shape, settings, (None, 60.0))
 
 
 def records_of_replicas(args: argparse.Namespace) -> Iterator[Record]:
