@@ -161,7 +161,7 @@ class RunReader:
         for name, task in self._record.get("tasks", {}).items():
             adapter = task.get("adapter", {})
             fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
-            self._view.tasks[name] = TaskView(name, rank=adapter.get("rank"), **fields)
+            self._view.task(name, rank=adapter.get("rank"), **fields)
         self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
 
     def _paths(self) -> list[list[Path]]:

@@ -23,7 +23,8 @@ class TaskView:
     """A task as the page shows it.
 
     Attributes:
-      row: its entry in the list of tasks: name, state, reason, priority, step, steps, kind, rank,
+      row: its entry in the list of tasks: name, place (its number in the order in which tasks came,
+        from 0, which stays the same when others are forgotten; None if it is refused), state, reason, priority, step, steps, kind, rank,
         loss (of the last update, None if it was skipped), nan (whether it was skipped), held_out
         (the last loss), best (the step of the best one), tokens, skipped (number of updates),
         error (why its specification, or a change of it, is refused).
@@ -41,6 +42,7 @@ class TaskView:
         """
         self.row: dict[str, Any] = {
             "name": name,
+            "place": None,
             "state": "queued",
             "reason": None,
             "priority": None,
@@ -90,6 +92,8 @@ class RunView:
         self.worked = 0.0
         self.trained = {"seconds": 0.0, "tokens": 0.0, "read": 0.0}
         self.server = server
+        # Number of tasks that have come, also of those that are forgotten.
+        self._places = 0
         # The tasks of a server that have ended, in the order of their ends.
         self._ended: deque[TaskView] = deque()
         # Whether rounds.jsonl tells of rounds; otherwise the updates do.
@@ -99,10 +103,11 @@ class RunView:
         # What is new since the last call of `take_new`.
         self._new: dict[str, Any] = _nothing_new()
 
-    def task(self, name: str) -> TaskView:
-        """A task, which is created if it is not known."""
+    def task(self, name: str, **fields: Any) -> TaskView:
+        """A task, which is created with these entries of its row if it is not known."""
         if name not in self.tasks:
-            self.tasks[name] = TaskView(name)
+            self.tasks[name] = TaskView(name, place=self._places, **fields)
+            self._places += 1
         return self.tasks[name]
 
     def add_metric(self, line: Line) -> bool:
@@ -231,7 +236,7 @@ class RunView:
         before = self.tasks.get(name)
         if before is not None and before.row["state"] in _ENDED and state not in _ENDED:
             # Another task has got the name.
-            self.tasks[name] = TaskView(name)
+            self.tasks[name] = TaskView(name, place=before.row["place"])
             self._new["again"] = True
         row = self.task(name).row
         state, row["reason"] = shown_state(state, fields.get("reason")), fields.get("reason")

@@ -48,6 +48,7 @@ def test_state_holds_what_the_files_hold(run_dir):
     state = client(run_dir).get("/api/state").json()
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [row["name"] for row in state["tasks"]] == ["billing_0", "support_0", "legal_0"]
+    assert [row["place"] for row in state["tasks"]] == [0, 1, 2]
     for row in state["tasks"]:
         own = [line for line in lines if line["task"] == row["name"]]
         points = state["loss"][row["name"]]
@@ -345,6 +346,8 @@ def test_tasks_of_a_server_that_ended_long_ago_are_forgotten(tmp_path, monkeypat
     append(("f", "succeeded"))
     assert reader.poll()["gone"] == ["d"]
     assert [row["name"] for row in reader.state()["tasks"]] == ["a", "c", "e", "f"]
+    # Colours are those of before, because each task keeps its place.
+    assert [row["place"] for row in reader.state()["tasks"]] == [0, 2, 4, 5]
 
 
 def test_task_that_stops_before_the_others_is_shown_at_once(run_dir):

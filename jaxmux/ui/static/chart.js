@@ -298,6 +298,21 @@ export class LineChart {
   }
 }
 
+// A moving mean over the last twenty-fifth of the steps. Its weights, exp(-distance / span), are
+// divided by their sum, so the first values are not drawn to zero or to the first one, and a
+// constant stays as it is.
+export function smoothed(xs, ys) {
+  const span = Math.max(1, (xs.at(-1) - xs[0]) / 25);
+  let [sum, weight, before] = [0, 0, xs[0]];
+  return ys.map((y, i) => {
+    const keep = Math.exp(-(xs[i] - before) / span);
+    before = xs[i];
+    sum = sum * keep + y;
+    weight = weight * keep + 1;
+    return sum / weight;
+  });
+}
+
 export function nearest(xs, at) {
   let [low, high] = [0, xs.length - 1];
   while (low < high) {

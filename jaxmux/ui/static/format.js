@@ -7,6 +7,9 @@ const dark = matchMedia("(prefers-color-scheme: dark)");
 // Colours that people with colour blindness can tell apart, after Okabe and Ito.
 export const MOST_COLOURS = LIGHT.length;
 export const colour = (index) => (dark.matches ? DARK : LIGHT)[index % MOST_COLOURS];
+// Tasks whose places among all tasks have the same colour differ by the dashes of their lines.
+const DASHES = [[], [7, 4], [2, 3], [9, 3, 2, 3]];
+export const dash = (place) => DASHES[Math.floor(place / MOST_COLOURS) % DASHES.length];
 export const onThemeChange = (call) => dark.addEventListener("change", call);
 export const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

@@ -1,6 +1,6 @@
 // The page of a run: asks for its state, then follows the stream of changes.
-import { LineChart, prepared } from "./chart.js";
-import { MOST_COLOURS, clock, colour, count, css, duration, make, number, onThemeChange } from "./format.js";
+import { LineChart, prepared, smoothed } from "./chart.js";
+import { MOST_COLOURS, clock, colour, count, css, dash, duration, make, number, onThemeChange } from "./format.js";
 import { Microbatches, Schedule } from "./rounds.js";
 import { TaskList } from "./tasks.js";
 
@@ -11,8 +11,10 @@ const GIB = 2 ** 30;
 
 const page = {
   state: null,
-  selected: new Map(),
+  // Names of the selected tasks, and whether the user, or the address of the page, chose them.
+  selected: new Set(),
   chosen: false,
+  asIs: true,
   hot: null,
   newest: true,
   details: null,
@@ -20,7 +22,7 @@ const page = {
   drawing: false,
 };
 
-const list = new TaskList({ onSelect: select, onHover: hover });
+const list = new TaskList({ onSelect: select, onHover: hover, onArrange: keepState });
 const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover, legendless: true });
 const speed = new LineChart($("speed-chart"), { label: "Tokens per second by round", xName: "round", zero: true });
 const memory = new LineChart($("memory-chart"), { label: "Memory in GiB by round", xName: "round", zero: true });
@@ -32,6 +34,7 @@ for (const id of ["smooth", "log", "held", "multiples", "newest"]) {
   $(id).addEventListener("click", () => {
     $(id).setAttribute("aria-pressed", String(!pressed(id)));
     if (id === "newest") followNewest();
+    keepState();
     draw();
   });
 }
@@ -49,16 +52,60 @@ function select(name) {
   if (name === null) page.selected.clear();
   else if (page.selected.has(name)) page.selected.delete(name);
   else {
-    const used = new Set(page.selected.values());
-    if (used.size >= MOST_COLOURS) {
-      const [oldest, index] = page.selected.entries().next().value;
-      page.selected.delete(oldest);
-      used.delete(index);
-    }
-    page.selected.set(name, [...Array(MOST_COLOURS).keys()].find((index) => !used.has(index)));
+    if (page.selected.size >= MOST_COLOURS) page.selected.delete(page.selected.values().next().value);
+    page.selected.add(name);
   }
+  page.asIs = false;
+  keepState();
   draw();
 }
+
+// By name of a selected task its place among all tasks, which gives its colour. So a task has the
+// same colour whatever else is selected, and on everybody's page.
+function places() {
+  return new Map(page.state.tasks.filter((row) => page.selected.has(row.name) && row.place !== null).map((row) => [row.name, row.place]));
+}
+
+// What the page shows is in its address, so that it survives a reload and can be sent to others.
+// Only what differs from the usual is there.
+const TOGGLES = { smooth: true, log: false, held: true, multiples: false };
+
+function keepState() {
+  const parameters = new URLSearchParams();
+  if (!page.asIs) for (const name of page.selected.size ? page.selected : [""]) parameters.append("select", name);
+  if (list.search.value) parameters.set("search", list.search.value);
+  if (list.sort.value !== usualSort()) parameters.set("sort", list.sort.value);
+  for (const [id, usual] of Object.entries(TOGGLES)) if (pressed(id) !== usual) parameters.set(id, usual ? "0" : "1");
+  if (!page.newest && page.state) parameters.set("round", page.state.details[Number($("round").value)]);
+  const address = `${location.pathname}${parameters.size ? `?${parameters}` : ""}`;
+  if (address !== location.pathname + location.search) history.replaceState(null, "", address);
+}
+
+// Takes over the address when the first state of the run has come.
+function readAddress() {
+  const parameters = new URLSearchParams(location.search);
+  if (parameters.has("select")) {
+    page.selected = new Set(parameters.getAll("select").filter(Boolean).slice(0, MOST_COLOURS));
+    page.chosen = true;
+    page.asIs = false;
+  }
+  list.search.value = parameters.get("search") ?? "";
+  const sort = parameters.get("sort") ?? usualSort();
+  list.sort.value = [...list.sort.options].some((option) => option.value === sort) ? sort : usualSort();
+  for (const [id, usual] of Object.entries(TOGGLES)) {
+    const value = { 0: false, 1: true }[parameters.get(id)] ?? usual;
+    $(id).setAttribute("aria-pressed", String(value));
+  }
+  const round = Number(parameters.get("round") ?? NaN);
+  const index = page.state.details.indexOf(round);
+  page.newest = index < 0;
+  if (index < 0) return;
+  $("round").max = page.state.details.length - 1;
+  $("round").value = index;
+}
+
+// The tasks of a server that train come first.
+const usualSort = () => (page.state?.run.kind === "server" ? "state" : "given");
 
 function hover(name) {
   if (name === page.hot) return;
@@ -78,7 +125,8 @@ function draw() {
 
 function drawNow() {
   const { tasks } = page.state;
-  list.show(tasks, page.selected);
+  const colours = places();
+  list.show(tasks, colours);
   header();
   const multiples = pressed("multiples");
   $("grid").hidden = !multiples;
@@ -86,21 +134,7 @@ function drawNow() {
   if (multiples) drawGrid();
   else drawLoss();
   drawRounds();
-  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), page.selected, tasks.map((row) => row.name), page.hot);
-}
-
-// A moving mean whose weights sum to one from the first value on, and that does not depend on how
-// many steps a point stands for.
-function smoothed(xs, ys) {
-  const span = Math.max(1, (xs.at(-1) - xs[0]) / 25);
-  let [sum, weight, before] = [0, 0, xs[0]];
-  return ys.map((y, i) => {
-    const keep = Math.exp(-(xs[i] - before) / span);
-    before = xs[i];
-    sum = sum * keep + y;
-    weight = weight * keep + 1;
-    return sum / weight;
-  });
+  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), colours, tasks.map((row) => row.name), page.hot);
 }
 
 function lossSeries(name) {
@@ -111,25 +145,26 @@ function lossSeries(name) {
 function drawLoss() {
   const series = [];
   const many = page.state.tasks.length > MOST_COLOURS;
+  const colours = places();
   for (const { name } of page.state.tasks) {
     const { xs, ys } = lossSeries(name);
     if (!xs.length) continue;
-    const index = page.selected.get(name);
+    const place = colours.get(name);
     const smooth = pressed("smooth") && xs.length > 8;
-    if (index === undefined) {
+    if (place === undefined) {
       series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: css("--idle"), faint: true, alpha: many ? 0.28 : 0.5, width: 1 });
       continue;
     }
-    if (smooth) series.push({ name, xs, ys, colour: colour(index), alpha: 0.28, width: 1, label: false });
-    series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: colour(index), width: 1.8 });
+    if (smooth) series.push({ name, xs, ys, colour: colour(place), alpha: 0.28, width: 1, label: false });
+    series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: colour(place), dash: dash(place), width: 1.8 });
     const points = pressed("held") ? page.state.held_out[name] ?? [] : [];
-    series.push({ name, xs: points.map((point) => point[0]), ys: points.map((point) => point[1]), colour: colour(index), marks: true, label: false });
+    series.push({ name, xs: points.map((point) => point[0]), ys: points.map((point) => point[1]), colour: colour(place), marks: true, label: false });
   }
   loss.show(series, { log: pressed("log"), hot: page.hot });
-  const others = page.state.tasks.length - page.selected.size;
+  const others = page.state.tasks.length - colours.size;
   const parts = [];
-  if (pressed("held") && page.selected.size) parts.push("Circles: held-out loss.");
-  if (others > 0) parts.push(page.selected.size ? `Grey: the other ${others} tasks; select them in the list, up to ${MOST_COLOURS}.` : "Select tasks in the list to colour them.");
+  if (pressed("held") && colours.size) parts.push("Circles: held-out loss.");
+  if (others > 0) parts.push(colours.size ? `Grey: the other ${others} tasks; select them in the list, up to ${MOST_COLOURS}.` : "Select tasks in the list to colour them.");
   if (pressed("smooth")) parts.push("Bold: moving mean over a twenty-fifth of the steps.");
   $("loss-note").textContent = parts.join(" ");
 }
@@ -137,6 +172,7 @@ function drawLoss() {
 function drawGrid() {
   const grid = $("grid");
   const all = page.state.tasks.map(({ name }) => ({ name, ...lossSeries(name) }));
+  const colours = places();
   const log = pressed("log");
   const scale = (y) => (log ? Math.log10(Math.max(y, 1e-6)) : y);
   const values = all.flatMap(({ ys }) => ys.map(scale));
@@ -163,8 +199,9 @@ function drawGrid() {
     if (!width || !ys.length) return;
     const context = prepared(canvas, width, height);
     const line = pressed("smooth") && ys.length > 8 ? smoothed(xs, ys) : ys;
-    const index = page.selected.get(name);
-    context.strokeStyle = index === undefined ? css(page.hot === name ? "--ink" : "--idle") : colour(index);
+    const place = colours.get(name);
+    context.strokeStyle = place === undefined ? css(page.hot === name ? "--ink" : "--idle") : colour(place);
+    context.setLineDash(place === undefined ? [] : dash(place));
     context.lineWidth = 1.5;
     context.beginPath();
     line.forEach((y, j) => context.lineTo(1 + ((xs[j] - xs[0]) / Math.max(1, xs.at(-1) - xs[0])) * (width - 2), 2 + (1 - (scale(y) - low) / (high - low || 1)) * (height - 4)));
@@ -207,6 +244,7 @@ function moveRound(by) {
   const slider = $("round");
   slider.value = Number(slider.value) + by;
   page.newest = Number(slider.value) === Number(slider.max);
+  keepState();
   draw();
 }
 
@@ -350,10 +388,9 @@ function add(change) {
 function choose() {
   if (page.chosen || !page.state.tasks.length) return;
   page.chosen = true;
-  if (page.state.run.kind === "server") list.sort.value = "state";
   const few = page.state.tasks.length <= MOST_COLOURS ? MOST_COLOURS : 5;
   const first = [...page.state.tasks].sort((a, b) => (b.state === "running") - (a.state === "running"));
-  first.slice(0, few).forEach(({ name }, index) => page.selected.set(name, index));
+  page.selected = new Set(first.slice(0, few).map(({ name }) => name));
 }
 
 let loading = null;
@@ -376,6 +413,11 @@ async function fetchState() {
   }
   page.received = Date.now();
   page.asked = null;
+  // Before the run has begun, its tasks and rounds are not known.
+  if (!page.addressRead && page.state.run.kind !== "waiting") {
+    page.addressRead = true;
+    readAddress();
+  }
   choose();
   draw();
   follow();

@@ -23,7 +23,7 @@ export class Microbatches {
   }
 
   // held: [[replica, capacity, {task: [tokens of chunks, tokens read]}]] of a round, or null.
-  // colours: by task, the index of its colour; order: the names of all tasks.
+  // colours: by task, the place that gives its colour; order: the names of all tasks.
   show(held, colours, order, hot) {
     Object.assign(this, { held, colours, hot });
     this.order = new Map(order.map((name, i) => [name, i]));
@@ -70,9 +70,9 @@ export class Microbatches {
 
   segment(context, box) {
     const { name, chunks, read, at, top, size } = box;
-    const index = this.colours.get(name);
+    const place = this.colours.get(name);
     context.globalAlpha = this.hot && this.hot !== name ? 0.3 : 1;
-    context.fillStyle = index === undefined ? (this.hot === name ? css("--ink") : css("--idle")) : colour(index);
+    context.fillStyle = place === undefined ? (this.hot === name ? css("--ink") : css("--idle")) : colour(place);
     const solid = (size - 1) * Math.min(1, read / chunks);
     context.fillRect(at, top, solid, BAR);
     context.globalAlpha *= 0.35;

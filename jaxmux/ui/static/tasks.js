@@ -1,5 +1,5 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
-import { colour, make, number } from "./format.js";
+import { colour, dash, make, number } from "./format.js";
 
 const STATES = ["running", "preparing", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
 
@@ -9,23 +9,27 @@ function descending(value) {
 }
 
 export class TaskList {
-  constructor({ onSelect, onHover }) {
+  constructor({ onSelect, onHover, onArrange }) {
     this.list = document.getElementById("tasks");
     this.search = document.getElementById("search");
     this.sort = document.getElementById("sort");
-    Object.assign(this, { onSelect, onHover });
+    Object.assign(this, { onSelect, onHover, onArrange });
     this.rows = [];
     this.items = new Map();
     this.active = null;
-    this.search.addEventListener("input", () => this.arrange());
-    this.sort.addEventListener("change", () => this.arrange());
+    const arrange = () => {
+      this.arrange();
+      this.onArrange();
+    };
+    this.search.addEventListener("input", arrange);
+    this.sort.addEventListener("change", arrange);
     this.search.addEventListener("keydown", (event) => {
       if (event.key === "ArrowDown") {
         event.preventDefault();
         this.list.focus();
       } else if (event.key === "Escape") {
         this.search.value = "";
-        this.arrange();
+        arrange();
       }
     });
     this.list.addEventListener("keydown", (event) => this.key(event));
@@ -34,7 +38,7 @@ export class TaskList {
     this.list.addEventListener("pointerleave", () => this.onHover(null));
   }
 
-  // rows: those of the server. colours: by name of the selected tasks, the index of a colour.
+  // rows: those of the server. colours: by name of the selected tasks, the place that gives its colour.
   show(rows, colours) {
     this.rows = rows;
     const names = new Set(rows.map((row) => row.name));
@@ -62,10 +66,11 @@ export class TaskList {
       this.items.set(row.name, item);
     }
     const [swatch, , loss, sub, ill, bar] = item.children;
-    const index = colours.get(row.name);
-    const selected = index !== undefined;
+    const place = colours.get(row.name);
+    const selected = place !== undefined;
     item.setAttribute("aria-selected", String(selected));
-    swatch.style.background = swatch.style.borderColor = selected ? colour(index) : "";
+    swatch.style.background = swatch.style.borderColor = selected ? colour(place) : "";
+    swatch.classList.toggle("dashed", selected && dash(place).length > 0);
     // An update is skipped because a value is not finite, so its loss is none to show.
     const held = row.held_out === null ? null : make("small", { title: "held-out loss" }, ` / ${number(row.held_out)}`);
     loss.replaceChildren(row.nan ? "nan" : number(row.loss), ...(held ? [held] : []));
@@ -82,7 +87,7 @@ export class TaskList {
     bar.hidden = !row.steps;
     const share = row.steps ? Math.min(1, row.step / row.steps) : 0;
     bar.firstChild.style.width = `${100 * share}%`;
-    bar.firstChild.style.background = selected ? colour(index) : "";
+    bar.firstChild.style.background = selected ? colour(place) : "";
   }
 
   arrange() {

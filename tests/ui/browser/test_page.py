@@ -191,3 +191,74 @@ def test_hover_highlights_one_task(tab, many):
     tab.call("Input.dispatchMouseEvent", type="mouseMoved", x=box[0], y=box[1])
     tab.settle()
     assert tab.value("document.querySelectorAll('#tasks li.hot').length") == 1
+
+
+def selected_names(tab):
+    own = "[...document.querySelectorAll('#tasks [aria-selected=true] .name')]"
+    return tab.value(f"{own}.map((name) => name.textContent)")
+
+
+def click(tab, selector):
+    tab.value(f"document.querySelector({selector!r}).click()")
+    tab.settle()
+
+
+def test_address_keeps_what_the_page_shows(tab, many):
+    tab.show(many[0])
+    assert tab.value("location.search") == ""
+    tab.value("document.getElementById('tasks').focus()")
+    tab.press("Escape")
+    tab.press("ArrowDown", 2)
+    tab.press(" ")
+    for button in ("smooth", "log", "multiples"):
+        click(tab, f"#{button}")
+    tab.value("document.getElementById('sort').value = 'loss'")
+    tab.value("document.getElementById('sort').dispatchEvent(new Event('change'))")
+    tab.value("document.getElementById('search').focus()")
+    for letter in "legal":
+        tab.press(letter)
+    for _ in range(3):
+        click(tab, "#earlier")
+    tab.wait("document.getElementById('round-unit').textContent !== ''")
+    shown = "[...document.querySelectorAll('#tasks .name')].map((name) => name.textContent)"
+    state = (
+        "[...document.querySelectorAll('[aria-pressed=true][id]')].map((own) => own.id)"
+        ".concat(document.getElementById('sort').value, document.getElementById('round-unit')"
+        ".textContent, document.getElementById('search').value)"
+    )
+    names, before = tab.value(shown), tab.value(state)
+    assert "newest" not in before and names != sorted(names) and selected_names(tab) == ["legal_0"]
+    tab.show(tab.value("location.href"))
+    tab.wait("document.getElementById('round-unit').textContent !== ''")
+    assert tab.value(state) == before
+    assert tab.value(shown) == names and selected_names(tab) == ["legal_0"]
+    # An address may name what is not there, or be nonsense.
+    tab.show(many[0] + "?select=nobody&select=legal_1&sort=worst&smooth=2&round=x")
+    assert selected_names(tab) == ["legal_1"]
+    assert tab.value("document.getElementById('sort').value") == "given"
+
+
+def test_colour_of_a_task_does_not_depend_on_what_else_is_selected(tab, many):
+    def colour(name, selected):
+        tab.show(many[0] + "?" + "&".join(f"select={own}" for own in selected))
+        own = f"[...document.querySelectorAll('#tasks li')].find((li) => li.dataset.name === {name!r})"
+        return tab.value(f"{own}.querySelector('.swatch').style.backgroundColor")
+
+    alone = colour("legal_0", ["legal_0"])
+    assert alone == colour("legal_0", ["search_3", "legal_1", "legal_0"]) != ""
+    assert alone != colour("search_0", ["search_0", "legal_0"])
+
+
+def test_smoothing_is_a_mean_with_weights_that_sum_to_one(tab, many):
+    """Against the definition, at each point the sum of weights times values by weights."""
+    import numpy as np
+
+    tab.show(many[0])
+    numbers = np.random.default_rng(0)
+    xs, ys = np.cumsum(numbers.integers(1, 5, 60)), numbers.normal(2, 1, 60)
+    call = "import('/static/chart.js').then((own) => own.smoothed({}, {}))"
+    found = tab.value(call.format(xs.tolist(), ys.tolist()))
+    weights = np.tril(np.exp((xs[None] - xs[:, None]).clip(max=0) / ((xs[-1] - xs[0]) / 25)))
+    np.testing.assert_allclose(found, weights @ ys / weights.sum(1), rtol=1e-9)
+    assert found[0] == ys[0]
+    np.testing.assert_allclose(tab.value(call.format(xs.tolist(), [3.0] * 60)), 3.0)
