@@ -1,6 +1,6 @@
 """The web application of a run's page: static files, the state of the run, and a stream of changes.
 
-Requests only read. No part of a request names a file of the run directory.
+Requests only read. They name rounds and tasks, never files of the run directory.
 """
 
 import asyncio
@@ -61,6 +61,12 @@ def run_app(reader: RunReader) -> Starlette:
             return JSONResponse({"error": "this round has no details"}, 404)
         return JSONResponse(found)
 
+    async def task(request: Request) -> JSONResponse:
+        found = await run_in_threadpool(reader.task, request.query_params.get("name", ""))
+        if found is None:
+            return JSONResponse({"error": "the run has no task of this name"}, 404)
+        return JSONResponse(found)
+
     async def stream(request: Request) -> StreamingResponse | PlainTextResponse:
         since = request.query_params.get("since", "")
         if not since.isdecimal() or len(since) > 15:
@@ -82,6 +88,7 @@ def run_app(reader: RunReader) -> Starlette:
             Route("/", page),
             Route("/api/state", state),
             Route("/api/rounds/{number:int}", details),
+            Route("/api/task", task),
             Route("/api/stream", stream),
             Mount("/static", StaticFiles(directory=STATIC)),
         ],

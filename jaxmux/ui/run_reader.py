@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import stat
 import threading
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -151,6 +153,52 @@ class RunReader:
                 return None
             return found if isinstance(found, dict) and found.get("round") == number else None
 
+    def task(self, name: str) -> dict[str, Any] | None:
+        """What the page shows of one task alone; None if the page lists none of this name.
+
+        Args:
+          name: the task's name.
+
+        Returns:
+          A dict with name, specification (as in run.json, or as a server has accepted it; None if
+          there is none), rate and norm (points of the learning rate and of the gradient's norm, as
+          in `Series.points`), skips (the last skipped updates as pairs of step and reason), result
+          (its entry in summary.json or tasks.json, or None), adapter (the path of its folder; None
+          before it is written).
+        """
+        with self._lock:
+            if not any(row["name"] == name for row in self._rows()):
+                return None
+            view = self._view.tasks.get(name) or TaskView(name)
+            results = (self._summary or self._statuses or {}).get("tasks", {})
+            return {
+                "name": name,
+                "specification": self._specification(name),
+                "rate": view.rate.points(),
+                "norm": view.norm.points(),
+                "skips": list(view.skips),
+                "result": results.get(name),
+                "adapter": self._inner("adapters", name, stat.S_ISDIR),
+            }
+
+    def _specification(self, name: str) -> Any:
+        """What a task is trained with, as JSON; None if no file tells."""
+        if name in self._record.get("tasks", {}):
+            return self._record["tasks"][name]
+        path = self._inner("specifications", f"{name}.json", stat.S_ISREG)
+        content = _read_json(path) if path else None
+        return content.get("specification") if isinstance(content, dict) else None
+
+    def _inner(self, folder: str, name: str, is_kind: Callable[[int], bool]) -> str | None:
+        """The path of what is in a folder of the run directory, if neither is a link and the name
+        is no path; None otherwise."""
+        path = self.path / folder / name
+        try:
+            plain = path.name == name and stat.S_ISDIR(os.lstat(path.parent).st_mode)
+            return str(path) if plain and is_kind(os.lstat(path).st_mode) else None
+        except (OSError, ValueError):
+            return None
+
     def _begin(self) -> None:
         """Forgets everything, and starts before the first line of every file."""
         self._seen.clear()
@@ -261,16 +309,13 @@ class RunReader:
     def _changed(self, name: str) -> Any:
         """The content of a JSON file if it has changed since the last call; None otherwise, or if
         it cannot be read."""
-        try:
-            with os.fdopen(os.open(self.path / name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                found = os.fstat(file.fileno())
-                seen = found.st_ino, found.st_mtime_ns, found.st_size
-                if self._seen.get(name) == seen or found.st_size > _MOST_RECORD:
-                    return None
-                self._seen[name] = seen
-                return json.load(file)
-        except (OSError, ValueError, RecursionError):
-            return None
+
+        def is_new(found: os.stat_result) -> bool:
+            seen = found.st_ino, found.st_mtime_ns, found.st_size
+            before, self._seen[name] = self._seen.get(name), seen
+            return seen != before
+
+        return _read_json(self.path / name, is_new)
 
     def _run(self) -> dict[str, Any]:
         """What the page shows at its top."""
@@ -293,6 +338,18 @@ class RunReader:
             "unread": sum(file.left for file in self._files),
             "summary": self._summary and {k: v for k, v in self._summary.items() if k != "tasks"},
         }
+
+
+def _read_json(
+    path: str | Path, is_wanted: Callable[[os.stat_result], bool] = lambda found: True
+) -> Any:
+    """The content of a JSON file; None if it is a link, too large, not wanted or damaged."""
+    try:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+            found = os.fstat(file.fileno())
+            return json.load(file) if found.st_size <= _MOST_RECORD and is_wanted(found) else None
+    except (OSError, ValueError, RecursionError):
+        return None
 
 
 def _is_training(content: dict[str, Any]) -> bool:

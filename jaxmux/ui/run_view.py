@@ -17,6 +17,8 @@ _KEPT, _SHOWN = 3000, 300
 _MOST_ENDED = 256
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
+# Skipped updates of a task of which the page tells one by one.
+_MOST_SKIPS = 64
 
 
 class TaskView:
@@ -24,11 +26,15 @@ class TaskView:
 
     Attributes:
       row: its entry in the list of tasks: name, place (its number in the order in which tasks came,
-        from 0, which stays the same when others are forgotten; None if it is refused), state, reason, priority, step, steps, kind, rank,
-        loss (of the last update, None if it was skipped), nan (whether it was skipped), held_out
-        (the last loss), best (the step of the best one), tokens, skipped (number of updates),
-        error (why its specification, or a change of it, is refused).
+        from 0, which stays the same when others are forgotten; None if it is refused), state,
+        reason, priority, step, steps, kind, rank, loss (of the last update, None if it was
+        skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
+        one), tokens, skipped (number of updates), error (why its specification, or a change of it,
+        is refused).
       loss: training loss by step.
+      rate: learning rate by step.
+      norm: norm of the gradient by step, before clipping.
+      skips: step and reason of the last updates that were skipped.
       trained: number of steps of which it has told.
       held_out: step, loss and whether it is the best one, of each measurement.
     """
@@ -58,7 +64,8 @@ class TaskView:
             "tokens": 0,
             "skipped": 0,
         } | fields
-        self.loss = Series(1)
+        self.loss, self.rate, self.norm = Series(1), Series(1), Series(1)
+        self.skips: deque[tuple[int, str]] = deque(maxlen=_MOST_SKIPS)
         self.trained = 0
         self.held_out: list[list[Any]] = []
 
@@ -193,7 +200,12 @@ class RunView:
         row, skipped = task.row, bool(fields["skipped"])
         # A server that was killed trains some steps again, and they give the same.
         again, task.trained = step <= task.trained, max(step, task.trained)
+        curves = [(task.rate, fields.get("lr")), (task.norm, fields.get("grad_norm"))]
+        known = [(curve, _finite(value)) for curve, value in curves if value is not None]
         row["nan"] = skipped
+        if not again:
+            for curve, value in known:
+                curve.add(step, [value])
         if loss is not None:
             loss = _finite(loss)
             if not again:
@@ -209,6 +221,8 @@ class RunView:
         if not self.server and row["steps"] and step >= row["steps"]:
             row["state"] = "succeeded"
         if skipped:
+            if not again:
+                task.skips.append((step, _why_skipped(fields)))
             self._tell(fields["time"], name, "skipped", f"the update of step {step} was skipped")
         self._count_round(fields)
         self._new["tasks"][name] = None
@@ -287,6 +301,15 @@ def _finite(value: Any) -> float:
     if not math.isfinite(number):
         raise ValueError("a number is not finite")
     return number
+
+
+def _why_skipped(fields: dict[str, Any]) -> str:
+    """Which of the numbers of a skipped update is not finite."""
+    if fields["loss"] is None:
+        return "its loss is not finite"
+    if fields.get("grad_norm") is None:
+        return "its gradient is not finite"
+    return "a new parameter is not finite"
 
 
 def _name(fields: dict[str, Any]) -> str:

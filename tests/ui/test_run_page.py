@@ -166,6 +166,53 @@ def test_task_whose_last_update_was_skipped_shows_no_older_loss(run_dir):
     assert (row["loss"], row["nan"], row["skipped"]) == (0.25, False, 1)
 
 
+def test_page_of_a_task_holds_its_specification_and_its_curves(run_dir):
+    fields = {"lr": 0.5, "grad_norm": None, "skipped": True}
+    line = synthetic.update(60, "legal_0", 0.5, synthetic.BEGUN + 1e6) | fields
+    without = synthetic.update(61, "legal_0", None, synthetic.BEGUN + 1e6)
+    synthetic.append(run_dir / "metrics.jsonl", line, without)
+    own = client(run_dir)
+    found = own.get("/api/task", params={"name": "legal_0"}).json()
+    record = json.loads((run_dir / "run.json").read_text())
+    assert found["specification"] == record["tasks"]["legal_0"]
+    assert [point[:2] for point in found["rate"]] == [
+        *([step, 1e-3] for step in range(1, 61)),
+        [61, 0.5],
+        [62, 1e-3],
+    ]
+    assert [point[0] for point in found["norm"]] == [*range(1, 61), 62]
+    assert found["skips"] == [[61, "its gradient is not finite"], [62, "its loss is not finite"]]
+    assert found["adapter"] is None
+    (run_dir / "adapters" / "legal_0").mkdir(parents=True)
+    found = own.get("/api/task", params={"name": "legal_0"}).json()
+    assert found["adapter"] == str(run_dir / "adapters" / "legal_0")
+
+
+def test_pages_of_tasks_read_no_other_files(tmp_path):
+    """A name is no path, and links are not followed."""
+    run = synthetic.write_server(tmp_path / "server", 8, 10)
+    (run / "specifications").mkdir()
+    text = json.dumps({"ended": None, "specification": {"steps": 7}, "status": None})
+    (run / "specifications" / "support_0.json").write_text(text)
+    (tmp_path / "secret.json").write_text(text)
+    (run / "specifications" / "legal_0.json").symlink_to(tmp_path / "secret.json")
+    (run / "adapters").symlink_to(tmp_path)
+    fields = {"kind": "state", "time": 5.0, "state": "queued", "reason": None}
+    synthetic.append(
+        run / "events.jsonl", fields | {"task": "../../secret"}, fields | {"task": "server"}
+    )
+    own = client(run)
+
+    def task(name):
+        return own.get("/api/task", params={"name": name})
+
+    assert task("support_0").json()["specification"] == {"steps": 7}
+    assert task("legal_0").json()["specification"] is None
+    assert task("../../secret").json()["specification"] is None
+    assert task("server").json()["adapter"] is None
+    assert task("nobody").status_code == task("../server").status_code == 404
+
+
 def test_run_is_what_its_lock_tells(run_dir):
     def state(reader):
         reader.poll()

@@ -42,12 +42,13 @@ function logTicks(low, high) {
 export class LineChart {
   // series: [{name, xs, ys, colour, faint, width, marks, label}]; faint ones are drawn first, have
   // no label and are found by the pointer only if nothing else is shown.
-  constructor(element, { label, format = number, xName, onHover = () => {}, zero = false, legendless = false }) {
+  // bare: whether no names stand beside the lines.
+  constructor(element, { label, format = number, xName, onHover = () => {}, zero = false, legendless = false, bare = false }) {
     this.element = element;
     this.canvas = make("canvas", { tabIndex: 0 });
     this.canvas.setAttribute("role", "img");
     element.replaceChildren(this.canvas);
-    Object.assign(this, { label, format, xName, onHover, zero, legendless });
+    Object.assign(this, { label, format, xName, onHover, zero, legendless, bare });
     this.series = [];
     this.log = false;
     this.at = null;
@@ -93,7 +94,7 @@ export class LineChart {
     if (!this.zero || this.log) y0 -= slack;
     const labelled = this.labelled();
     const right = width > 420 && labelled.length ? 112 : 10;
-    const box = { left: 48, top: right < 20 ? 18 : 8, right: width - right, bottom: height - 22 };
+    const box = { left: 52, top: right < 20 ? 18 : 8, right: width - right, bottom: height - 22 };
     const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.right - box.left);
     const y = (value) => box.bottom - ((scale(value) - y0) / (y1 - y0)) * (box.bottom - box.top);
     return { x, y, box, range: [x0, x1, y0, y1], right };
@@ -101,7 +102,7 @@ export class LineChart {
 
   labelled() {
     const shown = this.series.filter((own) => !own.faint && own.label !== false);
-    return shown.length <= 10 ? shown : [];
+    return shown.length <= 10 && !this.bare ? shown : [];
   }
 
   draw() {

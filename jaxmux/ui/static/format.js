@@ -19,7 +19,7 @@ export function number(value, digits = 4) {
   if (size >= 1e9) return trimmed(value / 1e9) + " G";
   if (size >= 1e6) return trimmed(value / 1e6) + " M";
   if (size >= 1e4) return trimmed(value / 1e3) + " k";
-  if (size > 0 && size < 1e-3) return value.toExponential(1).replace("e-", "e−");
+  if (size > 0 && size < 1e-3) return value.toExponential(1).replace(".0e", "e").replace("e-", "e−");
   if (Number.isInteger(value)) return String(value);
   if (size >= 1000) return count(value);
   return value.toPrecision(digits - (size < 0.01 ? 1 : 0)).replace(/(\.\d*?)0+$/, "$1").replace(/\.$/, "");

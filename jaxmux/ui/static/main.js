@@ -1,6 +1,7 @@
 // The page of a run: asks for its state, then follows the stream of changes.
 import { LineChart, prepared, smoothed } from "./chart.js";
 import { MOST_COLOURS, clock, colour, count, css, dash, duration, make, number, onThemeChange } from "./format.js";
+import { TaskDetail } from "./detail.js";
 import { Microbatches, Schedule } from "./rounds.js";
 import { TaskList } from "./tasks.js";
 
@@ -22,7 +23,8 @@ const page = {
   drawing: false,
 };
 
-const list = new TaskList({ onSelect: select, onHover: hover, onArrange: keepState });
+const list = new TaskList({ onSelect: select, onHover: hover, onArrange: () => keepState(), onOpen: openTask });
+const detail = new TaskDetail({ onClose: closedTask });
 const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover, legendless: true });
 const speed = new LineChart($("speed-chart"), { label: "Tokens per second by round", xName: "round", zero: true });
 const memory = new LineChart($("memory-chart"), { label: "Memory in GiB by round", xName: "round", zero: true });
@@ -46,7 +48,11 @@ onThemeChange(() => {
   draw();
 });
 // One timer for what changes by itself: how long ago the run was heard of.
-setInterval(() => page.state && header(), 5000);
+setInterval(() => {
+  if (!page.state) return;
+  header();
+  detail.show(page.state);
+}, 5000);
 
 function select(name) {
   if (name === null) page.selected.clear();
@@ -70,16 +76,34 @@ function places() {
 // Only what differs from the usual is there.
 const TOGGLES = { smooth: true, log: false, held: true, multiples: false };
 
-function keepState() {
+function keepState({ adds = false } = {}) {
   const parameters = new URLSearchParams();
   if (!page.asIs) for (const name of page.selected.size ? page.selected : [""]) parameters.append("select", name);
   if (list.search.value) parameters.set("search", list.search.value);
   if (list.sort.value !== usualSort()) parameters.set("sort", list.sort.value);
   for (const [id, usual] of Object.entries(TOGGLES)) if (pressed(id) !== usual) parameters.set(id, usual ? "0" : "1");
   if (!page.newest && page.state) parameters.set("round", page.state.details[Number($("round").value)]);
+  if (detail.name !== null) parameters.set("task", detail.name);
   const address = `${location.pathname}${parameters.size ? `?${parameters}` : ""}`;
-  if (address !== location.pathname + location.search) history.replaceState(null, "", address);
+  if (address !== location.pathname + location.search) history[adds ? "pushState" : "replaceState"](adds ? { opened: true } : history.state, "", address);
 }
+
+// The button Back closes what a click has opened.
+function openTask(name) {
+  detail.open(name);
+  keepState({ adds: true });
+  draw();
+}
+
+function closedTask() {
+  if (!new URLSearchParams(location.search).has("task")) return;
+  if (history.state?.opened) history.back();
+  else keepState();
+}
+addEventListener("popstate", () => {
+  detail.open(new URLSearchParams(location.search).get("task"));
+  draw();
+});
 
 // Takes over the address when the first state of the run has come.
 function readAddress() {
@@ -96,6 +120,7 @@ function readAddress() {
     const value = { 0: false, 1: true }[parameters.get(id)] ?? usual;
     $(id).setAttribute("aria-pressed", String(value));
   }
+  detail.open(parameters.get("task"));
   const round = Number(parameters.get("round") ?? NaN);
   const index = page.state.details.indexOf(round);
   page.newest = index < 0;
@@ -127,6 +152,7 @@ function drawNow() {
   const { tasks } = page.state;
   const colours = places();
   list.show(tasks, colours);
+  detail.show(page.state);
   header();
   const multiples = pressed("multiples");
   $("grid").hidden = !multiples;
@@ -342,6 +368,13 @@ function statusOf(run, rounds, tasks) {
   return ["", `no news for ${duration(age)}`];
 }
 
+// A task's name that opens it.
+function taskButton(name) {
+  const button = make("button", { type: "button", className: "link" }, name);
+  button.addEventListener("click", () => openTask(name));
+  return button;
+}
+
 function drawEvents(events) {
   const body = $("events");
   const newest = events.at(-1);
@@ -349,7 +382,7 @@ function drawEvents(events) {
   if (body.dataset.key === key) return;
   body.dataset.key = key;
   if (!newest) return body.replaceChildren(make("tr", {}, make("td", { colSpan: 3, className: "empty" }, "nothing has happened yet")));
-  body.replaceChildren(...[...events].reverse().map((event) => make("tr", {}, make("td", {}, clock(event.time)), make("td", {}, event.task), make("td", {}, event.kind === "held-out" ? `held-out ${event.text}` : event.text))));
+  body.replaceChildren(...[...events].reverse().map((event) => make("tr", {}, make("td", {}, clock(event.time)), make("td", {}, taskButton(event.task)), make("td", {}, event.kind === "held-out" ? `held-out ${event.text}` : event.text))));
 }
 
 function add(change) {

@@ -9,11 +9,11 @@ function descending(value) {
 }
 
 export class TaskList {
-  constructor({ onSelect, onHover, onArrange }) {
+  constructor({ onSelect, onHover, onArrange, onOpen }) {
     this.list = document.getElementById("tasks");
     this.search = document.getElementById("search");
     this.sort = document.getElementById("sort");
-    Object.assign(this, { onSelect, onHover, onArrange });
+    Object.assign(this, { onSelect, onHover, onArrange, onOpen });
     this.rows = [];
     this.items = new Map();
     this.active = null;
@@ -61,6 +61,11 @@ export class TaskList {
       item.addEventListener("click", () => {
         this.activate(row.name);
         this.onSelect(row.name);
+      });
+      item.children[1].addEventListener("click", (event) => {
+        event.stopPropagation();
+        this.activate(row.name);
+        this.onOpen(row.name);
       });
       item.addEventListener("pointerenter", () => this.onHover(row.name));
       this.items.set(row.name, item);
@@ -138,7 +143,9 @@ export class TaskList {
       this.onHover(this.active);
     } else if (event.key === " " || event.key === "Enter") {
       event.preventDefault();
-      this.onSelect(this.active);
+      if (this.active === null) return;
+      if (event.key === " ") this.onSelect(this.active);
+      else this.onOpen(this.active);
     } else if (event.key === "Escape") {
       this.onSelect(null);
     }

@@ -241,7 +241,8 @@ def test_address_keeps_what_the_page_shows(tab, many):
 def test_colour_of_a_task_does_not_depend_on_what_else_is_selected(tab, many):
     def colour(name, selected):
         tab.show(many[0] + "?" + "&".join(f"select={own}" for own in selected))
-        own = f"[...document.querySelectorAll('#tasks li')].find((li) => li.dataset.name === {name!r})"
+        own = "[...document.querySelectorAll('#tasks li')]"
+        own += f".find((li) => li.dataset.name === {name!r})"
         return tab.value(f"{own}.querySelector('.swatch').style.backgroundColor")
 
     alone = colour("legal_0", ["legal_0"])
@@ -262,3 +263,35 @@ def test_smoothing_is_a_mean_with_weights_that_sum_to_one(tab, many):
     np.testing.assert_allclose(found, weights @ ys / weights.sum(1), rtol=1e-9)
     assert found[0] == ys[0]
     np.testing.assert_allclose(tab.value(call.format(xs.tolist(), [3.0] * 60)), 3.0)
+
+
+def test_task_is_opened_by_click_or_enter_and_closed_by_escape(tab, many):
+    tab.show(many[0])
+    is_open = "document.getElementById('detail').open"
+    tab.value("document.getElementById('tasks').focus()")
+    tab.press("ArrowDown", 2)
+    before = selected_names(tab)
+    tab.press("Enter")
+    assert tab.value(is_open) and "task=legal_0" in tab.value("location.search")
+    rows = "document.querySelectorAll('#detail-specification tr')"
+    tab.wait(f"{rows}.length > 1")
+    found = tab.value(f"[...{rows}].map((row) => [...row.children].map((c) => c.textContent))")
+    assert found == [["adapter.kind", "lora"], ["adapter.rank", "16"], ["steps", "520"]]
+    label = "document.querySelector('#detail-{} canvas').getAttribute('aria-label')"
+    tab.wait(f"{label.format('rate')}.includes('learning rate 0.001')")
+    assert "norm 1" in tab.value(label.format("norm")) and "loss 0." in tab.value(
+        label.format("loss")
+    )
+    tab.screenshot(SHOTS / "task.png", whole=False)
+    tab.press("Escape")
+    tab.wait(f"!{is_open} && location.search === ''")
+    # Opening has not changed the selection.
+    assert selected_names(tab) == before
+    click(tab, "#tasks li .name")
+    assert tab.value("document.getElementById('detail-name').textContent") == "billing_0"
+    tab.show(tab.value("location.href"), 390, 844, dark=True)
+    assert tab.value(is_open) and no_sideways_scrolling(tab)
+    assert tab.value("detail.scrollWidth <= detail.clientWidth")
+    tab.screenshot(SHOTS / "task_narrow_dark.png", whole=False)
+    click(tab, "#detail-close")
+    tab.wait(f"!{is_open} && location.search === ''")
