@@ -115,6 +115,7 @@ class RunReader:
                 "version": self.version,
                 "run": self._run(),
                 "tasks": self._rows(),
+                "sweeps": self._record.get("sweeps") or {},
                 "loss": {name: task.loss.points() for name, task in view.tasks.items()},
                 "held_out": {name: task.held_out for name, task in view.tasks.items()},
                 "rounds": view.rounds.points(),
@@ -353,9 +354,14 @@ def _read_json(
 
 
 def _is_training(content: dict[str, Any]) -> bool:
-    tasks = content.get("tasks")
-    return isinstance(tasks, dict) and all(
+    tasks, sweeps = content.get("tasks"), content.get("sweeps") or {}
+    if not (isinstance(tasks, dict) and isinstance(sweeps, dict)):
+        return False
+    return all(
         isinstance(task, dict) and isinstance(task.get("adapter"), dict) for task in tasks.values()
+    ) and all(
+        isinstance(sweep, dict) and isinstance(sweep.get("values"), dict)
+        for sweep in sweeps.values()
     )
 
 

@@ -29,8 +29,8 @@ class TaskView:
         from 0, which stays the same when others are forgotten; None if it is refused), state,
         reason, priority, step, steps, kind, rank, loss (of the last update, None if it was
         skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
-        one), tokens, skipped (number of updates), error (why its specification, or a change of it,
-        is refused).
+        one), final (the held-out loss of the adapter that training has given), tokens, skipped
+        (number of updates), error (why its specification, or a change of it, is refused).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
@@ -61,6 +61,7 @@ class TaskView:
             "error": None,
             "held_out": None,
             "best": None,
+            "final": None,
             "tokens": 0,
             "skipped": 0,
         } | fields
@@ -169,6 +170,7 @@ class RunView:
                 early = result.get("stopped_early")
                 row["state"] = shown_state(str(result.get("status", row["state"])), early)
                 row["reason"] = result.get("error") or early
+                row["final"] = result.get("eval_loss")
 
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the

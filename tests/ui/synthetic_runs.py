@@ -3,7 +3,7 @@
 import json
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -177,3 +177,51 @@ def _passes(index: int, microbatches: int, stages: int) -> list[list[Any]]:
             [3.0 * (i + stage), 0, stage, stage, index, m, way] for i, (way, m) in enumerate(order)
         ]
     return sorted(found, key=lambda own: own[0] + (own[2] if own[6] == "F" else -own[2]) / 100)
+
+
+def write_sweep(path: Path, ranks: Sequence[int], rates: Sequence[float]) -> Path:
+    """Writes the files of a run of a sweep over ranks and learning rates that has ended after
+    40 steps, with rungs at the steps 10 and 20; returns its directory.
+
+    Args:
+      path: the directory, which is created.
+      ranks: the ranks.
+      rates: the learning rates.
+    """
+    path.mkdir(parents=True)
+    values = {
+        f"pirate-rank_{rank}-learning_rate_{rate}-target_modules_{modules}": {
+            "adapter.rank": rank,
+            "optimizer.learning_rate": rate,
+            "adapter.target_modules": modules.split(".") if "." in modules else modules,
+        }
+        for rank in ranks
+        for rate in rates
+        for modules in ("all-linear", "q_proj.v_proj")
+    }
+    record = {
+        "backbone": "/models/Llama-3.1-8B",
+        "shape": {"rows": 4, "row_len": 2048, "chunk_len": 128},
+        "tasks": {
+            name: {"adapter": {"kind": "lora", "rank": own["adapter.rank"]}, "steps": 40}
+            for name, own in values.items()
+        },
+        "sweeps": {"pirate": {"first_rung": 10, "factor": 2, "values": values}},
+    }
+    (path / "run.json").write_text(json.dumps(record))
+    numbers, results = random.Random(1), {}
+    for i, name in enumerate(values):
+        end = numbers.choice((10, 20, 40))
+        metrics = [update(n, name, 3 - 0.01 * n - 0.02 * i, BEGUN + n) for n in range(end)]
+        append(path / "metrics.jsonl", *metrics)
+        losses = {n: numbers.uniform(0.5, 3) for n in (10, 20, 40) if n <= end}
+        lines = [evaluation(n - 1, name, loss, BEGUN + n) for n, loss in losses.items()]
+        append(path / "held_out.jsonl", *lines)
+        rung = {10: 1, 20: 2}.get(end)
+        reason = rung and f"at rung {rung} (step {end}), 9th of 9 by held-out loss"
+        result = {"status": "succeeded", "error": None, "stopped_early": reason}
+        results[name] = result | {"eval_loss": min(losses.values())}
+    results[name] |= {"status": "failed", "error": "diverged"}
+    append(path / "rounds.jsonl", *(round_line(n, [*values], BEGUN + n, 0) for n in range(40)))
+    (path / "summary.json").write_text(json.dumps({"tasks": results, "wall_seconds": 100}))
+    return path

@@ -40,7 +40,7 @@ function logTicks(low, high) {
 }
 
 export class LineChart {
-  // series: [{name, xs, ys, colour, faint, width, marks, label}]; faint ones are drawn first, have
+  // series: [{name, shown (its name in labels, if it is another), xs, ys, colour, faint, width, marks, label}]; faint ones are drawn first, have
   // no label and are found by the pointer only if nothing else is shown.
   // bare: whether no names stand beside the lines.
   constructor(element, { label, format = number, xName, onHover = () => {}, zero = false, legendless = false, bare = false }) {
@@ -60,7 +60,9 @@ export class LineChart {
     new ResizeObserver(() => this.draw()).observe(element);
   }
 
-  show(series, { log = false, hot = null } = {}) {
+  // rules: where dashed vertical lines are.
+  show(series, { log = false, hot = null, rules = [] } = {}) {
+    this.rules = rules;
     this.series = series.filter((own) => own.xs.length);
     this.log = log;
     this.hot = hot;
@@ -93,7 +95,7 @@ export class LineChart {
     y1 += slack;
     if (!this.zero || this.log) y0 -= slack;
     const labelled = this.labelled();
-    const right = width > 420 && labelled.length ? 112 : 10;
+    const right = width > 420 && labelled.length ? 124 : 10;
     const box = { left: 52, top: right < 20 ? 18 : 8, right: width - right, bottom: height - 22 };
     const x = (value) => box.left + ((value - x0) / (x1 - x0)) * (box.right - box.left);
     const y = (value) => box.bottom - ((scale(value) - y0) / (y1 - y0)) * (box.bottom - box.top);
@@ -122,6 +124,7 @@ export class LineChart {
     context.rect(found.box.left - 4, 0, found.box.right - found.box.left + 8, found.box.bottom + 4);
     context.clip();
     const order = [...this.series].sort((a, b) => Number(a.name === this.hot) - Number(b.name === this.hot) || Number(!!b.faint) - Number(!!a.faint));
+    for (const value of this.rules) this.rule(context, found, value);
     for (const own of order) this.line(context, own, found);
     context.restore();
     this.labels(context, found);
@@ -161,6 +164,17 @@ export class LineChart {
     }
     context.textAlign = "right";
     context.fillText(name, box.right, box.bottom + 6);
+  }
+
+  rule(context, { x, box }, value) {
+    context.strokeStyle = css("--idle");
+    context.setLineDash([4, 4]);
+    context.lineWidth = 1;
+    context.beginPath();
+    context.moveTo(x(value), box.top);
+    context.lineTo(x(value), box.bottom);
+    context.stroke();
+    context.setLineDash([]);
   }
 
   line(context, own, { x, y }) {
@@ -206,7 +220,7 @@ export class LineChart {
     for (const { each, at } of own) {
       context.globalAlpha = this.hot !== null && each.name !== this.hot ? 0.4 : 1;
       context.fillStyle = each.colour;
-      let text = each.name;
+      let text = each.shown ?? each.name;
       while (text.length > 3 && context.measureText(text).width > right - 14) text = text.slice(0, -2) + "…";
       context.fillText(text, box.right + 8, at);
     }
@@ -222,8 +236,8 @@ export class LineChart {
     let at = box.right;
     for (const each of [...own].reverse()) {
       context.fillStyle = each.colour;
-      context.fillText(each.name, at, 0);
-      at -= context.measureText(each.name).width + 14;
+      context.fillText(each.shown ?? each.name, at, 0);
+      at -= context.measureText(each.shown ?? each.name).width + 14;
     }
   }
 

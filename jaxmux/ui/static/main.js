@@ -1,13 +1,16 @@
 // The page of a run: asks for its state, then follows the stream of changes.
 import { LineChart, prepared, smoothed } from "./chart.js";
-import { MOST_COLOURS, clock, colour, count, css, dash, duration, make, number, onThemeChange } from "./format.js";
+import { MOST_COLOURS, clock, colour, count, css, dash, duration, labelsOf, make, number, onThemeChange } from "./format.js";
 import { TaskDetail } from "./detail.js";
 import { Microbatches, Schedule } from "./rounds.js";
+import { Sweeps } from "./sweeps.js";
 import { TaskList } from "./tasks.js";
 
 const $ = (id) => document.getElementById(id);
 // More points than this are merged by the server: the state is asked for anew.
 const MOST_POINTS = 1024;
+// Characters of a name in a chart.
+const LABEL = 17;
 const GIB = 2 ** 30;
 
 const page = {
@@ -24,6 +27,7 @@ const page = {
 };
 
 const list = new TaskList({ onSelect: select, onHover: hover, onArrange: () => keepState(), onOpen: openTask });
+const sweeps = new Sweeps($("sweeps"), { onOpen: openTask });
 const detail = new TaskDetail({ onClose: closedTask });
 const loss = new LineChart($("loss-chart"), { label: "Training loss by step", xName: "step", onHover: hover, legendless: true });
 const speed = new LineChart($("speed-chart"), { label: "Tokens per second by round", xName: "round", zero: true });
@@ -153,6 +157,8 @@ function drawNow() {
   const colours = places();
   list.show(tasks, colours);
   detail.show(page.state);
+  sweeps.show(page.state);
+  page.labels = labels(tasks.map((row) => row.name));
   header();
   const multiples = pressed("multiples");
   $("grid").hidden = !multiples;
@@ -160,7 +166,15 @@ function drawNow() {
   if (multiples) drawGrid();
   else drawLoss();
   drawRounds();
-  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), colours, tasks.map((row) => row.name), page.hot);
+  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), { colours, order: tasks.map((row) => row.name), labels: page.labels, hot: page.hot });
+}
+
+// Short names of tasks for the charts; found again only when there are other tasks.
+let labelled = { key: null };
+function labels(names) {
+  const key = JSON.stringify([names, Object.keys(page.state.sweeps)]);
+  if (key !== labelled.key) labelled = { key, map: labelsOf(names, page.state.sweeps, LABEL) };
+  return labelled.map;
 }
 
 function lossSeries(name) {
@@ -182,7 +196,7 @@ function drawLoss() {
       continue;
     }
     if (smooth) series.push({ name, xs, ys, colour: colour(place), alpha: 0.28, width: 1, label: false });
-    series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: colour(place), dash: dash(place), width: 1.8 });
+    series.push({ name, xs, ys: smooth ? smoothed(xs, ys) : ys, colour: colour(place), dash: dash(place), width: 1.8, shown: page.labels.get(name) });
     const points = pressed("held") ? page.state.held_out[name] ?? [] : [];
     series.push({ name, xs: points.map((point) => point[0]), ys: points.map((point) => point[1]), colour: colour(place), marks: true, label: false });
   }
@@ -218,7 +232,7 @@ function drawGrid() {
     const button = grid.children[i];
     button.dataset.name = button.title = name;
     button.setAttribute("aria-pressed", String(page.selected.has(name)));
-    button.firstChild.firstChild.textContent = name;
+    button.firstChild.firstChild.textContent = page.labels.get(name);
     button.firstChild.lastChild.textContent = number(ys.at(-1) ?? null, 3);
     const canvas = button.lastChild;
     const { clientWidth: width, clientHeight: height } = canvas;

@@ -24,8 +24,9 @@ export class Microbatches {
 
   // held: [[replica, capacity, {task: [tokens of chunks, tokens read]}]] of a round, or null.
   // colours: by task, the place that gives its colour; order: the names of all tasks.
-  show(held, colours, order, hot) {
-    Object.assign(this, { held, colours, hot });
+  // labels: by task, its short name.
+  show(held, { colours, order, labels, hot }) {
+    Object.assign(this, { held, colours, labels, hot });
     this.order = new Map(order.map((name, i) => [name, i]));
     if (!held?.length) {
       this.element.replaceChildren(make("p", { className: "empty" }, held ? "This round trained no microbatch in this process." : "No round has been recorded. Earlier versions did not record rounds."));
@@ -78,10 +79,11 @@ export class Microbatches {
     context.globalAlpha *= 0.35;
     context.fillRect(at + solid, top, Math.max(0, size - 1 - solid), BAR);
     context.globalAlpha = this.hot && this.hot !== name ? 0.5 : 1;
-    if (solid > context.measureText(name).width + 10) {
+    const label = this.labels.get(name) ?? name;
+    if (solid > context.measureText(label).width + 10) {
       context.fillStyle = css("--panel");
       context.textAlign = "left";
-      context.fillText(name, at + 5, top + BAR / 2 + 0.5);
+      context.fillText(label, at + 5, top + BAR / 2 + 0.5);
     }
     context.globalAlpha = 1;
     this.boxes.push(box);

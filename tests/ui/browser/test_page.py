@@ -1,5 +1,6 @@
 """The page in a browser: `make test-ui`. Screenshots are left in runs/ui_screenshots."""
 
+import json
 import os
 import re
 import subprocess
@@ -8,6 +9,7 @@ import time
 from contextlib import contextmanager
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -295,3 +297,64 @@ def test_task_is_opened_by_click_or_enter_and_closed_by_escape(tab, many):
     tab.screenshot(SHOTS / "task_narrow_dark.png", whole=False)
     click(tab, "#detail-close")
     tab.wait(f"!{is_open} && location.search === ''")
+
+
+def test_sweep_has_the_table_and_the_ranking_of_sweep_json(tab, tmp_path):
+    from jaxmux.runs.sweep_results import ranked, result_of
+
+    path = synthetic.write_sweep(tmp_path / "swept", (4, 8, 16), (1e-4, 2e-4, 5e-3))
+    values = json.loads((path / "run.json").read_text())["sweeps"]["pirate"]["values"]
+    results = json.loads((path / "summary.json").read_text())["tasks"]
+    for own in results.values():
+        own |= {"eval_target_tokens": 9}
+    summary = SimpleNamespace(tasks=results, sweeps={"pirate": values})
+    order = ranked(SimpleNamespace(name="pirate"), summary)
+    with served(path) as address:
+        tab.show(address, 1280, 900)
+        rows = "[...document.querySelectorAll('#sweeps tbody tr')]"
+        found = tab.value(f"{rows}.map((row) => [...row.children].map((cell) => cell.textContent))")
+        assert [row[1] for row in found] == [str(values[n]["adapter.rank"]) for n in order]
+        assert [float(row[2]) for row in found] == [
+            values[name]["optimizer.learning_rate"] for name in order
+        ]
+        assert [row[-1] for row in found] == [result_of(results[name]) for name in order]
+        losses = [results[name]["eval_loss"] for name in order]
+        assert [float(row[-2]) for row in found] == pytest.approx(losses, rel=1e-3)
+        assert "steps 10, 20" in tab.value("document.querySelector('#sweeps .unit').textContent")
+        plots = tab.value("[...document.querySelectorAll('#sweeps h3')].map((h) => h.textContent)")
+        assert plots == list(values[order[0]])
+        # Names that are alike in long parts have different labels, on small multiples too.
+        click(tab, "#multiples")
+        labels = tab.value(
+            "[...document.querySelectorAll('#grid b')].map((own) => own.textContent)"
+        )
+        assert labels[:2] == ["4, 1e-4, all…", "4, 1e-4, q_p…"]
+        assert len(set(labels)) == len(values) == 18
+        tab.screenshot(SHOTS / "sweep.png")
+        click(tab, "#sweeps tbody button")
+        assert tab.value("document.getElementById('detail-name').textContent") == order[0]
+        tab.show(address, 390, 844, dark=True)
+        assert no_sideways_scrolling(tab)
+        tab.screenshot(SHOTS / "sweep_narrow_dark.png")
+        tab.call("Page.navigate", url="about:blank")
+
+
+def test_labels_tell_names_apart_wherever_they_differ(tab, many):
+    tab.show(many[0])
+    long = "a-rather-long-name-of-a-customer"
+    groups = [
+        [f"{long}-{i}" for i in range(30)],
+        [f"{i}-{long}" for i in range(30)],
+        [f"{long}-{i}-{long}" for i in range(30)],
+        [long, f"{long}-{long}", f"{long}-{long}-{long}"],
+        [f"{long}{a}{long}{b}{long}" for a in "xyz" for b in "uvw"],
+        ["a" * n for n in range(20, 60)],
+        [f"acme.config_lr_0.{i:03}" for i in range(40)] + ["short", "other"],
+        ["one"],
+        [],
+    ]
+    call = "import('/static/format.js').then((own) => [...own.labelsOf({}, {{}}, 17).values()])"
+    for names in groups:
+        labels = tab.value(call.format(json.dumps(names)))
+        assert len(set(labels)) == len(labels) == len(names), labels
+        assert all(len(label) <= 17 for label in labels), labels
