@@ -333,6 +333,7 @@ class RunReader:
             "now": time.time(),
             "state": self._state(),
             "trained": view.trained,
+            "parts": view.time_parts(),
             "refused": self._refused.get("count", 0),
             "last": view.last,
             "damaged": counts,

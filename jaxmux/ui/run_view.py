@@ -1,9 +1,12 @@
 """What the page shows of a run: built line by line from the files of its directory."""
 
 import math
+from array import array
 from collections import deque
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from jaxmux.printable import shown_state
 
@@ -17,6 +20,8 @@ _KEPT, _SHOWN = 3000, 300
 _MOST_ENDED = 256
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
+# Most rounds whose updates may be read before their own lines.
+_AHEAD = 4096
 # Skipped updates of a task of which the page tells one by one.
 _MOST_SKIPS = 64
 
@@ -30,7 +35,8 @@ class TaskView:
         reason, priority, step, steps, kind, rank, loss (of the last update, None if it was
         skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
         one), final (the held-out loss of the adapter that training has given), tokens, skipped
-        (number of updates), error (why its specification, or a change of it, is refused).
+        (number of updates), computed (tokens of its chunks), seconds (its share of the time of
+        rounds), error (why its specification, or a change of it, is refused).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
@@ -63,6 +69,8 @@ class TaskView:
             "best": None,
             "final": None,
             "tokens": 0,
+            "computed": 0,
+            "seconds": 0.0,
             "skipped": 0,
         } | fields
         self.loss, self.rate, self.norm = Series(1), Series(1), Series(1)
@@ -83,7 +91,7 @@ class RunView:
       last: time of the newest line, in seconds since 1970; None before the first.
       worked: time of the newest line of a round or an update; 0 before the first.
       trained: the time of all rounds in seconds, without the time in which nothing ran or a server
-        had nothing to train; and their tokens, with padding and read.
+        had nothing to train; and their tokens: with padding, of chunks, and read.
     """
 
     def __init__(self, server: bool):
@@ -98,7 +106,7 @@ class RunView:
         self.events: deque[dict[str, Any]] = deque(maxlen=_KEPT)
         self.last: float | None = None
         self.worked = 0.0
-        self.trained = {"seconds": 0.0, "tokens": 0.0, "read": 0.0}
+        self.trained = {"seconds": 0.0, "tokens": 0.0, "chunks": 0.0, "read": 0.0}
         self.server = server
         # Number of tasks that have come, also of those that are forgotten.
         self._places = 0
@@ -106,6 +114,10 @@ class RunView:
         self._ended: deque[TaskView] = deque()
         # Whether rounds.jsonl tells of rounds; otherwise the updates do.
         self._has_rounds = False
+        # By round, its seconds and its tokens with padding; 0 of those that are not known.
+        self._seconds, self._tokens = array("d"), array("d")
+        # By round whose line has yet to be read, the tokens of its tasks.
+        self._ahead: dict[int, dict[str, int]] = {}
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
         self._counted: list[float] | None = None
         # What is new since the last call of `take_new`.
@@ -146,6 +158,7 @@ class RunView:
                 self._has_rounds, self.rounds = True, Series(9)
                 self.trained = dict.fromkeys(self.trained, 0.0)
             self._add_round(number, numbers)
+            self._share(number, *map(float, values[:2]))
             if "held" in fields:
                 self.details[number] = path, line.offset, line.length
                 self._new["details"].append(number)
@@ -191,7 +204,7 @@ class RunView:
         numbers = list(map(_finite, numbers))
         self.worked = max(self.worked, numbers[0])
         self.rounds.add(number, numbers)
-        for name, value in zip(self.trained, (numbers[1], numbers[2], numbers[4]), strict=True):
+        for name, value in zip(self.trained, numbers[1:5], strict=True):
             self.trained[name] += value
         # As in `Series.points`, where the least and the largest time follow.
         self._new["rounds"].append([number, *numbers, numbers[0], numbers[0]])
@@ -219,6 +232,14 @@ class RunView:
         row["step"], row["state"] = step, "running" if row["state"] == "queued" else row["state"]
         if not again:
             row["tokens"] += int(fields.get("tokens", 0))
+            computed, number = int(fields.get("computed_tokens", 0)), int(fields.get("step", -1))
+            row["computed"] += computed
+            if self._knows(number):
+                row["seconds"] += self._seconds_of(number, computed)
+            elif number >= len(self._tokens):
+                self._ahead.setdefault(number, {})[name] = computed
+                if len(self._ahead) > _AHEAD:
+                    del self._ahead[next(iter(self._ahead))]
             row["skipped"] += skipped
         if not self.server and row["steps"] and step >= row["steps"]:
             row["state"] = "succeeded"
@@ -281,6 +302,44 @@ class RunView:
         event = {"time": time, "task": task, "kind": kind, "text": text}
         self.events.append(event)
         self._new["events"].append(event)
+
+    def _share(self, number: int, seconds: float, tokens: float) -> None:
+        """Notes the time of a round, and shares it among its tasks."""
+        for own, value in ((self._seconds, seconds), (self._tokens, tokens)):
+            # Numbers ascend from line to line; a damaged one takes no memory.
+            if len(own) <= number < len(own) + _AHEAD:
+                own.extend([0.0] * (number + 1 - len(own)))
+            if number < len(own):
+                own[number] += value
+        for name, computed in self._ahead.pop(number, {}).items():
+            if name in self.tasks:
+                self.tasks[name].row["seconds"] += self._seconds_of(number, computed)
+                self._new["tasks"][name] = None
+
+    def _seconds_of(self, number: int, computed: int) -> float:
+        """The time of so many of the tokens of a round."""
+        return computed * self._seconds[number] / self._tokens[number] if self._knows(number) else 0
+
+    def _knows(self, number: int) -> bool:
+        return 0 <= number < len(self._tokens) and self._tokens[number] > 0
+
+    def time_parts(self) -> dict[str, float] | None:
+        """Where the time of the rounds went, in seconds: "read", "padding" (in chunks) and "unused"
+        (chunks) at the usual time of a token, the median over the rounds, by their numbers of
+        tokens; "first", what the first round took beyond that; and "beyond", what the others took
+        beyond it. None without rounds.jsonl."""
+        tokens = np.array(self._tokens)
+        used = tokens > 0
+        if not used.any():
+            return None
+        seconds, tokens = np.array(self._seconds)[used], tokens[used]
+        usual = np.minimum(seconds, np.median(seconds / tokens) * tokens)
+        beyond, total = seconds - usual, max(self.trained["tokens"], 1.0)
+        read, chunks = self.trained["read"], self.trained["chunks"]
+        first = float(beyond[0]) if used[0] else 0.0
+        shares = {"read": read, "padding": chunks - read, "unused": total - chunks}
+        parts = {name: float(usual.sum()) * own / total for name, own in shares.items()}
+        return parts | {"first": first, "beyond": float(beyond.sum()) - first}
 
     def _count_round(self, fields: dict[str, Any]) -> None:
         """Counts the tokens of a round by its updates, for runs without rounds.jsonl."""

@@ -2,6 +2,7 @@
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -520,3 +521,35 @@ def test_stream_of_a_real_server(run_dir):
         assert json.loads(line[6:])["version"] >= 1
         process.stdin.close()
         assert process.wait(timeout=20) == 0
+
+
+def test_time_of_rounds_is_shared_by_tokens_and_what_is_unusual_is_told(run_dir):
+    lines = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
+    # One round takes ten seconds more, as with a checkpoint.
+    lines[30]["seconds"] += 10
+    (run_dir / "rounds.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines[:50]))
+    reader = RunReader(run_dir)
+    read_all(reader)
+    # The lines of these rounds come after those of their updates.
+    synthetic.append(run_dir / "rounds.jsonl", *lines[50:])
+    state = read_all(reader)
+    updates = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    for row in state["tasks"]:
+        own = [line for line in updates if line["task"] == row["name"]]
+        share = [lines[u["step"]]["seconds"] / lines[u["step"]]["tokens"] for u in own]
+        seconds = sum(u["computed_tokens"] * s for u, s in zip(own, share, strict=True))
+        assert row["seconds"] == pytest.approx(seconds)
+    parts = state["run"]["parts"]
+    assert sum(parts.values()) == pytest.approx(sum(line["seconds"] for line in lines))
+    per_token = statistics.median(line["seconds"] / line["tokens"] for line in lines)
+    usual = [min(line["seconds"], per_token * line["tokens"]) for line in lines]
+    assert parts["first"] == pytest.approx(lines[0]["seconds"] - usual[0])
+    beyond = sum(line["seconds"] for line in lines[1:]) - sum(usual[1:])
+    assert parts["beyond"] == pytest.approx(beyond) and beyond > 10
+    tokens, chunks, read = (
+        sum(line[n] for line in lines) for n in ("tokens", "chunk_tokens", "read_tokens")
+    )
+    assert parts["unused"] == pytest.approx(sum(usual) * (tokens - chunks) / tokens)
+    assert parts["read"] == pytest.approx(sum(usual) * read / tokens)
+    (run_dir / "rounds.jsonl").unlink()
+    assert read_all(RunReader(run_dir))["run"]["parts"] is None

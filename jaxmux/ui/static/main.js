@@ -1,6 +1,6 @@
 // The page of a run: asks for its state, then follows the stream of changes.
 import { LineChart, prepared, smoothed } from "./chart.js";
-import { MOST_COLOURS, clock, colour, count, css, dash, duration, labelsOf, make, number, onThemeChange } from "./format.js";
+import { MOST_COLOURS, clock, colour, count, css, dash, duration, isDark, labelsOf, make, number, onThemeChange } from "./format.js";
 import { TaskDetail } from "./detail.js";
 import { Microbatches, Schedule } from "./rounds.js";
 import { Sweeps } from "./sweeps.js";
@@ -166,6 +166,9 @@ function drawNow() {
   if (multiples) drawGrid();
   else drawLoss();
   drawRounds();
+  const times = `${page.state.version} ${$("time-details").open} ${isDark()}`;
+  if (page.times !== times) drawTime();
+  page.times = times;
   held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), { colours, order: tasks.map((row) => row.name), labels: page.labels, hot: page.hot });
 }
 
@@ -279,6 +282,39 @@ function drawRounds() {
   $("newest").setAttribute("aria-pressed", String(page.newest));
   if (details.length && page.asked !== details[index]) askRound(details[index]);
 }
+
+// [part, its name, index of its colour; -1 for grey]
+const PARTS = [["read", "tokens that the model reads", 0], ["padding", "padding in chunks", 5], ["unused", "unused chunks", -1], ["first", "first round, beyond the usual", 4], ["beyond", "other rounds, beyond the usual", 1]];
+
+function drawTime() {
+  const { run, tasks } = page.state;
+  const parts = run.parts;
+  $("time").hidden = !parts;
+  if (!parts) return;
+  const total = Object.values(parts).reduce((sum, seconds) => sum + seconds, 0) || 1;
+  const share = (value, whole) => `${((100 * value) / (whole || 1)).toFixed(1)} %`;
+  $("time-unit").textContent = `${duration(total)} in rounds`;
+  const shown = PARTS.map(([key, name, index]) => ({ name, seconds: Math.max(0, parts[key]), tint: index < 0 ? css("--idle") : colour(index) })).filter(({ seconds }) => seconds > 0);
+  const painted = (tag, tint) => {
+    const made = make(tag);
+    made.style.background = tint;
+    return made;
+  };
+  $("time-bar").replaceChildren(
+    ...shown.map(({ seconds, tint }) => {
+      const piece = painted("i", tint);
+      piece.style.flexGrow = seconds;
+      return piece;
+    }),
+  );
+  $("time-bar").setAttribute("aria-label", shown.map(({ name, seconds }) => `${name}: ${share(seconds, total)}`).join(", "));
+  $("time-parts").replaceChildren(...shown.map(({ name, seconds, tint }) => make("li", {}, painted("i", tint), `${name} `, make("b", {}, share(seconds, total)), ` ${duration(seconds)}`)));
+  if (!$("time-details").open) return;
+  const tokens = tasks.reduce((sum, row) => sum + row.tokens, 0);
+  const most = [...tasks].sort((a, b) => b.seconds - a.seconds).slice(0, 200);
+  $("time-tasks").replaceChildren(...most.map((row) => make("tr", {}, make("td", {}, taskButton(row.name)), ...[duration(row.seconds), share(row.seconds, total), count(row.tokens), share(row.tokens, tokens)].map((text) => make("td", {}, text)))));
+}
+$("time-details").addEventListener("toggle", () => draw());
 
 function moveRound(by) {
   const slider = $("round");
