@@ -292,7 +292,7 @@ def peak(args: argparse.Namespace) -> None:
     )
     if measured:
         facts = {"peak GiB": measured / 2**30, "predicted peak GiB": predicted / 2**30}
-        facts["costs"] = costs.source
+        facts["costs"] = str(costs.source)
         name = f"peak, {len(mixes)} tasks of as many kinds, beside its prediction"
         write(args, name, abs(measured / predicted - 1), MOST_MEMORY_ERROR, facts)
 

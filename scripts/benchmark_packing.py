@@ -282,7 +282,7 @@ def as_fields(predicted: Prediction, costs: RunCosts) -> Record:
     return {
         "predicted_ms": 1e3 * predicted.seconds,
         "predicted_padding": predicted.padding,
-        "costs": costs.source,
+        "costs": str(costs.source),
     }
 
 

@@ -136,8 +136,8 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     assert max(map(len, tables.splitlines())) <= 80 and str(out) in paths
     for wanted in (
         *TASKS,
-        "estimated",
-        "H200",
+        "2 × cpu",
+        "no profile of cpu for this backbone",
         "bubble",
         "1F1B per task",
         "memory",
@@ -171,7 +171,7 @@ def test_command_plans_one_device_by_default(tmp_path):
     command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
     result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert "1 × NVIDIA H200" in result.stdout
+    assert "1 × cpu" in result.stdout and "tokens/s" not in result.stdout
     assert "bubble" not in result.stdout
     assert "\x1b" not in result.stdout
     assert not list(tmp_path.iterdir())
@@ -199,9 +199,26 @@ def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
         assert samples.count(slot) == -(-batch_size // shards) * plan.rounds
 
 
-def test_a_plan_does_not_choose_the_devices(capsys):
-    assert main(["--mesh=auto"]) == 2
+def test_a_plan_for_another_device_does_not_choose_the_devices(capsys):
+    assert main(["--mesh=auto", "--profile=h200"]) == 2
     assert "name them, e.g. --mesh=pp4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "times"), [("h200", "NVIDIA H200", True), ("h100", "NVIDIA H100", False)]
+)
+def test_a_profile_that_ships_is_named_by_its_device(name, device, times, capsys, tmp_path):
+    """There are none of the demo's backbone, and estimates have the speed of an H200."""
+    assert main([*QUICK, f"--profile={name}", f"--out={tmp_path}"]) == 0
+    shown = capsys.readouterr().out
+    assert f"1 × {device}" in shown and ("tokens/s" in shown) is times
+    assert ("no profile of NVIDIA H100" in shown) is not times
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert plan.costs.device == "NVIDIA H200" and plan.shape.chunk_len >= 128
+
+
+def test_an_unknown_device_is_refused_with_those_that_ship(refused):
+    assert "--profile=a100: there is no such file; h100 and h200 ship" in refused("--profile=a100")
 
 
 def test_dropped_records_are_shown(tmp_path, capsys):

@@ -106,17 +106,15 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     add_config(parser)
     parser.add_argument(
         "--mesh",
-        default="pp1",
         help="devices, e.g. pp4,tp2 or dp2,pp2, or several replicas, e.g. 'pp2 + 2*(tp1)'; "
-        "default: one device",
+        "default: fine_tune.mesh of the config, or one device",
     )
     parser.add_argument(
         "--profile",
-        type=Path,
         metavar="FILE",
-        help="a profile of `jaxmux profile`, whose dtype is the plan's unless fine_tune.dtype "
-        "says otherwise; default: the profile that ships for this backbone on an H200, or an "
-        "estimate for an H200",
+        help="plan for another device: a profile of `jaxmux profile`, whose dtype is the plan's "
+        "unless fine_tune.dtype says otherwise, or h200 or h100, whose profiles ship; default: "
+        "the device of this machine, and with --fits an H200",
     )
     parser.add_argument(
         "--rounds",
@@ -141,7 +139,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "--backbone", metavar="DIR", help="folder with a config.json; default: the config's"
     )
     options = parse_with_bindings(parser, arguments)
-    if options.fits and (options.mesh != "pp1" or options.rounds):
+    if options.fits and (options.mesh or options.rounds):
         parser.error("--fits is for one device and plans no rounds; leave --mesh and --rounds out")
     if options.backbone and not options.fits:
         parser.error("--backbone is for --fits; a plan takes the backbone of its config")

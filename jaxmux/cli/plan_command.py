@@ -1,48 +1,56 @@
 """The command `jaxmux plan`: plans the training of a config's tasks and shows the plan."""
 
 import argparse
+import dataclasses
 import json
+import os
 import sys
 from collections.abc import Sequence
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import jax
+from rich.console import Console
 from rich.text import Text
 
 from jaxmux.atomic_files import holds_object, refuse_foreign, require_output
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
+from jaxmux.engine import PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.task_data import Loaded, read_data
-from jaxmux.models import BackboneConfig, planned_remat
+from jaxmux.models import BackboneConfig, backbone_dtype
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, ReplicaCosts
 from jaxmux.planner.devices import Deployment, Replica
-from jaxmux.planner.packing import PartOfBatches, ShapeRequest
+from jaxmux.planner.packing import PartOfBatches, ShapeClass, ShapeRequest
 from jaxmux.planner.pipeline import (
     Plan,
     SmallerMicrobatches,
     TaskLoad,
     make_plan,
-    shared_pool,
     try_smaller_microbatches,
 )
 from jaxmux.runs import check_names
+from jaxmux.runs.console import RunConsole
+from jaxmux.runs.places import layout_with_places
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.sweeps import expanded
+from jaxmux.runs.run_shape import PlannedDevice, run_costs
+from jaxmux.sweeps import Sweep, expanded
 from jaxmux.tasks import Task
 
 from . import gin_bindings, plan_fits
 from .arguments import DEFAULT_ROUNDS
 from .gin_bindings import RunConfig
-from .plan_inputs import cost_models, pool_alone
+from .plan_inputs import adapter_sizes, on_device, planned_device
 from .plan_picture import draw_schedule
-from .plan_tables import bucket_labels, deployment_tables, plan_tables
+from .plan_tables import TrainingFacts, bucket_labels, deployment_tables, plan_tables
 from .plan_trace import chrome_trace
 from .report_console import report_console, say_if_demo
 
@@ -64,28 +72,42 @@ def run(options: argparse.Namespace) -> int:
     say_if_demo(options, console)
     if options.out:
         require_output(options.out / _PLAN, "plan", _is_plan)
-    if options.mesh == AUTO_MESH:
-        raise PlanningError(
-            "--mesh=auto: a plan does not know your devices; name them, e.g. --mesh=pp4"
-        )
-    deployment = Deployment.parse(options.mesh)
-    if options.out:
-        _refuse_foreign_pictures(options.out, deployment)
+    # Training may be using the device's memory at the same time.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
-    inputs = _read_inputs(gin_bindings.run_config(), deployment, options.profile, options.rounds)
-    if len(deployment.replicas) > 1:
+    run = gin_bindings.run_config()
+    run = dataclasses.replace(run, mesh=options.mesh or run.mesh)
+    if (device := planned_device(options.profile)) is not None:
+        run = on_device(run, device)
+    if run.mesh == AUTO_MESH and device:
+        raise PlanningError(
+            "--mesh=auto takes the devices of this machine; with --profile name them, e.g. "
+            "--mesh=pp4"
+        )
+    if options.out and run.mesh != AUTO_MESH:
+        _refuse_foreign_pictures(options.out, run.deployment)
+    inputs = _read_inputs(run, device, options.rounds)
+    if len(inputs.deployment.replicas) > 1:
         # A plan of one replica does without the solvers of deployments.
         from jaxmux.planner.replicas import make_deployment_plan
 
         several = make_deployment_plan(
-            inputs.tasks, inputs.request, deployment, inputs.costs, inputs.source, inputs.rounds
+            inputs.tasks,
+            inputs.request,
+            inputs.deployment,
+            inputs.costs,
+            inputs.source,
+            inputs.rounds,
+            inputs.shapes,
         )
-        parts = deployment_tables(several, inputs.dropped)
+        parts = deployment_tables(several, inputs.dropped, inputs.training)
         write = partial(write_deployment_plan, several)
     else:
         plan, smaller = _plan_replica(inputs)
-        parts = plan_tables(plan, smaller, inputs.dropped)
+        parts = plan_tables(plan, smaller, inputs.dropped, inputs.training)
         write = partial(write_plan, plan)
+    if options.out:
+        _refuse_foreign_pictures(options.out, inputs.deployment)
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, Text))
     if options.out:
@@ -141,17 +163,23 @@ class _Inputs(NamedTuple):
     """What a plan is made from.
 
     Attributes:
-      tasks: the tasks, with whole global batches.
+      tasks: the tasks that train at the same time, with whole global batches.
       request: limits of the shape class.
+      deployment: the replicas.
+      shapes: for each kind of replica, the shape class that training chooses.
       costs: the costs of each kind of replica.
       source: where the costs come from.
+      training: what training does with them.
       rounds: number of rounds that the plan covers.
     """
 
     tasks: list[TaskLoad]
     request: ShapeRequest
+    deployment: Deployment
+    shapes: dict[Replica, ShapeClass]
     costs: dict[Replica, ReplicaCosts]
     source: CostSource
+    training: TrainingFacts
     rounds: int
 
     @property
@@ -160,50 +188,84 @@ class _Inputs(NamedTuple):
         return {task.name: task.dropped for task in self.tasks}
 
 
-def _read_inputs(
-    run: RunConfig, deployment: Deployment, profile: Path | None, rounds: int | None
-) -> _Inputs:
-    own_tasks = expanded(run.tasks)
-    check_names(own_tasks)
+def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | None) -> _Inputs:
+    """Reads the data, and chooses the devices, shape classes and places as training does."""
+    tasks = expanded(run.tasks)
+    check_names(tasks)
     folder = resolve_backbone(run.backbone)
     config = BackboneConfig.from_folder(folder, run.backbone_format)
-    for replica in deployment.counts:
-        replica.require(config.num_layers, mesh_sizes(config))
-    models = {replica: cost_models(run, config, replica, profile) for replica in deployment.counts}
+    if run.mesh != AUTO_MESH:
+        for replica in run.deployment.counts:
+            replica.require(config.num_layers, mesh_sizes(config))
     tokenizer = load_tokenizer(folder)
     loaded = Loaded()
-    tasks = [_read_task(task, config, tokenizer, loaded) for task in own_tasks]
-    pool, remat = shared_pool(tasks), planned_remat(run.remat)
-    waiting = ()
-    if (places := run.tasks_at_once or len(tasks)) < len(tasks):
-        waiting = (f"the plan is of the first {places} of {len(tasks)} tasks; the others wait",)
-        # Each place has room for each task.
-        tasks, pool = tasks[:places], pool._replace(slots=places)
+    prepared = [_prepare(task, config, tokenizer, loaded) for task in tasks]
+    if run.row_len is not None:
+        for task in prepared:
+            task.refuse_rows_of(run.row_len)
+    choices = StringIO()
+    layout = layout_with_places(
+        prepared,
+        config,
+        run,
+        recorded=None,
+        console=RunConsole(Console(file=choices)),
+        may_wait=any(isinstance(task, Sweep) for task in run.tasks),
+        device=device,
+    )
+    deployment = layout.deployment
     costs = {
-        replica: ReplicaCosts(own.times, own.memory, pool, replica, remat)
-        for replica, own in models.items()
+        replica: run_costs(
+            prepared,
+            config,
+            backbone_dtype(run.dtype),
+            run.remat,
+            run.memory,
+            replica,
+            layout.places,
+            round(deployment.devices / replica.devices),
+            device,
+        )
+        for replica in deployment.counts
     }
-    first, *_ = models.values()
+    first, *_ = costs.values()
     # Each kind of replica has other collectives, which may be estimated.
-    notes = tuple(dict.fromkeys(note for own in models.values() for note in own.source.notes))
+    notes = tuple(dict.fromkeys(note for own in costs.values() for note in own.source.notes))
+    if device and device.profile:
+        notes += (
+            "training reads only profiles that ship; for this shape, set fine_tune.row_len and "
+            "fine_tune.chunk_len",
+        )
+    if layout.places:
+        notes += (
+            f"the plan is of the first {layout.places} of {len(tasks)} tasks; the others wait",
+        )
+    planned = [_load(task) for task in prepared[: layout.places]]
     return _Inputs(
-        tasks,
+        planned,
         run.shape_request(first.least_chunk_len),
-        costs,
-        first.source._replace(notes=(*notes, *waiting)),
-        _choose_rounds(rounds, tasks, min(replica.shards for replica in deployment.counts)),
+        deployment,
+        dict(zip(deployment.replicas, layout.shapes, strict=True)),
+        {replica: own.replica for replica, own in costs.items()},
+        first.source._replace(notes=notes),
+        TrainingFacts(
+            device.kind if device else jax.local_devices()[0].device_kind,
+            memory_is_known=bool(layout.admissions),
+            choices=tuple(choices.getvalue().splitlines()),
+        ),
+        _choose_rounds(rounds, planned, min(replica.shards for replica in deployment.counts)),
     )
 
 
 def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
     """The plan of a single replica, and smaller microbatches with which it would be faster. Its
     batches are those of the first data shard, which has at least as many samples as any other."""
-    (costs,) = inputs.costs.values()
+    (costs,), (shape,) = inputs.costs.values(), inputs.shapes.values()
     tasks = [
         task._replace(batches=PartOfBatches(task.batches, costs.replica.shards))
         for task in inputs.tasks
     ]
-    plan = make_plan(tasks, inputs.request, costs, inputs.source, inputs.rounds)
+    plan = make_plan(tasks, inputs.request, costs, inputs.source, inputs.rounds, shape)
     return plan, try_smaller_microbatches(plan, tasks, inputs.request, costs)
 
 
@@ -219,18 +281,34 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
     return rounds
 
 
-def _read_task(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> TaskLoad:
-    """Reads and tokenizes the task's data."""
-    pool = pool_alone(task, config)
+def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> PreparedTask:
+    """Reads and tokenizes the task's data. The result has no initial adapter, because no weights
+    are read."""
+    targets, size = adapter_sizes(task, config)
     data = read_data(task, config, tokenizer, loaded)
+    return PreparedTask(
+        task=task,
+        targets=targets,
+        make_adapter=dict,
+        samples=data.samples,
+        batches=data.batches,
+        steps=data.steps,
+        eval_samples=data.eval_samples,
+        size=size,
+    )
+
+
+def _load(prepared: PreparedTask) -> TaskLoad:
+    """The task as plans describe it."""
+    task = prepared.task
     return TaskLoad(
         name=task.name,
-        pool=pool,
+        pool=prepared.pool,
         batch_size=task.batch_size,
-        steps=data.steps,
-        lengths=stream_lengths(data.samples.samples).tolist(),
-        batches=BatchLengths(data.batches, data.steps),
-        held_out=stream_lengths(data.eval_samples).tolist(),
-        dropped=data.samples.dropped,
+        steps=prepared.steps,
+        lengths=stream_lengths(prepared.samples.samples).tolist(),
+        batches=BatchLengths(prepared.batches, prepared.steps),
+        held_out=stream_lengths(prepared.eval_samples).tolist(),
+        dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
     )

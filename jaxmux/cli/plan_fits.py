@@ -5,29 +5,29 @@ import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
+
+import jax.numpy as jnp
 
 from jaxmux.atomic_files import holds_object, require_output
 from jaxmux.backbone_folder import resolve_backbone
-from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError, planned_remat
+from jaxmux.engine.prepared_task import pool_of_task
+from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError
 from jaxmux.models.device_memory import memory_for_training
 from jaxmux.optimizers import AdamW
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import LoRA
 from jaxmux.planner.costs import (
-    CostModels,
     CostSource,
     FitCell,
     PoolSpec,
-    ReplicaCosts,
     fit_cells,
     merge_pool_specs,
 )
 from jaxmux.planner.costs.device_profile import read_profile
-from jaxmux.planner.devices import ONE_DEVICE
 from jaxmux.planner.numbers import power_of_two
 from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from jaxmux.runs.run_shape import PlannedDevice, RunCosts, pool_costs
 from jaxmux.sweeps import expanded
 from jaxmux.tasks import Task
 
@@ -35,7 +35,7 @@ from . import gin_bindings
 from .fit_tables import fit_tables
 from .gin_bindings import RunConfig
 from .main import MEMORY_SHARE
-from .plan_inputs import cost_models, dtype_of, pool_alone
+from .plan_inputs import H200, adapter_sizes, on_device, planned_device
 from .report_console import report_console, say_if_demo
 
 # The table has these microbatches and numbers of tasks, and those of the config.
@@ -96,7 +96,7 @@ def run(options: argparse.Namespace) -> int:
     files = [resolve_path(file) for file in options.gin_file or ()]
     gin_bindings.parse(files, options.bindings)
     config = gin_bindings.run_config(options.backbone, [_TASK])
-    fits = find_fits(config, options.fits, options.profile)
+    fits = find_fits(config, options.fits, planned_device(options.profile) or H200)
     for part in fit_tables(fits):
         console.print(part)
     if options.out:
@@ -106,41 +106,39 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
+def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
     """Predicts what fits on one device. No weights and no data are read.
 
     Args:
       run: the config. Each slot of the table's tasks holds the largest of its tasks.
       device_gib: memory of the device in GiB. JAX and the engine leave a part of it unused, as they
         do in training; `run.memory_gib` is a further limit.
-      profile: file of the device's profile; None for the one that ships, or estimates.
+      device: the kind of device.
 
     Raises:
       InputError: the backbone's config.json, a task or the profile cannot be used.
     """
     usable = memory_for_training(int(device_gib * MEMORY_SHARE * 2**30)) / 2**30
-    run = dataclasses.replace(run, memory_gib=min(usable, run.memory_gib or usable))
+    run = on_device(
+        dataclasses.replace(run, memory_gib=min(usable, run.memory_gib or usable)), device
+    )
     config = BackboneConfig.from_folder(resolve_backbone(run.backbone))
     reserved = run.reserved(config)
     own_tasks = expanded(run.tasks)
-    alone = [pool_alone(task, config) for task in own_tasks]
+    alone = [pool_of_task(task, *adapter_sizes(task, config)) for task in own_tasks]
     pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
     tasks = sorted({*_TASKS, len(own_tasks)})
-    models, refused = _models(run, profile)
-    first, *_ = models.values()
+    costs, refused = _costs(run, pool, device)
+    first, *_ = costs.values()
     shapes = _shapes(run, first.least_chunk_len)
-    remat = planned_remat(run.remat)
-    cells = {
-        name: fit_cells(ReplicaCosts(own.times, own.memory, pool, ONE_DEVICE, remat), shapes, tasks)
-        for name, own in models.items()
-    }
-    sizes = {name: own.memory.backbone for name, own in models.items()}
+    cells = {name: fit_cells(own.replica, shapes, tasks) for name, own in costs.items()}
+    sizes = {name: own.replica.memory.backbone for name, own in costs.items()}
     return Fits(
         backbone=config.architecture,
         layers=config.num_layers,
         device_gib=device_gib,
-        memory_bytes=first.memory.memory,
-        sources={name: own.source for name, own in models.items()},
+        memory_bytes=first.replica.memory.memory,
+        sources={name: own.source for name, own in costs.items()},
         pool=pool,
         row_len=shapes[0].row_len,
         max_sequences=shapes[0].max_sequences,
@@ -152,29 +150,32 @@ def find_fits(run: RunConfig, device_gib: float, profile: Path | None) -> Fits:
     )
 
 
-def _models(run: RunConfig, profile: Path | None) -> tuple[dict[str, CostModels], dict[str, str]]:
-    """By format, the cost models, or the reason why there are none. The first format is that of the
+def _costs(
+    run: RunConfig, pool: PoolSpec, device: PlannedDevice
+) -> tuple[dict[str, RunCosts], dict[str, str]]:
+    """By format, the costs, or the reason why there are none. The first format is that of the
     checkpoint."""
     folder = resolve_backbone(run.backbone)
-    dtype = dtype_of(run, profile)
-    measured = profile and read_profile(profile).backbone.backbone_format
-    models: dict[str, CostModels] = {}
+    measured = device.profile and read_profile(device.profile).backbone.backbone_format
+    costs: dict[str, RunCosts] = {}
     refused: dict[str, str] = {}
     for form in (None, *BACKBONE_FORMATS):
         config = BackboneConfig.from_folder(folder, form)
-        name = config.linear_format or dtype
-        if name in models:
+        name = config.linear_format or run.dtype
+        if name in costs:
             continue
         if measured and form != measured:
-            refused[name] = f"{profile} was measured with linears in {measured}"
+            refused[name] = f"{device.profile} was measured with linears in {measured}"
             continue
         try:
-            models[name] = cost_models(run, config, ONE_DEVICE, profile)
+            costs[name] = pool_costs(
+                pool, config, jnp.dtype(run.dtype), run.remat, run.memory, device=device
+            )
         except BackboneError as e:
             if measured:
                 raise
             refused[name] = str(e)
-    return models, refused
+    return costs, refused
 
 
 def _shapes(run: RunConfig, least_chunk_len: int) -> list[ShapeClass]:

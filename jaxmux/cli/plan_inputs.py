@@ -1,75 +1,89 @@
-"""What plans and tables of what fits are computed from: cost models, and the pools of tasks."""
+"""What plans and tables of what fits are computed from: devices, and the pools of tasks."""
 
+import dataclasses
 from pathlib import Path
 
-import jax.numpy as jnp
-
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.prepared_task import pool_of_task
 from jaxmux.models import BackboneConfig
-from jaxmux.peft import kind_of, size_of_adapter
-from jaxmux.planner.costs import CostModels, PoolSpec, device_models, measured_models
+from jaxmux.package_files import resolve_path
+from jaxmux.peft import LayerMask, kind_of, size_of_adapter
+from jaxmux.planner.costs import PROFILES, h200
 from jaxmux.planner.costs.device_profile import ProfileError, read_profile
-from jaxmux.planner.devices import Replica
+from jaxmux.planner.costs.pool_spec import KindSize
+from jaxmux.runs.run_shape import PlannedDevice
 from jaxmux.tasks import Task, TaskError
 
 from .gin_bindings import RunConfig
 
+# The device of plans that name no other and for which no device is needed.
+H200 = PlannedDevice(h200.NAME)
 
-def dtype_of(run: RunConfig, profile: Path | None) -> str:
-    """The dtype of a plan's backbone as text: that of the config, else that of the profile.
+
+def planned_device(profile: str | None) -> PlannedDevice | None:
+    """The kind of device that `--profile` asks for; None without it.
+
+    Args:
+      profile: a file, or the beginning of the name of a profile that ships: "h200".
+
+    Raises:
+      ProfileError: there is no such file or profile, or it cannot be read.
+    """
+    if profile is None:
+        return None
+    ship = {path.name.partition("_")[0]: path for path in _shipped()}
+    if profile in ship and not Path(profile).is_file():
+        return PlannedDevice(read_profile(ship[profile]).device)
+    if not Path(profile).suffix and not Path(profile).exists():
+        names = " and ".join(sorted(ship))
+        raise ProfileError(f"--profile={profile}: there is no such file; {names} ship with jaxmux")
+    return PlannedDevice(read_profile(Path(profile)).device, Path(profile))
+
+
+def on_device(run: RunConfig, device: PlannedDevice) -> RunConfig:
+    """The settings of a training run on another device than this machine's: with a dtype in place
+    of "auto", and with the memory of such devices unless the config limits it.
 
     Args:
       run: the config.
-      profile: file of a profile; None for the one that ships, or estimates.
+      device: the kind of device.
 
     Raises:
-      ProfileError: the profile cannot be read, or has another dtype than the config says.
+      ProfileError: the profile has another dtype than the config says.
     """
-    measured = read_profile(profile).dtype if profile else "bfloat16"
+    profile = device.profile and read_profile(device.profile)
+    measured = profile.dtype if profile else "bfloat16"
     dtype = measured if run.dtype == "auto" else run.dtype
     if profile and dtype != measured:
         raise ProfileError(
-            f"{profile}: was measured in {measured}, and the plan is for {dtype}; set "
+            f"{device.profile}: was measured in {measured}, and the plan is for {dtype}; set "
             f"fine_tune.dtype={measured!r}, or measure a profile with --dtype={dtype}"
         )
-    return dtype
+    if profile:
+        memory = profile.memory_bytes
+    else:
+        shipped = (read_profile(path) for path in _shipped())
+        memory = next(own.memory_bytes for own in shipped if own.device == device.kind)
+    memory_gib = run.memory_gib or (memory and memory / 2**30)
+    return dataclasses.replace(run, dtype=dtype, memory_gib=memory_gib)
 
 
-def cost_models(
-    run: RunConfig, config: BackboneConfig, replica: Replica, profile: Path | None
-) -> CostModels:
-    """The cost models of a plan.
-
-    Args:
-      run: the config, of which dtype and memory are read.
-      config: configuration of the backbone.
-      replica: the devices.
-      profile: as for `dtype_of`.
-
-    Raises:
-      BackboneError: a linear cannot be stored in `config.backbone_format`.
-      ProfileError: as `dtype_of`, or the profile is that of another backbone.
-    """
-    dtype = dtype_of(run, profile)
-    size = size_of(config, jnp.dtype(dtype))
-    if not profile:
-        return device_models(size, run.memory, replica, dtype=dtype)
-    return measured_models(profile, size, run.memory, replica)
+def _shipped() -> list[Path]:
+    return sorted(Path(resolve_path(PROFILES)).glob("*.json"))
 
 
-def pool_alone(task: Task, config: BackboneConfig) -> PoolSpec:
-    """The sizes of a pool that holds only one task.
+def adapter_sizes(
+    task: Task, config: BackboneConfig
+) -> tuple[dict[str, LayerMask], KindSize | None]:
+    """The fields `targets` and `size` of the task as a `PreparedTask`; its data are not read.
 
     Args:
-      task: the task; its data are not read.
+      task: the task.
       config: configuration of the backbone.
 
     Raises:
       TaskError: the task's adapter does not suit the backbone.
     """
     try:
-        targets = kind_of(task.adapter).targets(task.adapter, config)
-        return pool_of_task(task, targets, size_of_adapter(task.adapter, config))
+        targets = dict(kind_of(task.adapter).targets(task.adapter, config))
+        return targets, size_of_adapter(task.adapter, config)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e

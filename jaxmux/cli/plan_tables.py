@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from rich import box
@@ -26,8 +26,30 @@ PLACES = (
 _NAMES = 8
 
 
+class TrainingFacts(NamedTuple):
+    """What training does with the tasks of a plan.
+
+    Attributes:
+      device: kind of the devices. If the plan's costs are those of another kind, no times are
+        shown.
+      memory_is_known: whether tasks that do not fit into memory are refused.
+      choices: the lines in which training says the shape of its microbatches.
+    """
+
+    device: str
+    memory_is_known: bool = True
+    choices: tuple[str, ...] = ()
+
+    def has_times(self, plan: Plan) -> bool:
+        """Whether the times of the plan are those of the devices."""
+        return plan.costs.device == self.device
+
+
 def plan_tables(
-    plan: Plan, smaller: SmallerMicrobatches | None, dropped: Mapping[str, int]
+    plan: Plan,
+    smaller: SmallerMicrobatches | None,
+    dropped: Mapping[str, int],
+    training: TrainingFacts,
 ) -> Iterator[Table | Text | str]:
     """The tables and lines that describe a plan, in the order in which to show them. A `Text` is a
     line that should not be broken, because it has a path.
@@ -36,8 +58,9 @@ def plan_tables(
       plan: the plan.
       smaller: smaller microbatches with which it would be faster; None if there are none.
       dropped: by name of the task, the number of records of its data that gave no sample.
+      training: what training does.
     """
-    yield from _heading(plan, plan.replica)
+    yield from _heading(plan, plan.replica, training)
     if (shards := plan.replica.shards) > 1:
         yield (
             f"{shards} data shards train different samples at the same time; microbatches and "
@@ -49,51 +72,57 @@ def plan_tables(
     yield _buckets(plan)
     yield _shape(plan)
     yield f"\n{plan.costs.kind} costs, over {plan.rounds} rounds:"
-    yield _predictions(plan)
-    yield _memory(plan)
+    yield _predictions(plan, training)
+    yield _memory(plan, training)
     if smaller:
+        took = f"{_duration(smaller.round_seconds)} per round"
+        if not training.has_times(plan):
+            saved = 1 - smaller.round_seconds / plan.prediction.round_seconds
+            took = f"{saved:.0%} less time per round"
         yield (
-            f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take "
-            f"{_duration(smaller.round_seconds)} per round, with {smaller.bubble_ratio:.1%} bubbles"
+            f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take {took}, with "
+            f"{smaller.bubble_ratio:.1%} bubbles"
         )
 
 
 def deployment_tables(
-    several: "DeployedPlans", dropped: Mapping[str, int]
+    several: "DeployedPlans", dropped: Mapping[str, int], training: TrainingFacts
 ) -> Iterator[Table | Text | str]:
     """The tables and lines that describe the plans of several replicas.
 
     Args:
       several: the plans.
-      dropped: as for `plan_tables`.
+      dropped, training: as for `plan_tables`.
     """
     plan = next(plan for plan in several.plans if plan)
-    yield from _heading(plan, several.deployment)
+    yield from _heading(plan, several.deployment, training)
     yield _tasks(plan)
     yield PLACES
     yield from _dropped(plan, dropped)
     if any(replica.shards > 1 for replica in several.deployment.replicas):
         yield "microbatches of a replica with data shards are those of the first shard"
     yield f"{plan.costs.kind} costs, over {plan.rounds} rounds:"
-    yield _replicas(several)
-    rate = sum(several.tokens) / several.round_seconds
-    yield (
-        f"a round takes {_duration(several.round_seconds)}, that is {rate:,.0f} tokens/s, without "
-        "the exchange of gradients between replicas"
-    )
+    yield _replicas(several, training)
+    if training.has_times(plan):
+        rate = sum(several.tokens) / several.round_seconds
+        yield (
+            f"a round takes {_duration(several.round_seconds)}, that is {rate:,.0f} tokens/s, "
+            "without the exchange of gradients between replicas"
+        )
     for i, own in enumerate(several.plans):
         if own is None:
             yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
 
 
-def _replicas(several: "DeployedPlans") -> Table:
+def _replicas(several: "DeployedPlans", training: TrainingFacts) -> Table:
     """The share of every replica."""
+    times = training.has_times(next(plan for plan in several.plans if plan))
     table = NumberTable(
         "replica",
         "shape class",
         "tokens\nper round",
         "microbatches\nper round",
-        "round\ntime",
+        "round\ntime" if times else "part of\na round",
         "memory",
         texts=2,
     )
@@ -102,24 +131,36 @@ def _replicas(several: "DeployedPlans") -> Table:
         if plan is None:
             continue
         shape, own = plan.shape, plan.prediction
+        part = own.round_seconds / several.round_seconds
         table.add_row(
             f"{i}: {replica}",
             f"{shape.rows} × {shape.row_len:,}, chunks of {shape.chunk_len}",
             f"{tokens:,.0f}",
             f"{own.microbatches:.2f}",
-            _duration(own.round_seconds),
+            _duration(own.round_seconds) if times else f"{part:.0%}",
             size_text(own.memory_bytes),
         )
     return table
 
 
-def _heading(plan: Plan, mesh: Replica | Deployment) -> Iterator[str | Text]:
-    """The backbone, the devices, and where the costs come from."""
+def _heading(
+    plan: Plan, mesh: Replica | Deployment, training: TrainingFacts
+) -> Iterator[str | Text]:
+    """The backbone, the devices, where the costs come from, and what training chooses by them."""
     costs = plan.costs
-    yield f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {mesh.devices} × {costs.device}"
-    origin = f"costs are {costs.kind}: {costs.text}"
-    yield Text(origin) if costs.kind == "measured" else origin
+    devices = f"{mesh.devices} × {training.device}"
+    yield f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {devices}"
+    if training.has_times(plan):
+        origin = f"costs are {costs.kind}: {costs.text}"
+        yield Text(origin) if costs.kind == "measured" else origin
+    else:
+        yield (
+            f"no profile of {training.device} for this backbone: costs are estimated for "
+            f"{costs.device} and only compare choices, so no times are shown; `jaxmux profile` "
+            "measures a profile for --profile=FILE"
+        )
     yield from costs.notes
+    yield from training.choices
 
 
 def _tasks(plan: Plan) -> Table:
@@ -194,31 +235,41 @@ def _shape(plan: Plan) -> str:
     )
 
 
-def _predictions(plan: Plan) -> Table:
+def _predictions(plan: Plan, training: TrainingFacts) -> Table:
     """The plan and its baselines; with bubble ratios where there is a pipeline."""
-    bubbles = plan.replica.pp > 1
+    bubbles, times = plan.replica.pp > 1, training.has_times(plan)
     # Headings of several lines leave room for the method on a terminal of 80 columns.
-    columns = ["microbatches\nper round", "round\ntime", "tokens/s", "against\nthe plan"]
-    table = NumberTable("method", *(["bubble\nratio"] if bubbles else []), *columns)
+    table = NumberTable(
+        "method",
+        *(["bubble\nratio"] if bubbles else []),
+        "microbatches\nper round",
+        *(["round\ntime", "tokens/s"] if times else []),
+        "time against\nthe plan's",
+    )
     tokens = plan.replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
     own = plan.prediction
     for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
+        seconds = method.round_seconds
         table.add_row(
             name,
             *([f"{method.bubble_ratio:.1%}"] if bubbles else []),
             f"{method.microbatches:.2f}",
-            _duration(method.round_seconds),
-            f"{tokens / method.round_seconds:,.0f}",
-            f"{method.round_seconds / own.round_seconds:.2f}x",
+            *([_duration(seconds), f"{tokens / seconds:,.0f}"] if times else []),
+            f"{seconds / own.round_seconds:.2f}x",
         )
     return table
 
 
-def _memory(plan: Plan) -> str:
+def _memory(plan: Plan, training: TrainingFacts) -> str:
     peak, memory = plan.prediction.memory_bytes, plan.costs.memory_bytes
     policies = ", ".join(f"{p!r} in {n} layers" for p, n in Counter(plan.remat).items())
+    limit = (
+        f"of {size_text(memory)}"
+        if training.memory_is_known
+        else f"(what {training.device} has is unknown, so nothing is refused)"
+    )
     return (
-        f"memory per device ({plan.costs.kind}): {size_text(peak)} of {size_text(memory)}\n"
+        f"memory per device ({plan.costs.kind}): {size_text(peak)} {limit}\n"
         f"kept for the backward pass: {policies}"
     )
 

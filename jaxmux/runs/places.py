@@ -12,6 +12,7 @@ from .console import RunConsole
 from .run_directory import RecordedShapes
 from .run_layout import RunLayout, choose_layout
 from .run_options import RunOptions
+from .run_shape import PlannedDevice
 
 
 def layout_with_places(
@@ -22,6 +23,7 @@ def layout_with_places(
     console: RunConsole,
     may_wait: bool,
     failed: Sequence[Deployment] = (),
+    device: PlannedDevice | None = None,
 ) -> RunLayout:
     """Chooses the devices and the shape classes of the microbatches, with as many places as fit.
 
@@ -29,7 +31,7 @@ def layout_with_places(
       tasks, config, options, recorded, console: as for `choose_layout`.
       may_wait: whether tasks wait for a place if they do not fit at the same time. If they may not,
         the error says how many fit.
-      failed: as for `choose_layout`.
+      failed, device: as for `choose_layout`.
 
     Returns:
       The layout. `RunLayout.places` is None if all tasks train together.
@@ -37,7 +39,7 @@ def layout_with_places(
     Raises:
       PlanningError: the tasks do not fit into memory, or with `may_wait` not even one of them.
     """
-    choose = partial(choose_layout, tasks, config, options, recorded, failed=failed)
+    choose = partial(choose_layout, tasks, config, options, recorded, failed=failed, device=device)
     most = options.tasks_at_once if (options.tasks_at_once or len(tasks)) < len(tasks) else None
     try:
         layout = choose(console, most)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.models import BackboneConfig, backbone_dtype
-from jaxmux.planner.costs import PoolSpec, ReplicaCosts, merge_pool_specs
+from jaxmux.planner.costs import CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
@@ -20,7 +20,7 @@ from jaxmux.planner.packing import (
 )
 
 from .run_options import RunOptions
-from .run_shape import Choice, choose_run_shape, run_costs
+from .run_shape import Choice, PlannedDevice, choose_run_shape, run_costs
 
 
 class ReplicaFit(NamedTuple):
@@ -28,7 +28,7 @@ class ReplicaFit(NamedTuple):
 
     Attributes:
       costs: predicted seconds and bytes on the replica.
-      measured: True if the costs were measured on such a device.
+      source: origin of the costs.
       shape: shape class of the microbatches.
       choice: how the shape class was chosen; None if it was given.
       admission: predicts whether tasks fit into memory.
@@ -36,7 +36,7 @@ class ReplicaFit(NamedTuple):
     """
 
     costs: ReplicaCosts
-    measured: bool
+    source: CostSource
     shape: ShapeClass
     choice: Choice | None
     admission: Admission
@@ -73,6 +73,7 @@ def fit_replica(
     longest: int | None = None,
     shares: int = 1,
     slots: int | None = None,
+    device: PlannedDevice | None = None,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica's microbatches.
 
@@ -85,13 +86,16 @@ def fit_replica(
       longest: most tokens of the samples that the replica trains; None for all samples.
       shares: number of parts into which a global batch is divided among replicas.
       slots: number of tasks that train at the same time; None for all of them.
+      device: as for `run_costs`.
 
     Raises:
       PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
         two.
     """
     dtype = backbone_dtype(options.dtype)
-    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots, shares)
+    costs = run_costs(
+        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+    )
     choice = None
     if shape is None:
         request = options.shape_request(costs.least_chunk_len)
@@ -105,7 +109,7 @@ def fit_replica(
     lengths = [
         PartOfBatches(BatchLengths(task.batches, task.steps), parts, longest) for task in tasks
     ]
-    return ReplicaFit(costs.replica, costs.measured, shape, choice, admission, lengths)
+    return ReplicaFit(costs.replica, costs.source, shape, choice, admission, lengths)
 
 
 def pool_with_places(tasks: Sequence[PreparedTask], reserved: PoolSpec, slots: int) -> PoolSpec:
@@ -127,6 +131,7 @@ def fit_longest(
     replica: Replica,
     shares: int,
     slots: int | None = None,
+    device: PlannedDevice | None = None,
 ) -> ReplicaFit:
     """Chooses the shape class of a replica beside others, which may train the samples for which it
     has no memory.
@@ -138,6 +143,7 @@ def fit_longest(
       replica: the devices.
       shares: number of parts into which a global batch is divided among replicas.
       slots: number of tasks that train at the same time; None for all of them.
+      device: as for `run_costs`.
 
     Raises:
       PlanningError: the replica has no memory for any sample of the tasks.
@@ -145,7 +151,9 @@ def fit_longest(
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
     dtype = backbone_dtype(options.dtype)
-    costs = run_costs(tasks, config, dtype, options.remat, options.memory, replica, slots, shares)
+    costs = run_costs(
+        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+    )
     # A row of this length alone tells most lengths apart, without a choice of the shape class.
     while (
         longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)
@@ -155,7 +163,14 @@ def fit_longest(
 
     def choose(longest: int) -> ReplicaFit:
         return fit_replica(
-            tasks, config, options, replica, longest=longest, shares=shares, slots=slots
+            tasks,
+            config,
+            options,
+            replica,
+            longest=longest,
+            shares=shares,
+            slots=slots,
+            device=device,
         )
 
     def require(fit: ReplicaFit) -> None:

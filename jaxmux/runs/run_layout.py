@@ -37,6 +37,7 @@ from .mesh_choice import choose_mesh, fewer_devices
 from .replica_fit import ReplicaFit, fit_longest, fit_replica
 from .run_directory import RecordedShapes
 from .run_options import AUTO_MESH, RunOptions
+from .run_shape import PlannedDevice
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
@@ -129,6 +130,7 @@ def choose_layout(
     console: RunConsole,
     places: int | None = None,
     failed: Sequence[Deployment] = (),
+    device: PlannedDevice | None = None,
 ) -> RunLayout:
     """Chooses the devices, if `options.mesh` is "auto", and the shape classes of the microbatches.
 
@@ -141,6 +143,8 @@ def choose_layout(
       console: prints the choice.
       places: number of tasks that train at the same time; None for all of them.
       failed: layouts that "auto" leaves out, because a device ran out of memory.
+      device: the kind of the devices; None for this machine's, which "auto" needs. Another kind
+        needs `options.dtype` and `options.memory_gib`.
 
     Raises:
       PlanningError: the tasks do not fit into memory.
@@ -160,15 +164,24 @@ def choose_layout(
     several = len(deployment.replicas) > 1
     kept = (recorded and recorded.of(deployment)) or [None] * len(deployment.replicas)
     kept = dict(zip(deployment.replicas, kept, strict=True))
-    known = bool(options.memory or device_memory())
+    known = bool(options.memory or (device is None and device_memory()))
     fits: dict[Replica, ReplicaFit] = {}
     for replica in deployment.counts:
         shares = round(deployment.devices / replica.devices)
         if several and known and kept[replica] is None:
-            fit = fit_longest(tasks, config, options, replica, shares, places)
+            fit = fit_longest(tasks, config, options, replica, shares, places, device)
         else:
             own = kept[replica]
-            fit = fit_replica(tasks, config, options, replica, own, shares=shares, slots=places)
+            fit = fit_replica(
+                tasks,
+                config,
+                options,
+                replica,
+                own,
+                shares=shares,
+                slots=places,
+                device=device,
+            )
         if fit.choice:
             place = f"mesh {replica}: " if several else ""
             console.say(f"{place}{fit.choice}")
@@ -180,7 +193,7 @@ def choose_layout(
     shapes = tuple(fits[replica].shape for replica in deployment.replicas)
     first = fits[deployment.replicas[0]]
     admissions = tuple(fit.admission for fit in fits.values()) if known else ()
-    seconds = _round_seconds(tasks, deployment, fits) if first.measured else None
+    seconds = _round_seconds(tasks, deployment, fits) if first.source.kind == "measured" else None
     costs = _dispatch_costs(fits) if several else None
     layout = RunLayout(deployment, shapes, admissions, costs, seconds, places)
     longest = {task.task.name: task.longest for task in tasks}

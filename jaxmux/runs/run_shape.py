@@ -13,6 +13,7 @@ compiling a second program.
 import dataclasses
 import logging
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -25,9 +26,11 @@ from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     PROFILES,
+    CostSource,
     PoolSpec,
     ReplicaCosts,
     device_models,
+    measured_models,
     merge_pool_specs,
 )
 from jaxmux.planner.devices import ONE_DEVICE, Replica
@@ -46,21 +49,36 @@ from jaxmux.planner.packing import (
 _log = logging.getLogger("jaxmux")
 
 
+class PlannedDevice(NamedTuple):
+    """A kind of device that this machine need not have, whose costs are predicted.
+
+    Attributes:
+      kind: the kind, as JAX names it, for example "NVIDIA H200" or "cpu".
+      profile: file of the costs; None for a profile that ships, or estimates.
+    """
+
+    kind: str
+    profile: Path | None = None
+
+
 class RunCosts(NamedTuple):
-    """Predicted costs of a training run on this device.
+    """Predicted costs of a training run.
 
     Attributes:
       replica: cost model that gives the seconds and bytes of a microbatch for a shape class.
-      source: origin of the costs, as messages show it, for example "measured for cpu".
-      measured: True if the costs were measured on such a device. Estimates suffice to compare
-        choices, but are not the device's times.
+      source: origin of the costs. Estimates suffice to compare choices, but are not the device's
+        times.
       least_chunk_len: tokens of the shortest chunk that the device's kernels support.
     """
 
     replica: ReplicaCosts
-    source: str
-    measured: bool
+    source: CostSource
     least_chunk_len: int
+
+    @property
+    def measured(self) -> bool:
+        """Whether the costs were measured on such a device."""
+        return self.source.kind == "measured"
 
 
 class Choice(NamedTuple):
@@ -68,7 +86,7 @@ class Choice(NamedTuple):
 
     Attributes:
       alignment: the shape class, with its predicted cost over a sample of the rounds.
-      source: origin of the costs, as in `RunCosts`.
+      source: origin of the costs, as messages show it, for example "measured for cpu".
       rounds: number of the rounds.
     """
 
@@ -93,8 +111,9 @@ def run_costs(
     replica: Replica = ONE_DEVICE,
     slots: int | None = None,
     replicas: int = 1,
+    device: PlannedDevice | None = None,
 ) -> RunCosts:
-    """The predicted costs of training tasks together on this device, or on several like it.
+    """The predicted costs of training tasks together on a device, or on several like it.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -105,6 +124,10 @@ def run_costs(
       replica: the devices.
       slots: number of slots of the pool; None for one for each task.
       replicas: number of replicas that train different samples.
+      device: the kind of the devices; None for this machine's.
+
+    Raises:
+      ProfileError: `device.profile` cannot be read, or is that of another backbone.
     """
     pool = merge_pool_specs([task.pool for task in tasks])
     # The default optimizer is the one with most moments, for which the engine makes room.
@@ -113,7 +136,7 @@ def run_costs(
         modules=tuple(sorted(pool.modules or ())),
         optimizer=PoolSpec(1, 1).optimizer,
     )
-    costs = pool_costs(pool, config, dtype, remat, memory, replica)
+    costs = pool_costs(pool, config, dtype, remat, memory, replica, device)
     model = dataclasses.replace(costs.replica.memory, replicas=replicas)
     return costs._replace(replica=dataclasses.replace(costs.replica, memory=model))
 
@@ -125,24 +148,29 @@ def pool_costs(
     remat: str = "auto",
     memory: int | None = None,
     replica: Replica = ONE_DEVICE,
+    device: PlannedDevice | None = None,
 ) -> RunCosts:
     """The predicted costs of training the tasks of a pool, as `run_costs`.
 
     Args:
       pool: sizes of the pool.
-      config, dtype, remat, memory, replica: as for `run_costs`.
+      config, dtype, remat, memory, replica, device: as for `run_costs`.
     """
-    size, device = size_of(config, dtype), jax.local_devices()[0].device_kind
-    # Without a profile of the device these are estimates for an H200, which suffice to rank shape
-    # classes.
-    models = device_models(
-        size, memory or device_memory(), replica, device, jnp.dtype(dtype).name, PROFILES
-    )
+    size = size_of(config, dtype)
+    if device is None:
+        kind, memory = jax.local_devices()[0].device_kind, memory or device_memory()
+    else:
+        kind = device.kind
+    if device and device.profile:
+        models = measured_models(device.profile, size, memory, replica)
+    else:
+        # Without a profile of the device these are estimates for an H200, which suffice to rank
+        # shape classes.
+        models = device_models(size, memory, replica, kind, jnp.dtype(dtype).name, PROFILES)
     return RunCosts(
         ReplicaCosts(models.times, models.memory, pool, replica, planned_remat(remat)),
-        f"{models.source.kind} for {models.source.device}",
-        models.source.kind == "measured",
-        models.least_chunk_len if jax.default_backend() == "gpu" else MIN_CHUNK_LEN,
+        models.source,
+        MIN_CHUNK_LEN if kind == "cpu" else models.least_chunk_len,
     )
 
 
@@ -174,7 +202,7 @@ def choose_run_shape(
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
     alignment = choose_shape(rounds, request, costs.replica.microbatch, lengths)
-    choice = Choice(alignment, costs.source, len(rounds))
+    choice = Choice(alignment, str(costs.source), len(rounds))
     sequences = numbered(alignment.shape.max_sequences, "sequence")
     _log.info("%s, %s a row at most, the fastest by costs %s", choice, sequences, choice.source)
     return choice

@@ -44,6 +44,10 @@ class CostSource(NamedTuple):
     memory_bytes: int
     notes: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        """For messages, for example "measured for cpu"."""
+        return f"{self.kind} for {self.device}"
+
 
 class CostModels(NamedTuple):
     """The cost models of one backbone on one kind of device. `device_models` returns them.

@@ -80,6 +80,7 @@ def make_plan(
     costs: ReplicaCosts,
     source: CostSource,
     rounds: int,
+    shape: ShapeClass | None = None,
 ) -> Plan:
     """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
@@ -101,6 +102,8 @@ def make_plan(
       rounds: number of rounds that the schedule covers, at least 1. A round is one global batch of
         every task. A task with fewer global batches in `TaskLoad.batches` repeats them. At least 2
         rounds show how a round waits for the updates of the round before.
+      shape: the shape class, if it has been chosen already, for example with tasks that wait for a
+        place. Then nothing is refused for lack of memory. None chooses it.
 
     Returns:
       The plan, whose schedule has passed `schedules.validate`.
@@ -113,10 +116,11 @@ def make_plan(
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
     lengths = round_lengths(tasks, rounds)
-    shape = choose_shape_class(tasks, request, costs)
-    pools = {task.name: task.pool for task in tasks}
-    Admission(costs, shape, request.tokens).require(pools)
-    costs.require_full_pipeline(shape)
+    if shape is None:
+        shape = choose_shape_class(tasks, request, costs)
+        pools = {task.name: task.pool for task in tasks}
+        Admission(costs, shape, request.tokens).require(pools)
+        costs.require_full_pipeline(shape)
     grouping = grouping_of_tasks([task.batches for task in tasks], shape, costs.replica.pp)
     plan = plan_rounds(tasks, lengths, shape, grouping, costs, source)
     return dataclasses.replace(plan, baselines=baselines(lengths, shape, costs))

@@ -79,6 +79,7 @@ def make_deployment_plan(
     costs: Mapping[Replica, ReplicaCosts],
     source: CostSource,
     rounds: int,
+    shapes: Mapping[Replica, ShapeClass] | None = None,
 ) -> DeployedPlans:
     """Divides the samples of rounds among replicas, as training does, and plans each replica.
 
@@ -93,6 +94,7 @@ def make_deployment_plan(
       costs: for each kind of replica, its times and memory.
       source: where the costs come from, copied into the plans.
       rounds: number of rounds, at least 1.
+      shapes: for each kind of replica, its shape class, as the argument `shape` of `make_plan`.
 
     Raises:
       PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, no
@@ -101,12 +103,13 @@ def make_deployment_plan(
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
-    if request.row_len is not None:
-        require_rows(tasks, request)
-    shapes = {
-        replica: _shape_of_share(tasks, request, costs[replica], deployment.devices)
-        for replica in deployment.counts
-    }
+    if shapes is None:
+        if request.row_len is not None:
+            require_rows(tasks, request)
+        shapes = {
+            replica: _shape_of_share(tasks, request, costs[replica], deployment.devices)
+            for replica in deployment.counts
+        }
     row_len = max(shape.row_len for shape in shapes.values())
     require_longest_rows(deployment, row_len, {task.name: task.longest for task in tasks})
     lengths, priced = round_lengths(tasks, rounds), {r: (costs[r], shapes[r]) for r in shapes}

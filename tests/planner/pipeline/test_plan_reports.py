@@ -5,13 +5,14 @@ import pytest
 from matplotlib.axes import Axes
 
 from jaxmux.cli.plan_picture import draw_schedule
-from jaxmux.cli.plan_tables import bucket_labels, plan_tables
+from jaxmux.cli.plan_tables import TrainingFacts, bucket_labels, plan_tables
 from jaxmux.cli.plan_trace import chrome_trace
 from jaxmux.planner.devices import Replica
 
 
 def test_dropped_records_are_counted_by_task(plan):
-    lines = [part for part in plan_tables(plan, None, {"task1": 12}) if isinstance(part, str)]
+    parts = plan_tables(plan, None, {"task1": 12}, TrainingFacts("cpu"))
+    lines = [part for part in parts if isinstance(part, str)]
     (line,) = [line for line in lines if "dropped" in line]
     assert line.startswith("task task1: 12 of 140 records dropped")
 
@@ -26,7 +27,7 @@ def test_tokens_of_a_task_are_those_of_its_samples(plan_of, tasks, request_4096)
 def test_buckets_are_shown_with_the_tokens_of_their_own_tasks(plan, tasks):
     (table,) = [
         part
-        for part in plan_tables(plan, None, {})
+        for part in plan_tables(plan, None, {}, TrainingFacts("cpu"))
         if not isinstance(part, str) and part.columns[0].header == "bucket"
     ]
     shown = [int(cell.replace(",", "")) for cell in table.columns[2].cells]
