@@ -113,7 +113,7 @@ def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
     assert main([*QUICK, "--mesh=pp2 + 2*(tp1)", f"--out={tmp_path}"]) == 0
     out = capsys.readouterr().out
     assert all(f"{i}: {name}" in out for i, name in enumerate(("pp2,tp1", "pp1,tp1", "pp1,tp1")))
-    assert "tokens/s, without the exchange of gradients between replicas" in " ".join(out.split())
+    assert "part of" in out and "tokens/s" not in out
     written = json.loads((tmp_path / "plan.json").read_text())
     assert written["deployment"] == "pp2,tp1 + 2*(pp1,tp1)"
     plans = [Plan.from_json(plan) for plan in written["plans"]]

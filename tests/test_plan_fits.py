@@ -175,10 +175,10 @@ def test_tasks_of_a_config_are_counted_with_their_sizes(folder, fits, tmp_path, 
 
 
 def test_a_format_that_the_backbone_cannot_have_is_shown_with_the_reason(folder, fits, capsys):
-    arguments = ("--fits=16", f"--backbone={folder(intermediate_size=14300)}")
+    arguments = ("--fits=16", f"--backbone={folder(intermediate_size=14301)}")
     written, _ = fits(*arguments)
     assert list(written["cells"]) == ["bfloat16", "float8", "int8"]
-    reason = "down_proj: a weight of 14300 rows and 4096 columns cannot be stored in the format"
+    reason = "down_proj: a weight of 14301 rows and 4096 columns cannot be stored in the format"
     assert list(written["refused"]) == ["nf4"] and written["refused"]["nf4"].startswith(reason)
     assert f"nf4: {reason}" in " ".join(capsys.readouterr().out.split())
 

@@ -1,16 +1,22 @@
 """The shape class of a training run is chosen over all its rounds by predicted time, and kept."""
 
 import dataclasses
+import json
 import signal
 from functools import partial
+from io import StringIO
 
+import gin
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rich.console import Console
 
 from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
-from jaxmux.data import GlobalBatches, Sample, Samples
-from jaxmux.engine import PreparedTask
+from jaxmux.cli import gin_bindings
+from jaxmux.cli.main import run_command
+from jaxmux.data import GlobalBatches, Sample, Samples, load_tokenizer
+from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.replica_input import ReplicaInput
@@ -28,7 +34,7 @@ from jaxmux.planner.packing import (
     plain_shape,
     sample_rounds,
 )
-from jaxmux.planner.pipeline import TaskLoad, make_plan
+from jaxmux.planner.pipeline import Plan, TaskLoad, make_plan
 from jaxmux.planner.replicas import (
     ShapeCosts,
     assign_samples,
@@ -37,6 +43,8 @@ from jaxmux.planner.replicas import (
 )
 from jaxmux.runs import replica_fit
 from jaxmux.runs import run_shape as shape
+from jaxmux.runs.console import RunConsole
+from jaxmux.runs.run_layout import choose_layout
 from jaxmux.runs.run_shape import best_shape, choose_run_shape, run_costs
 
 CONFIG = BackboneConfig(
@@ -383,3 +391,79 @@ def test_a_continued_run_keeps_its_shape_class(
     assert found == expected
     with pytest.raises(AssertionError, match="chosen again"):
         train(tmp_path / "stopped", task, restart=True, **options)
+
+
+TWO_LENGTHS = (
+    "fine_tune.tasks = [@tiny/Task(), @long/Task()]",
+    "long/Task.name = 'long'",
+    "long/Task.batch_size = 3",
+    "long/Task.steps = 2",
+    "long/Task.adapter = @tiny/LoRA()",
+    "long/Task.optimizer = @SGD()",
+    "SGD.learning_rate = 1e-2",
+    "tiny/LoRA.target_modules = ['q_proj']",
+)
+SWEEP = (
+    "fine_tune.tasks = [@Sweep(), @long/Task()]",
+    "Sweep.task = @tiny/Task()",
+    "Sweep.space = {'optimizer.learning_rate': [1e-3, 1e-2]}",
+    "fine_tune.tasks_at_once = 1",
+    *TWO_LENGTHS[1:],
+)
+CHOSEN = {"row_len": None, "chunk_len": None, "tokens_per_microbatch": 512}
+PLANNED = {
+    "one task": ((), {"row_len": None}),
+    "two lengths": (TWO_LENGTHS, CHOSEN | {"remat": "auto"}),
+    "a sweep of which one trains at a time": (SWEEP, CHOSEN),
+    "a limit of memory": (TWO_LENGTHS, CHOSEN | {"memory_gib": 0.1, "reserved_slots": 3}),
+}
+
+
+@pytest.fixture
+def command(capsys):
+    """Runs a command on a config; returns the lines that it prints."""
+
+    def run(name: str, *arguments: str) -> list[str]:
+        assert run_command(name, arguments, prog=f"jaxmux {name}") == 0
+        return capsys.readouterr().out.splitlines()
+
+    yield run
+    gin.clear_config()
+
+
+def planned_shapes(lines: list[str]) -> list[str]:
+    return [line for line in lines if "microbatches of " in line]
+
+
+@pytest.mark.parametrize(("lines", "options"), PLANNED.values(), ids=PLANNED)
+def test_training_has_the_shape_and_padding_of_its_plan(
+    lines, options, write_config, data, command, tmp_path
+):
+    long = () if not lines else (f"long/Task.data = {data['long']!r}",)
+    config = f"--gin_file={write_config(*lines, *long, run=options)}"
+    planned = command("plan", config, "--rounds=2", f"--out={tmp_path}")
+    trained = command("train", config, f"--run_dir={tmp_path / 'run'}")
+    assert planned_shapes(planned) == planned_shapes(trained) and planned_shapes(trained)
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    recorded = json.loads((tmp_path / "run" / "run.json").read_text())["shape"]
+    assert dataclasses.asdict(plan.shape) == recorded
+
+
+@pytest.mark.parametrize("mesh", ["pp2", "pp2 + tp1", "dp2"])
+def test_plans_of_devices_that_are_not_there_have_the_shapes_of_training(
+    mesh, write_config, data, command, tmp_path
+):
+    """The shapes that training chooses before it needs the devices."""
+    long = f"long/Task.data = {data['long']!r}"
+    config = write_config(*TWO_LENGTHS, long, run=CHOSEN | {"mesh": mesh})
+    planned = command("plan", f"--gin_file={config}", "--rounds=2", f"--out={tmp_path}")
+    gin_bindings.parse([config], [])
+    run, said = gin_bindings.run_config(), StringIO()
+    backbone = BackboneConfig.from_folder(run.backbone)
+    tokenizer = load_tokenizer(run.backbone)
+    tasks = [prepare_task(task, backbone, tokenizer) for task in run.tasks]
+    layout = choose_layout(tasks, backbone, run, None, RunConsole(Console(file=said)))
+    assert planned_shapes(planned) == planned_shapes(said.getvalue().splitlines())
+    written = json.loads((tmp_path / "plan.json").read_text())
+    plans = [Plan.from_json(own) for own in written.get("plans", [written])]
+    assert tuple(plan.shape for plan in plans) == layout.shapes
