@@ -1,6 +1,7 @@
 """`python -m jaxmux.plan` on the bundled demo, for devices that this machine does not have."""
 
 import dataclasses
+import itertools
 import json
 import shutil
 import subprocess
@@ -164,6 +165,26 @@ def test_methods_and_names_are_legible_on_80_columns(capsys):
     for method in ("this plan", "1F1B per task", "batch everything"):
         assert f"\n  {method} " in shown
     assert shown.startswith("no --gin_file: this is the bundled demo")
+
+
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("pp1", ["hTask", "bucket", "padding", "microbatch", "one task at a time", "kept"]),
+        ("pp2", ["hTask", "bubble ratio", "1F1B per task", "batch everything"]),
+        ("2*(tp1)", ["round", "tokens", "microbatch", "shape class"]),
+    ],
+)
+def test_a_legend_explains_each_word_in_at_most_two_lines(mesh, words, capsys):
+    assert main([*QUICK, f"--mesh={mesh}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    begin = max(i for i, line in enumerate(lines) if line.startswith("round  "))
+    legend = lines[begin:]
+    assert max(map(len, legend)) <= 80
+    starts = [i for i, line in enumerate(legend) if not line.startswith(" ")] + [len(legend)]
+    assert all(end - start <= 2 for start, end in itertools.pairwise(starts))
+    for word in words:
+        assert any(line.startswith(f"{word} ") for line in legend)
 
 
 def test_command_plans_one_device_by_default(tmp_path):

@@ -1,7 +1,7 @@
 """A plan as tables and lines of text for a terminal."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,11 +17,27 @@ from jaxmux.printable import Name
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
-# How tokens of samples and those of rows differ.
-PLACES = (
-    "a sample of n tokens takes n - 1 places in a row: the last one is only predicted; virtual "
-    "tokens of a trained prompt take one each; below, tokens are places"
-)
+# The words of the tables, in one or two lines each on a terminal of 80 columns.
+_WORDS = {
+    "round": "one global batch of every task, after which the tasks are updated",
+    "tokens": "in the first table as max_length counts them; then places in rows, n - 1 for a "
+    "sample of n tokens",
+    "microbatch": "the rows that one forward and backward pass computes at once",
+    "shape class": "rows × tokens of a row; a chunk is a part of a row that belongs to one task, "
+    "a sequence is a sample",
+    "padding": "the share of a microbatch that holds no token of a sample",
+    "hTask": "tasks that train faster in shared microbatches, joined by plus signs",
+    "bucket": "hTasks that are packed into the same microbatches",
+    "bubble ratio": "the share of the time in which stages of the pipeline are idle",
+    "one task at a time": "each task trains alone, one after another, in the same shape",
+    "1F1B per task": "no task shares microbatches; stages do one forward, then one backward pass",
+    "batch everything": "all tasks share all microbatches, in the order of 1F1B",
+    "kept": "from most to least: 'none' (nothing is computed again), 'norms', 'dots', 'lean', "
+    "'full'",
+}
+_OF_PIPELINES = ("bubble ratio", "1F1B per task", "batch everything")
+_OF_ONE_STAGE = ("one task at a time",)
+_OF_REPLICAS = ("round", "tokens", "microbatch", "shape class")
 # An hTask of more tasks is shown with half as many names.
 _NAMES = 8
 
@@ -67,7 +83,6 @@ def plan_tables(
             "their tokens are those of the first shard"
         )
     yield _tasks(plan)
-    yield PLACES
     yield from _dropped(plan, dropped)
     yield _buckets(plan)
     yield _shape(plan)
@@ -83,6 +98,8 @@ def plan_tables(
             f"faster: fine_tune.tokens_per_microbatch={smaller.tokens} would take {took}, with "
             f"{smaller.bubble_ratio:.1%} bubbles"
         )
+    hidden = _OF_PIPELINES if plan.replica.pp == 1 else _OF_ONE_STAGE
+    yield _legend([word for word in _WORDS if word not in hidden])
 
 
 def deployment_tables(
@@ -97,7 +114,6 @@ def deployment_tables(
     plan = next(plan for plan in several.plans if plan)
     yield from _heading(plan, several.deployment, training)
     yield _tasks(plan)
-    yield PLACES
     yield from _dropped(plan, dropped)
     if any(replica.shards > 1 for replica in several.deployment.replicas):
         yield "microbatches of a replica with data shards are those of the first shard"
@@ -112,6 +128,18 @@ def deployment_tables(
     for i, own in enumerate(several.plans):
         if own is None:
             yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
+    yield _legend(_OF_REPLICAS)
+
+
+def _legend(words: Iterable[str]) -> Table:
+    """What words of the tables mean."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    table.add_row("", "")
+    for word in words:
+        table.add_row(word, _WORDS[word])
+    return table
 
 
 def _replicas(several: "DeployedPlans", training: TrainingFacts) -> Table:

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 from matplotlib.axes import Axes
+from rich.table import Table
 
 from jaxmux.cli.plan_picture import draw_schedule
 from jaxmux.cli.plan_tables import TrainingFacts, bucket_labels, plan_tables
@@ -28,7 +29,7 @@ def test_buckets_are_shown_with_the_tokens_of_their_own_tasks(plan, tasks):
     (table,) = [
         part
         for part in plan_tables(plan, None, {}, TrainingFacts("cpu"))
-        if not isinstance(part, str) and part.columns[0].header == "bucket"
+        if isinstance(part, Table) and part.columns[0].header == "bucket"
     ]
     shown = [int(cell.replace(",", "")) for cell in table.columns[2].cells]
     own = [
