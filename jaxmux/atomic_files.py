@@ -4,6 +4,7 @@ them."""
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -23,9 +24,7 @@ def require_writable(path: Path) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         if path.is_dir():
             raise InputError(f"{path}: is a folder; name a file")
-        probe = path.with_name(f".{path.name}.partial")
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=path.parent).close()
     except OSError as e:
         raise InputError(f"{path}: cannot be written ({e.strerror})") from None
 
