@@ -1,13 +1,14 @@
 """Backbones that are loaded in parts, each device its own."""
 
 import dataclasses
+from collections import Counter, defaultdict
 
 import jax
 import numpy as np
 import pytest
 
-from jaxmux.models import Backbone, load_backbone, save_backbone
-from jaxmux.models.checkpoint_reader import CheckpointReader
+from jaxmux.models import Backbone, checkpoint_reader, load_backbone, save_backbone
+from jaxmux.models.checkpoint_files import CheckpointTensors
 from jaxmux.planner.devices import Replica
 from jaxmux.sharding import (
     consecutive_parts,
@@ -61,25 +62,25 @@ def test_linears_are_encoded_before_they_are_divided(config, tmp_path, backbone_
     assert jax.tree.structure(random.weights) == jax.tree.structure(expected.weights)
 
 
-def test_no_read_is_larger_than_what_a_device_keeps(folder, monkeypatch):
+def test_each_stage_reads_a_row_once_and_in_small_pieces(folder, monkeypatch):
     whole = load_backbone(folder)
-    read, sizes = CheckpointReader._parameter, {}
+    monkeypatch.setattr(checkpoint_reader, "_PIECE_BYTES", 512)
+    read, indices = CheckpointTensors.read, defaultdict(Counter)
 
-    def counted(self, path, wanted, index, layer=None):
-        value = read(self, path, wanted, index, layer)
-        sizes.setdefault((*path, layer), []).append(
-            (value.size, np.prod(wanted.shape[-len(index) :]))
-        )
+    def counted(self, name, rows=slice(None)):
+        value = read(self, name, rows)
+        indices[name].update(range(*rows.indices(self.shape(name)[0])))
+        assert value.nbytes <= 512 + value.nbytes // len(value)
         return value
 
-    monkeypatch.setattr(CheckpointReader, "_parameter", counted)
+    monkeypatch.setattr(CheckpointTensors, "read", counted)
     load_placed_backbone(folder, "auto", *places(whole.config))
-    for name, found in sizes.items():
-        divided = 4 if {"kernel", "embed_tokens", "lm_head"} & {*name} else 1
-        for size, of_tensor in found:
-            assert size * divided == of_tensor, name
-        # Each part of a tensor is read once for each stage that has it.
-        assert len(found) in (divided, 2 * divided)
+    # The embedding is on two stages if the head is tied to it.
+    twice = {"model.embed_tokens.weight"} if whole.config.tie_word_embeddings else set()
+    with CheckpointTensors(folder) as files:
+        for name in files.names:
+            times = 2 if name in twice else 1
+            assert indices[name] == dict.fromkeys(range(files.shape(name)[0]), times), name
 
 
 def test_a_random_backbone_is_made_in_parts(config):
