@@ -357,13 +357,18 @@ def test_export_never_writes_over_what_is_not_its_own(
     out, elsewhere = tmp_path / "out", tmp_path / "elsewhere"
     out.mkdir()
     foreign_folder(kind, out / "steps", elsewhere)
-    before = {path: path.lstat() for path in tmp_path.rglob("*")}
+
+    def contents() -> dict[Path, tuple[int, ...]]:
+        stats = {path: path.lstat() for path in tmp_path.rglob("*")}
+        return {path: (s.st_ino, s.st_mode, s.st_size, s.st_mtime_ns) for path, s in stats.items()}
+
+    before = contents()
     arguments = [f"--run_dir={run_dir}", f"--out={out}", "--task=steps", option]
     assert export(arguments) == 2
     error = capsys.readouterr().err
     # Without --overwrite, an adapter is enough to be refused.
     assert culprit in error or (option != "--overwrite" and "already" in error)
-    assert {path: path.lstat() for path in tmp_path.rglob("*")} == before
+    assert contents() == before
 
 
 def test_a_merge_for_which_the_disk_is_too_small_leaves_nothing(summary, run_dir, tmp_path, capsys):
