@@ -4,7 +4,8 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from types import ModuleType
@@ -54,13 +55,12 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     _open_standard_streams()
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
-    # transformers imports torch, if it is there, which takes eight seconds; no command uses it.
-    sys.modules.setdefault("torch", None)
     # JAX reserves three quarters of a GPU's memory unless told otherwise, and reads this when it
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
-    code = exit_code_of(lambda: _imported(command).run(options))
+    with _without_torch():
+        code = exit_code_of(lambda: _imported(command).run(options))
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
         # Otherwise JAX would wait for the other processes, which may wait for this one.
         exit_at_once(code)
@@ -78,6 +78,18 @@ def _open_standard_streams() -> None:
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w"))
+
+
+@contextmanager
+def _without_torch() -> Iterator[None]:
+    """Hides torch, unless it is imported already, until `load_tokenizer` has imported transformers,
+    which would import it. That takes eight seconds, and no command uses it."""
+    sys.modules.setdefault("torch", None)
+    try:
+        yield
+    finally:
+        if sys.modules.get("torch", True) is None:
+            del sys.modules["torch"]
 
 
 def _imported(command: str) -> ModuleType:

@@ -178,7 +178,7 @@ REFUSED = {
     "columns of no form": (
         {"data": {"path": "train.jsonl", "columns": {"zzz": "a"}}},
         "data.columns should be an object that gives fields of a form their names in the records "
-        "(without control characters); the fields are messages, tools, prompt, completion",
+        "(without control characters); the fields are messages, ",
     ),
     "misspelt column": (
         {"data": {"path": "train.jsonl", "columns": {"promt": "a"}}},

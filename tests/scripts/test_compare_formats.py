@@ -31,7 +31,7 @@ def test_without_the_shared_models_only_the_demo_is_compared(tmp_path, capsys):
 
 
 def test_a_format_that_cannot_store_a_model_is_named(tmp_path, capsys):
-    config = BackboneConfig("LlamaForCausalLM", 32, 64, 172, 1, 2, 1, 32)
+    config = BackboneConfig("LlamaForCausalLM", 32, 64, 171, 1, 2, 1, 32)
     save_backbone(Backbone.random(config), tmp_path)
     model = compare_formats.Model("tiny", " on tiny", str(tmp_path), [])
     args = compare_formats.parse_arguments(["--out", "unused", "--formats", "nf4", "int8"])
