@@ -1,5 +1,6 @@
 """Runs whose backbone stores its linears in a format of its own."""
 
+import dataclasses
 import shutil
 
 import numpy as np
@@ -8,7 +9,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 from jaxmux import RunDirectoryError
-from jaxmux.models import load_backbone, save_backbone
+from jaxmux.models import Backbone, BackboneError, load_backbone, save_backbone
 
 
 @pytest.fixture(scope="module")
@@ -52,3 +53,11 @@ def test_a_run_directory_belongs_to_a_format(summary, run_dir, train, task):
         train(run_dir, task)
     with pytest.raises(RunDirectoryError, match="backbone_format"):
         train(run_dir, task, backbone_format="nf4")
+
+
+def test_a_linear_that_the_format_cannot_store_is_named(train, task, backbone, tmp_path):
+    folder = shutil.copytree(backbone, tmp_path / "odd")
+    config = dataclasses.replace(load_backbone(folder).config, intermediate_size=47)
+    save_backbone(Backbone.random(config), folder)
+    with pytest.raises(BackboneError, match="down_proj: .* multiple of 2"):
+        train(tmp_path / "run", task, backbone=folder, backbone_format="nf4")
