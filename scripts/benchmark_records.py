@@ -96,8 +96,10 @@ def read_records(path: Path) -> list[Record]:
 
 
 def shown(value: Any) -> str:
-    """Text for tables; floats have four significant digits."""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    """Text for tables; floats have four significant digits, and large ones all before the point."""
+    if not isinstance(value, float):
+        return str(value)
+    return f"{value:,.0f}" if abs(value) >= 1e4 else f"{value:.4g}"
 
 
 def commands(records: Sequence[Record]) -> str:

@@ -175,7 +175,8 @@ def large_config(args: argparse.Namespace) -> BackboneConfig:
     """The shape of Llama-3.1-70B."""
     sizes = {"hidden": args.large_hidden, "layers": args.large_layers, "vocab": args.vocab}
     config = llama_config(argparse.Namespace(**sizes))
-    return dataclasses.replace(config, num_kv_heads=max(1, args.large_hidden // 1024))
+    heads = max(1, args.large_hidden // 1024)
+    return dataclasses.replace(config, num_kv_heads=heads, backbone_format=args.large_format)
 
 
 def records_of_large(args: argparse.Namespace) -> Iterator[Record]:
@@ -229,6 +230,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--vocab", type=int, default=128256)
     parser.add_argument("--large_layers", type=int, default=80)
     parser.add_argument("--large_hidden", type=int, default=8192)
+    parser.add_argument("--large_format", help="backbone format of the 70B shape, e.g. float8")
     parser.add_argument("--others", type=int, default=2, help="layouts beside the chosen one")
     parser.add_argument("--overlap_layers", type=int, default=4)
     parser.add_argument(

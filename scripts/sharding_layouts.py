@@ -61,13 +61,14 @@ def large_records(args: argparse.Namespace, work: Work) -> Iterator[Record]:
       work: the backbone and its tasks.
     """
     priced = in_own_process(partial(priced_meshes, args, work))
+    size = "70B shape" + (f" in {args.large_format}" if args.large_format else "")
     (chosen, _), *others = priced[: 1 + args.others]
 
     def train(deployment: Deployment) -> Measured:
         return in_own_process(partial(measure, args, work, deployment))
 
     def errors(deployment: Deployment, run: Measured) -> Iterator[Record]:
-        yield from prediction_errors(run, f"70B shape, {deployment}, {args.tasks} tasks")
+        yield from prediction_errors(run, f"{size}, {deployment}, {args.tasks} tasks")
 
     run = train(chosen)
     yield from errors(chosen, run)
@@ -81,7 +82,7 @@ def large_records(args: argparse.Namespace, work: Work) -> Iterator[Record]:
         speeds[f"{deployment}, tokens/s"] = other.tokens_per_second
         yield from errors(deployment, other)
     predicted = {f"{own}, predicted s a round": seconds for own, seconds in priced}
-    name = f"70B shape, {chosen}, {args.tasks} tasks"
+    name = f"{size}, {chosen}, {args.tasks} tasks"
     yield figure_of(
         run,
         f"{name}, training in the planner's layout",

@@ -9,7 +9,12 @@ import pytest
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import h200
 from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.cost_models import PROFILES, device_models, measured_models
+from jaxmux.planner.costs.cost_models import (
+    PROFILES,
+    device_models,
+    estimated_models,
+    measured_models,
+)
 from jaxmux.planner.costs.device_profile import (
     BackboneSize,
     LayerPoint,
@@ -122,6 +127,36 @@ def test_what_was_measured_in_a_format_is_not_changed_for_it_again(ship, models,
     assert seconds(in_format(form)) == pytest.approx(0.512)
     ship()
     assert seconds(in_format(form)) != seconds(SIZE) == pytest.approx(0.512)
+
+
+def test_float8_saves_what_was_measured_at_8b_and_a_larger_part_at_70b():
+    """The measured microbatch had 8192 tokens in rows of 512; without a profile, sizes alone tell
+    that linears take a larger part of a wider layer."""
+    profile = Path(resolve_path(PROFILES)) / "h200_llama3_8b.json"
+    size, shape = read_profile(profile).backbone, ShapeClass(16, 512, 128, 1)
+
+    def seconds(size: BackboneSize, form: str | None, measured: bool) -> float:
+        of = dataclasses.replace(size, backbone_format=form), None, Replica()
+        found = measured_models(profile, *of) if measured else estimated_models(*of)
+        return found.times.layer(shape, (8192,), PoolSpec(1, 0)).total
+
+    saved = seconds(size, None, True) - seconds(size, "float8", True)
+    assert 32 * saved == pytest.approx(0.1353, rel=1e-3)
+
+    def remaining(size: BackboneSize) -> float:
+        return seconds(size, "float8", False) / seconds(size, None, False)
+
+    of_70b = {
+        "self_attn.q_proj": (8192, 8192),
+        "self_attn.k_proj": (8192, 1024),
+        "self_attn.v_proj": (8192, 1024),
+        "self_attn.o_proj": (8192, 8192),
+        "mlp.gate_proj": (8192, 28672),
+        "mlp.up_proj": (8192, 28672),
+        "mlp.down_proj": (28672, 8192),
+    }
+    wide = dataclasses.replace(size, hidden_size=8192, linears=of_70b)
+    assert remaining(wide) < remaining(size) - 0.02
 
 
 def test_an_incomplete_profile_is_refused(ship, models):

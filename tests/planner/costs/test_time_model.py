@@ -24,7 +24,7 @@ from jaxmux.planner.costs.device_profile import (
     RoundPoint,
     UpdatePoint,
 )
-from jaxmux.planner.costs.h200 import DECODED_PER_SECOND
+from jaxmux.planner.costs.h200 import DECODED_PER_SECOND, FLOAT8_SAVING, linear_seconds
 from jaxmux.planner.costs.memory_model import MemoryModel
 from jaxmux.planner.costs.online_fit import OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -347,4 +347,6 @@ def test_formats_of_weights_take_time_to_decode_or_save_some(model):
     assert nf4.backward - plain.backward == pytest.approx(decoding)
     assert whole.backward - seconds(None, "full").backward == pytest.approx(2 * decoding)
     assert seconds("int8").total < nf4.total
-    assert seconds("float8").total < plain.total
+    weights = 4096 * 4096 + 4096 * 14336
+    saved = FLOAT8_SAVING * 2 * linear_seconds(8192, weights)
+    assert plain.total - seconds("float8").total == pytest.approx(saved)
