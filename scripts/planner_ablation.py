@@ -23,8 +23,7 @@ from planner_costs import (
 )
 from planner_muxtune import choose_buckets, fuse_tasks
 
-from jaxmux.planner.pipeline.buckets import Buckets
-from jaxmux.planner.pipeline.fusion import HTask
+from jaxmux.planner.pipeline.groupings import Buckets, HTask
 from jaxmux.planner.pipeline.interleaving import priority_order, run_order, sequential_order
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,

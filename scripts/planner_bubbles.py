@@ -15,13 +15,13 @@ from scipy.optimize import linear_sum_assignment
 
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
 from jaxmux.planner.packing.shape_class import ShapeClass, smallest_shape_class
-from jaxmux.planner.pipeline.adapter_groups import pair_head_with_tail, take_turns
-from jaxmux.planner.pipeline.bubble_lemma import schedule_turns
+from jaxmux.planner.pipeline.groupings import pair_head_with_tail, take_turns
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
     PipelinePlan,
     choose_grouping,
     plan_pipeline,
+    schedule_turns,
     stream_workload,
 )
 from jaxmux.planner.pipeline.schedules import (

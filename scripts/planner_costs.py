@@ -8,11 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from jaxmux.planner.costs.adapter_times import AdapterLoad
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.cost_models import CostModels, device_models
-from jaxmux.planner.costs.device_profile import BackboneSize
-from jaxmux.planner.costs.estimates import with_estimated_collectives
+from jaxmux.planner.costs.cost_models import CostModels, device_models, with_estimated_collectives
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
+from jaxmux.planner.costs.time_model import AdapterLoad
 from jaxmux.planner.devices import Replica
 
 LAYERS = 32

@@ -10,8 +10,14 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.pipeline.buckets import Buckets, balance_gap, candidate_buckets
-from jaxmux.planner.pipeline.fusion import Fusion, HTask, fusions
+from jaxmux.planner.pipeline.groupings import (
+    Buckets,
+    Fusion,
+    HTask,
+    balance_gap,
+    candidate_buckets,
+    fusions,
+)
 
 
 def fuse_tasks(

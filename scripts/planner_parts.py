@@ -18,7 +18,7 @@ from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
 from jaxmux.planner.packing.shape_choice import ShapeRequest
 from jaxmux.planner.packing.shape_class import smallest_shape_class
 from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
-from jaxmux.planner.pipeline.buckets import balance_gap, balanced_buckets, candidate_buckets
+from jaxmux.planner.pipeline.groupings import balance_gap, balanced_buckets, candidate_buckets
 
 
 def timed[Result](call: Callable[[], Result]) -> tuple[Result, float]:

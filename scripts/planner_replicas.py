@@ -29,7 +29,7 @@ from jaxmux.planner.replicas import (
     plan_replicas,
 )
 from jaxmux.planner.replicas.cost_table import tabulate_costs
-from jaxmux.planner.replicas.deployment_choice import simulate_rounds
+from jaxmux.planner.replicas.deployment_search import simulate_rounds
 from jaxmux.planner.replicas.like_replicas import plan_fused, plan_sequential
 
 # Tokens of the longest sequence; longer ones are truncated.

@@ -18,6 +18,7 @@ from jaxmux.cli.main import run_command
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
+from jaxmux.planner.costs.cost_models import estimated_memory
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     HeadPoint,
@@ -26,7 +27,6 @@ from jaxmux.planner.costs.device_profile import (
     UpdatePoint,
     write_profile,
 )
-from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.pipeline import Plan
 from jaxmux.planner.pipeline.schedules import validate
 

@@ -18,9 +18,9 @@ from jaxmux.cli.main import run_command
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.models import BACKBONE_FORMATS
 from jaxmux.models.architectures import parse_config
+from jaxmux.planner.costs.cost_models import estimated_memory
 from jaxmux.planner.costs.device_profile import LayerPoint, write_profile
-from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.costs.layer_policies import USABLE
+from jaxmux.planner.costs.memory_model import USABLE
 
 main = partial(run_command, "plan", prog="jaxmux plan")
 

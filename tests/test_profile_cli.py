@@ -17,9 +17,8 @@ from jaxmux.models import BACKBONE_FORMATS, Backbone
 from jaxmux.models.architectures import parse_config
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import CollectivePoint, LayerPoint, read_profile
-from jaxmux.planner.costs.memory_fit import fit_memory_model
+from jaxmux.planner.costs.fitting import fit_memory_model, fit_time_model
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.time_fit import fit_time_model
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import Case, Grid, profiler
 from jaxmux.profiling.grid import points

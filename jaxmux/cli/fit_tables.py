@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 
 from jaxmux.planner.costs import FitCell, fastest_fitting, largest_fitting
-from jaxmux.planner.costs.layer_policies import USABLE
+from jaxmux.planner.costs.memory_model import USABLE
 from jaxmux.planner.numbers import numbered, size_text
 
 from .plan_tables import NumberTable

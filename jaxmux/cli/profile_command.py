@@ -20,7 +20,7 @@ from jaxmux.models import Backbone, BackboneConfig, BackboneError
 from jaxmux.models.architectures import parse_config
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.device_profile import LayerPoint, Measurement, Profile, read_profile
-from jaxmux.planner.costs.time_fit import fit_time_model, layer_passes
+from jaxmux.planner.costs.fitting import fit_time_model, layer_passes
 from jaxmux.profiling import (
     CPU_GRID,
     Case,

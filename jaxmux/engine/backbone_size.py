@@ -9,8 +9,7 @@ from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.loss import block_bytes
 from jaxmux.models.modules import abstract_weights, divisible_weights, layer_linears
 from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.device_profile import BackboneSize
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 from jaxmux.planner.devices import FSDP_BLOCKS, KEY_BLOCKS, TP_BLOCKS
 from jaxmux.sharding.stage_mesh import KEY_MODULES
 

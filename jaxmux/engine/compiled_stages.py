@@ -17,7 +17,7 @@ from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.layer_policies import exchanged_bytes
+from jaxmux.planner.costs.memory_model import exchanged_bytes
 from jaxmux.sharding import (
     Passed,
     PlacedBackbone,

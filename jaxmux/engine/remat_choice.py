@@ -16,8 +16,8 @@ from jaxmux.models import (
     kept_bytes,
 )
 from jaxmux.models.head_adapters import bytes_at_head
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.layer_policies import USABLE, fill_layers, keeps_attention, working_bytes
+from jaxmux.planner.costs.device_profile import PackedBytes
+from jaxmux.planner.costs.memory_model import USABLE, fill_layers, keeps_attention, working_bytes
 
 _log = logging.getLogger("jaxmux")
 

@@ -8,10 +8,9 @@ from typing import NamedTuple
 from jaxmux.models import Backbone, device_peak
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import Profile
-from jaxmux.planner.costs.memory_fit import fit_memory_model
+from jaxmux.planner.costs.fitting import fit_memory_model, fit_time_model
 from jaxmux.planner.costs.memory_model import MemoryModel
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.costs.time_fit import fit_time_model
 from jaxmux.planner.packing import ShapeClass
 
 from .grid import Grid

@@ -9,7 +9,7 @@ from jaxmux.engine import Engine, EngineOptions, engine
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
+from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica

@@ -24,8 +24,8 @@ from jaxmux.engine.rounds import training_rounds
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec
+from jaxmux.planner.costs.cost_models import estimated_memory
 from jaxmux.planner.costs.device_profile import AttentionPoint, UpdatePoint, write_profile
-from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
 from jaxmux.planner.packing import (
     PricedShape,

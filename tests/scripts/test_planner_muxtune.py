@@ -7,8 +7,7 @@ import pytest
 from planner_muxtune import choose_buckets, fuse_tasks
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.pipeline.buckets import candidate_buckets
-from jaxmux.planner.pipeline.fusion import fusions, pipeline_latency
+from jaxmux.planner.pipeline.groupings import candidate_buckets, fusions, pipeline_latency
 
 
 def latency_of(tokens, stages: int, microbatches: int = 4):

@@ -18,10 +18,9 @@ the others. From least to most recomputation: "norms" recomputes neither norms n
 projections; "full" keeps only the input of each layer.
 """
 
-from .admission import Admission
+from .admission import Admission, FitCell, fastest_fitting, fit_cells, largest_fitting
 from .cost_models import PROFILES, CostModels, CostSource, device_models, measured_models
 from .device_profile import BackboneSize, Profile, ProfileError
-from .fit_cells import FitCell, fastest_fitting, fit_cells, largest_fitting
 from .memory_model import MemoryModel
 from .pool_spec import PoolSpec, merge_pool_specs
 from .replica_costs import ReplicaCosts

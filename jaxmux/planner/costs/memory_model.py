@@ -14,29 +14,161 @@ as
 over B rows of L tokens, by non-negative least squares: first from the profile, then from each peak
 that is observed. Where S does not divide the layers, the memory is that of a stage with the most
 layers.
+
+`fill_layers` decides by the free memory which layers keep many values and which recompute them.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+import scipy
 
 from ..devices import ONE_DEVICE, Replica
 from ..errors import PlanningError
 from ..numbers import numbered, size_text
 from ..packing.shape_class import ShapeClass
 from .device_profile import BackboneSize, ProfileError
-from .layer_policies import (
-    USABLE,
-    exchanged_bytes,
-    fill_stages,
-    keeps_attention,
-    split_stages,
-    working_bytes,
-)
-from .online_fit import OnlineFit
 from .pool_spec import PoolSpec
+
+# Fraction of a device's memory that plans may use; allocators leave gaps.
+USABLE = 0.97
+
+
+def keeps_attention(remat: str) -> bool:
+    """Whether a remat policy keeps the output of attention."""
+    return remat != "full"
+
+
+def working_bytes(
+    sizes: Mapping[str, float], loss_bytes: float, attention_bytes: float = 0.0
+) -> float:
+    """Returns the bytes that a pass needs while it runs, besides the values that layers keep.
+
+    During the backward pass of a layer, its inputs, its outputs and the gradients of all its values
+    exist at the same time. Together they take a quarter more than the layer keeps under the policy
+    that recomputes least.
+
+    Args:
+      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
+      loss_bytes: bytes of one block of the loss.
+      attention_bytes: bytes of attention in rows of several sequences (`PackedBytes.needed_by`).
+    """
+    return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
+
+
+def exchanged_bytes(gradients: float, replicas: int) -> float:
+    """Returns the bytes that a device needs while replicas exchange gradients and adapters, besides
+    the train state.
+
+    The pieces that travel are whole on every device of a stage. The first replica holds those of
+    all others, and what it makes of them; another replica holds its own, and what it sums. The
+    programs have temporaries of the same size.
+
+    Args:
+      gradients: bytes of the float32 gradients of all slots, for the layers of the stage, as if no
+        device divided them.
+      replicas: number of replicas of the training run.
+    """
+    return (replicas + 1) * gradients if replicas > 1 else 0.0
+
+
+def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
+    """Chooses the remat policy of every layer, from two neighbouring policies.
+
+    The last layers get the policy that recomputes less, as many as there is room for. The layers
+    before them get the next policy. Their backward pass comes last, when the memory of the other
+    layers is free again for their recomputation.
+
+    Args:
+      sizes: for each remat policy, the bytes that a layer keeps. Policies are in the order from
+        least to most recomputation, so the bytes fall.
+      layers: number of layers of the model.
+      room: bytes for all layers. If even the last policy needs more, all layers get the last
+        policy.
+    """
+    names = list(sizes)
+    for more, less in zip(names, names[1:], strict=False):
+        if sizes[less] * layers <= room:
+            gain = sizes[more] - sizes[less]
+            count = int((room - sizes[less] * layers) // gain) if gain else layers
+            return (less,) * max(0, layers - count) + (more,) * min(count, layers)
+    return (names[-1],) * layers
+
+
+def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
+    """Chooses the remat policy of every layer of a pipeline.
+
+    All stages are filled like the stage with the most layers. A stage with fewer layers omits
+    layers of the policy that recomputes most.
+
+    Args:
+      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
+      layers: number of layers of each stage.
+      room: bytes for the layers of one stage.
+    """
+    fullest = fill_layers(sizes, max(layers), room)
+    return tuple(policy for own in layers for policy in fullest[len(fullest) - own :])
+
+
+def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[str, ...]]:
+    """Divides the policies of all layers among the stages.
+
+    Args:
+      policies: the policy of every layer.
+      layers: number of layers of each stage.
+    """
+    rest = iter(policies)
+    return [tuple(islice(rest, own)) for own in layers]
+
+
+# Ridge penalty of the first coefficient; each later coefficient is penalised ten times as much. It
+# decides between features that the observations cannot tell apart and is negligible elsewhere.
+_TIE_BREAK = 1e-7
+
+
+class OnlineFit(NamedTuple):
+    """A linear model y = β · x with β >= 0, with a summary of all its observations.
+
+    Attributes:
+      triangle: float64 [features + 1, features + 1], R of the QR decomposition of the rows (x, y)
+        observed so far. ‖R (β, -1)‖ is the norm of their residuals, so the coefficients are those
+        of a fit to all observations at once, in memory that does not grow.
+      observations: number of observations.
+    """
+
+    triangle: np.ndarray
+    observations: int = 0
+
+    @classmethod
+    def of_features(cls, features: int) -> "OnlineFit":
+        """A model without observations: all coefficients are zero."""
+        return cls(np.zeros((features + 1, features + 1)))
+
+    def observe(self, x: np.ndarray, y: float, weight: float = 1.0) -> "OnlineFit":
+        """Returns a new model with one more observation.
+
+        Args:
+          x: the features, float64 [features].
+          y: the observed value.
+          weight: weight of the observation's squared residual.
+        """
+        row = np.sqrt(weight) * np.append(x, y)
+        triangle = np.linalg.qr(np.vstack([self.triangle, row]), mode="r")
+        return OnlineFit(triangle, self.observations + 1)
+
+    def coefficients(self) -> np.ndarray:
+        """β, float64 [features]."""
+        features, target = self.triangle[:, :-1], self.triangle[:, -1]
+        size = np.linalg.norm(features, axis=0)
+        size[size == 0] = 1
+        tie_break = np.diag(_TIE_BREAK * 10.0 ** np.arange(len(size)))
+        rows = np.vstack([features / size, tie_break])
+        return scipy.optimize.nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
+
 
 # The count of attention's memory may be too low by this factor.
 _SLACK = 1.05

@@ -11,8 +11,7 @@ from ..devices import Replica
 from ..errors import PlanningError
 from ..numbers import size_text
 from ..packing.shape_class import ShapeClass
-from .layer_policies import split_stages
-from .memory_model import USABLE, MemoryModel
+from .memory_model import USABLE, MemoryModel, split_stages
 from .pool_spec import PoolSpec
 from .time_model import Remat, TimeModel
 

@@ -9,18 +9,274 @@ the backward pass recomputes values.
 
 import dataclasses
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import NamedTuple
+
+import numpy as np
+import scipy
 
 from ..errors import PlanningError
 from ..packing.shape_class import ShapeClass
-from .adapter_times import AdapterLoad, AdapterTimes
-from .attention_times import AttentionTimes
-from .curve import Curve
+from . import h200
 from .device_profile import BackboneSize, ProfileError
 from .h200 import DECODED_PER_SECOND, FLOAT8_SAVING, linear_seconds
-from .kind_times import BACKWARD, share_of_linears
 from .pool_spec import PoolSpec
+
+_MOST_FITS = 10
+
+
+class AdapterLoad(NamedTuple):
+    """The work of the fused adapters of one layer, on all its linears, for one microbatch.
+
+    Attributes:
+      tokens: n_k, tokens of each task k.
+      slots: T, slots of the pool.
+      rank: R, rank of the pool.
+      chunk_len: tokens of a chunk.
+      dropout: whether adapters apply dropout to their input.
+    """
+
+    tokens: Sequence[float]
+    slots: int
+    rank: int
+    chunk_len: int
+    dropout: bool
+
+
+class AdapterTimes(NamedTuple):
+    """Non-negative coefficients of the adapters' time in seconds, forward and backward.
+
+    The adapters of a task with n tokens keep the whole device busy for
+    u_a(n) · t_a(n) = per_task + per_token · n + … seconds. Alone they take t_a(n), which is `floor`
+    longer, because the device is mostly idle while small kernels are launched and drain. By
+    default, adapters cost nothing.
+    """
+
+    floor: float = 0.0
+    per_task: float = 0.0
+    per_token: float = 0.0
+    per_token_rank: float = 0.0
+    per_task_rank: float = 0.0
+    per_chunk_rank: float = 0.0
+    per_dropped_token: float = 0.0
+    per_slot_rank: float = 0.0
+
+    def seconds(self, load: AdapterLoad) -> float:
+        """Returns the forward and backward seconds of the fused adapters.
+
+        They are max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), plus the time to prepare the factors of
+        all slots for the kernels.
+        """
+        if not load.tokens or not load.rank:
+            return 0.0
+        rank, dropped = load.rank, self.per_dropped_token * load.dropout
+        of_token = self.per_token + rank * (
+            self.per_token_rank + self.per_chunk_rank / load.chunk_len
+        )
+        of_task = self.per_task + rank * self.per_task_rank
+        busy = of_task * len(load.tokens) + (of_token + dropped) * sum(load.tokens)
+        longest = self.floor + of_task + (of_token + dropped) * max(load.tokens)
+        return self.per_slot_rank * load.slots * rank + max(busy, longest)
+
+
+def fit_adapter_times(
+    loads: Sequence[AdapterLoad], seconds: Sequence[float], weights: Sequence[float]
+) -> AdapterTimes:
+    """Returns the coefficients that fit measured seconds best (non-negative least squares).
+
+    For a load of several tasks, the coefficients decide which term of the maximum is larger. The
+    fit is therefore repeated until that term changes for no load.
+
+    Args:
+      loads: the measured loads.
+      seconds: measured time of each load.
+      weights: weight of each load's residual, for example one over the time of the whole layer.
+    """
+    weights = np.asarray(weights, float)[:, None]
+    target = np.asarray(seconds, float) * weights[:, 0]
+    bound_by_one = np.array([len(load.tokens) == 1 for load in loads])
+    times = AdapterTimes()
+    for _ in range(_MOST_FITS):
+        rows = [_features(*pair) for pair in zip(loads, bound_by_one, strict=True)]
+        features = weights * np.array(rows)
+        size = np.linalg.norm(features, axis=0)
+        size[size == 0] = 1
+        times = AdapterTimes(*map(float, scipy.optimize.nnls(features / size, target)[0] / size))
+        sides = np.array([_is_bound_by_one(times, load) for load in loads])
+        if (sides == bound_by_one).all():
+            break
+        bound_by_one = sides
+    return times
+
+
+def _features(load: AdapterLoad, bound_by_one: bool) -> list[float]:
+    """The factor of each coefficient, in the order of the fields of `AdapterTimes`."""
+    tasks, tokens = len(load.tokens), sum(load.tokens)
+    if bound_by_one:
+        tasks, tokens = 1, max(load.tokens)
+    rank = load.rank
+    return [
+        float(bound_by_one),
+        tasks,
+        tokens,
+        tokens * rank,
+        tasks * rank,
+        tokens * rank / load.chunk_len,
+        tokens * load.dropout,
+        load.slots * rank,
+    ]
+
+
+def _is_bound_by_one(times: AdapterTimes, load: AdapterLoad) -> bool:
+    together = np.dot(_features(load, False), times)
+    return len(load.tokens) == 1 or np.dot(_features(load, True), times) > together
+
+
+# A kind's backward pass, in forward passes: gradients of the stream and of the trained values.
+BACKWARD = 2
+# Bytes of an adapter's value. Every chunk gets a copy of its task's, which is written and read.
+_OF_CHUNK = 2 * 4
+# FLOPs of the frozen linears in the time in which a byte is read or written, on an H200.
+_FLOPS_OF_BYTE = h200.FLOPS / h200.BYTES_PER_SECOND
+
+
+def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> float:
+    """Returns the time of the forward pass of all kinds but LoRA in a layer, divided by the time of
+    the forward and the backward pass of its frozen linears.
+
+    Every kind of the pool is computed for all chunks, whoever owns them: for chunks of other tasks
+    its values are padding. FLOPs count as those of the linears, and bytes as the FLOPs that take as
+    long. The bytes are those of the stream, and those of every chunk's own copy of the adapter.
+
+    Args:
+      pool: sizes of the pool that holds all tasks.
+      backbone: sizes of the backbone.
+      chunk_len: tokens of a chunk.
+    """
+    flops = 0.0
+    for own in pool.others:
+        work = own.work
+        moved = backbone.stream_bytes * work.moved
+        moved += _OF_CHUNK * (own.trained + own.frozen) / chunk_len
+        flops += (work.flops + _FLOPS_OF_BYTE * moved) / backbone.layers
+    # Forward, and backward only to the inputs: two FLOPs each for every weight.
+    return flops / (4 * sum(k * n for k, n in backbone.linears.values()))
+
+
+class Curve(NamedTuple):
+    """A piecewise linear function through points; beyond the points it keeps the outermost slopes.
+
+    Attributes:
+      x: float64 [points], ascending.
+      y: float64 [points], the values at `x`, in any unit.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+
+    @classmethod
+    def through(cls, points: Iterable[tuple[float, float]], rising: bool = True) -> "Curve":
+        """Returns the curve through measurements (x, y).
+
+        Args:
+          points: measurements (x, y) in any order; several measurements at one x count as their
+            mean.
+          rising: whether to replace the values by the nearest rising ones (least squares). More
+            work never takes less time, so falling measurements are noise.
+
+        Raises:
+          PlanningError: there are no points.
+        """
+        points = sorted(points)
+        if not points:
+            raise PlanningError("a curve needs at least one point")
+        x, index = np.unique([float(x) for x, _ in points], return_inverse=True)
+        y = np.bincount(index, [y for _, y in points]) / np.bincount(index)
+        falls = (np.diff(y) < 0).any()
+        return cls(x, scipy.optimize.isotonic_regression(y).x if rising and falls else y)
+
+    def __call__(self, x: float) -> float:
+        """Returns the value at `x`, never negative.
+
+        A single point gives a line through the origin.
+        """
+        if len(self.x) == 1:
+            return max(0.0, float(self.y[0] * x / self.x[0]))
+        right = min(max(int(np.searchsorted(self.x, x)), 1), len(self.x) - 1)
+        x0, x1, y0, y1 = *self.x[right - 1 : right + 1], *self.y[right - 1 : right + 1]
+        return max(0.0, float(y0 + (x - x0) * (y1 - y0) / (x1 - x0)))
+
+
+class AttentionTimes(NamedTuple):
+    """Seconds of attention per token, as functions of the row length in tokens.
+
+    Attributes:
+      single: seconds per token in rows of one sequence; None if unknown.
+      packed: seconds per token in rows that may hold several sequences, without the part that
+        `sequence` adds; None if unknown.
+      sequence: additional seconds per token for each sequence that a row may hold, even if the
+        sequence is absent: kernels for packed rows launch thread blocks for all of them. None if it
+        is 0.
+    """
+
+    single: Curve | None
+    packed: Curve | None
+    sequence: Curve | None
+
+    def __call__(self, row_len: int, max_sequences: int) -> float:
+        """Returns the seconds per token in rows of `row_len` tokens with at most `max_sequences`
+        sequences.
+
+        Raises:
+          ProfileError: no rows of one sequence, or none of several sequences, were measured.
+        """
+        if max_sequences == 1:
+            return _known(self.single, "one sequence")(row_len)
+        packed = _known(self.packed, "several sequences")(row_len)
+        return packed + max_sequences * (self.sequence(row_len) if self.sequence else 0.0)
+
+
+def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
+    """Returns the times through measured points.
+
+    Consider two measured row lengths where a sequence costs nothing at the shorter one and
+    something at the longer one. Another kernel begins between them; the fit assumes that it begins
+    at twice the shorter length.
+
+    Args:
+      points: (row length, most sequences per row, seconds per token). The time per sequence needs
+        points of one row length and different numbers of sequences.
+    """
+    single: list[tuple[float, float]] = []
+    by_row_len: dict[int, list[tuple[int, float]]] = {}
+    for row_len, max_sequences, seconds in points:
+        if max_sequences == 1:
+            single.append((row_len, seconds))
+        else:
+            by_row_len.setdefault(row_len, []).append((max_sequences, seconds))
+    slopes = [
+        (row_len, max(0.0, float(np.polyfit(*zip(*found, strict=True), 1)[0])))
+        for row_len, found in by_row_len.items()
+        if len({max_sequences for max_sequences, _ in found}) > 1
+    ]
+    jumps = [(2 * r0, s1) for (r0, s0), (_, s1) in pairwise(sorted(slopes)) if s0 < s1 / 10]
+    slopes += [(row_len, seconds) for row_len, seconds in jumps if row_len not in by_row_len]
+    sequence = Curve.through(slopes, rising=False) if slopes else None
+    packed = [
+        (row_len, seconds - max_sequences * (sequence(row_len) if sequence else 0.0))
+        for row_len, found in by_row_len.items()
+        for max_sequences, seconds in found
+    ]
+    curves = (Curve.through(pairs, rising=False) if pairs else None for pairs in (single, packed))
+    return AttentionTimes(*curves, sequence)
+
+
+def _known(curve: Curve | None, rows: str) -> Curve:
+    if curve is None:
+        raise ProfileError(f"the profile measures no attention over rows of {rows}")
+    return curve
+
 
 # One remat policy for all layers, or a sequence with one policy for each layer.
 Remat = str | Sequence[str]

@@ -17,11 +17,16 @@ The parts, in the order in which `make_plan` uses them:
 `subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.
 """
 
-from .make_plan import TaskLoad, make_plan, shared_pool
-from .pipeline_choice import plan_with
+from .make_plan import (
+    SmallerMicrobatches,
+    TaskLoad,
+    make_plan,
+    plan_with,
+    shared_pool,
+    try_smaller_microbatches,
+)
 from .pipeline_plan import grouping_of_share, grouping_of_tasks, pack_in_groups
 from .plan_value import Plan
-from .smaller_microbatches import SmallerMicrobatches, try_smaller_microbatches
 
 __all__ = [
     "Plan",

@@ -1,16 +1,479 @@
-"""Ways to group tasks for a pipeline: hTasks (MuxTune Eq. 6) in buckets (Eq. 7), and others."""
+"""Groups tasks for the pipeline: candidates for hTasks, buckets and turns.
 
-from collections.abc import Iterator, Mapping, Sequence
+- MuxTune fuses tasks into hTasks, whose samples share microbatches (3.3, Eq. 4 and 6), and groups
+  hTasks into buckets, which take turns in the pipeline (3.4, Eq. 7).
+- LoRAFusion divides tasks into groups that are packed together and take turns (5.2).
+
+A quick estimate of the length of a grouping's stream chooses those that are worth simulating. In
+the functions that divide items into parts whose sums are as equal as possible, sizes are float64
+[N] with N items, and a part is a list of item indices.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations, combinations_with_replacement, pairwise
 from typing import NamedTuple
 
 import numpy as np
 
+from ..contiguous_ranges import cheapest_ranges
 from ..errors import PlanningError
 from ..packing.microbatches import CutBatch
 from ..packing.shape_class import ShapeClass
-from .adapter_groups import pair_head_with_tail
-from .buckets import Buckets, candidate_buckets
-from .fusion import HTask, fusions, pipeline_latency
+
+# Indices of the tasks of an hTask, in ascending order of their tokens.
+HTask = tuple[int, ...]
+
+
+class Fusion(NamedTuple):
+    """A partition of the tasks into hTasks.
+
+    Attributes:
+      htasks: every task once. The tasks, and so the hTasks, ascend in tokens.
+      latency: F, the estimated seconds from end to end of C microbatches of every hTask.
+    """
+
+    htasks: tuple[HTask, ...]
+    latency: float
+
+
+def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: int) -> list[Fusion]:
+    """Returns, for every number of hTasks, the partition of least latency F (Eq. 6).
+
+    The tasks are sorted by tokens, and every hTask is a contiguous range of them:
+
+        F(m, n) = min_i F(i, n-1) + L(H_{i+1→m}) / S,   F(m, 1) = L(H_{1→m}).
+
+    The first hTask fills and drains the pipeline, and each further one adds its average latency per
+    stage, which is less than its time in a full pipeline. So the partition of least F is not always
+    the fastest, and a caller that can simulate the pipeline should choose among these partitions.
+    `latency` is called once for each of the M(M+1)/2 contiguous hTasks.
+
+    Args:
+      tokens: n_i, tokens of a microbatch of each of the M tasks.
+      latency: L, end-to-end latency in seconds of an hTask alone in the pipeline, for example
+        `pipeline_latency`; infinite for an hTask that is not allowed. Numbers of hTasks for which
+        no partition is allowed are left out.
+      stages: S, the number of pipeline stages.
+
+    Raises:
+      PlanningError: there are no tasks, or no partition has a finite latency.
+    """
+    ascending = sorted(range(len(tokens)), key=lambda task: (tokens[task], task))
+    costs = np.full((len(ascending), len(ascending)), np.inf)
+    for first, last in combinations_with_replacement(range(len(ascending)), 2):
+        costs[first, last] = latency(tuple(ascending[first : last + 1]))
+    return [
+        Fusion(tuple(tuple(ascending[first : last + 1]) for first, last in ranges), total)
+        for ranges, total in fuse_ranges(costs, stages)
+    ]
+
+
+def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
+    """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6).
+
+    Args:
+      costs: float [M, M]; entry [i, k] is the latency in seconds of the hTask of the tasks i to k,
+        both included; infinite where it does not fit. Entries below the diagonal are not read.
+      stages: S, the number of pipeline stages.
+
+    Returns:
+      For every possible number of hTasks, the first and the last task of each hTask, and the
+      latency F in seconds.
+
+    Raises:
+      PlanningError: there are no tasks, or no partition has a finite latency.
+    """
+    tasks = len(costs)
+    if not tasks:
+        raise PlanningError("no tasks to fuse")
+    further = np.full((tasks + 1, tasks + 1), np.inf)
+    further[:-1, 1:] = np.where(np.tri(tasks, dtype=bool).T, costs / stages, np.inf)
+    first = np.concatenate([[np.inf], costs[0]])
+    found = [
+        ([(begin, end - 1) for begin, end in pairwise((0, *ends))], total)
+        for ends, total in cheapest_ranges(first, further, tasks)
+        if np.isfinite(total)
+    ]
+    if not found:
+        raise PlanningError(f"no partition of the {tasks} tasks into hTasks fits in memory")
+    return found
+
+
+def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:
+    """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4).
+
+    L = 2 Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase.
+
+    Args:
+      stages: L⁽ˢ⁾, seconds of one pass of a microbatch on each stage: the mean of its forward and
+        its backward pass.
+      microbatches: C, the number of microbatches.
+    """
+    return 2 * sum(stages[:-1]) + 2 * microbatches * max(stages)
+
+
+def pair_head_with_tail(
+    lengths: Mapping[int, Sequence[int]], groups: int
+) -> tuple[tuple[int, ...], ...]:
+    """Divides tasks into groups of similar load, each with short samples beside long ones.
+
+    The tasks are sorted by the mean length of their samples and paired: the shortest with the
+    longest, the second shortest with the second longest, and so on. The pairs are then added to
+    groups in descending order of tokens, each to the group with the fewest tokens among those with
+    the fewest pairs.
+
+    Args:
+      lengths: by slot, lengths in tokens of the samples of a global batch of the task.
+      groups: number of groups. Two groups keep the bubble lemma without no-ops if each group's
+        global batches take at least S - 1 microbatches.
+
+    Returns:
+      The slots of each group, ascending.
+
+    Raises:
+      PlanningError: a task has no samples, or there are fewer tasks than groups.
+    """
+    for slot, sizes in lengths.items():
+        if not len(sizes):
+            raise PlanningError(f"slot {slot}: no samples, so their mean length is unknown")
+    if not 1 <= groups <= len(lengths):
+        raise PlanningError(f"{len(lengths)} tasks cannot be divided into {groups} groups")
+    tokens = {slot: int(np.sum(sizes)) for slot, sizes in lengths.items()}
+    pairs = _pairs(sorted(lengths, key=lambda slot: (np.mean(lengths[slot]), slot)), groups)
+    members: list[list[int]] = [[] for _ in range(groups)]
+    # For each group, its number of pairs and of tokens.
+    held = [(0, 0)] * groups
+    for pair in sorted(pairs, key=lambda pair: -sum(tokens[slot] for slot in pair)):
+        lightest = held.index(min(held))
+        members[lightest] += pair
+        pair_count, token_count = held[lightest]
+        held[lightest] = (pair_count + 1, token_count + sum(tokens[slot] for slot in pair))
+    return tuple(tuple(sorted(group)) for group in members)
+
+
+def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
+    """Pairs from both ends; the longest tasks stay single if there are less than two per group."""
+    singles = max(0, 2 * groups - len(ascending))
+    paired, rest = ascending[: len(ascending) - singles], ascending[len(ascending) - singles :]
+    half = len(paired) // 2
+    pairs = [list(pair) for pair in zip(paired[:half], reversed(paired[-half:]), strict=True)]
+    middle = [[paired[half]]] if len(paired) % 2 else []
+    return pairs + middle + [[slot] for slot in rest]
+
+
+def take_turns[Batch](
+    rounds: Sequence[Mapping[int, Batch]], groups: Sequence[Sequence[int]]
+) -> list[dict[int, Batch]]:
+    """Returns the turns of the groups: in each round, one group's global batches after another's.
+
+    The turns of a group are separated by those of all other groups, which is the distance that the
+    bubble lemma requires (see `bubble_lemma`).
+
+    Args:
+      rounds: by slot, the task's global batch of the round; a task that has ended is left out.
+      groups: slots of each group.
+
+    Returns:
+      For each turn, by slot, the global batches of the group's tasks. Turns without any are left
+      out.
+    """
+    turns = [
+        {slot: batches[slot] for slot in group if slot in batches}
+        for batches in rounds
+        for group in groups
+    ]
+    return [turn for turn in turns if turn]
+
+
+# Two parts exchange at most this many items at once; all 2^n divisions of them are compared.
+_EXCHANGED_ITEMS = 12
+# Sums that differ by less than this fraction of the mean sum count as equal.
+_NEGLIGIBLE = 1e-3
+# Relative error of a sum of float64 numbers.
+_ROUNDING = 1e-12
+
+Parts = Sequence[Sequence[int]]
+
+
+def largest_sum(parts: Parts, sizes: np.ndarray) -> float:
+    """Returns the largest sum of any part."""
+    return max(sizes[list(part)].sum() for part in parts)
+
+
+def deal_largest_first(sizes: np.ndarray, count: int) -> list[list[int]]:
+    """Deals the items in descending order to `count` parts, each to the smallest part so far."""
+    parts: list[list[int]] = [[] for _ in range(count)]
+    sums = np.zeros(count)
+    for item in np.argsort(-sizes, kind="stable"):
+        smallest = int(sums.argmin())
+        parts[smallest].append(int(item))
+        sums[smallest] += sizes[item]
+    return parts
+
+
+class _Layer(NamedTuple):
+    """The states of the dynamic program after some of the parts are filled.
+
+    Attributes:
+      members: int64, for each state the set of items in the filled parts, as bits.
+      variance: float64, the sum of squared distances of these parts from the mean of all parts.
+      parent: int64, index of the state in the layer before.
+      part: int64, the items of the part that was filled last, as bits.
+    """
+
+    members: np.ndarray
+    variance: np.ndarray
+    parent: np.ndarray
+    part: np.ndarray
+
+
+def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
+    """Returns the division into as many parts of least variance, with no sum above `limit`.
+
+    A dynamic program over sets of items fills one part after another. Each next part holds the
+    largest item that is left, so every division comes up once. The variance of the given division
+    bounds the search: a part at distance d from the mean forces a total distance of d on all others
+    together, which leaves few subsets for a part and few sets to continue from.
+
+    Args:
+      parts: any division that keeps the limit.
+      sizes: sizes of the items; at most about 16.
+      limit: most that a part may sum to.
+    """
+    descending = np.argsort(-sizes, kind="stable")
+    sums = _subset_sums(sizes[descending])
+    count, mean = len(parts), sums[-1] / len(parts)
+    most = sum((sizes[list(part)].sum() - mean) ** 2 for part in parts) + _ROUNDING * mean**2
+    distance = (sums - mean) ** 2
+    near = distance * count <= most * (count - 1) + _ROUNDING * mean**2
+    near = 1 + np.flatnonzero(near[1:] & (sums[1:] <= limit))
+    empty = np.zeros(1, np.int64)
+    layers = [_Layer(empty, np.zeros(1), empty, empty)]
+    for left in reversed(range(count)):
+        layer = _fill_part(layers[-1], near, distance, len(sizes))
+        off = sums[-1] - sums[layer.members] - left * mean
+        within = layer.variance + off**2 / max(left, 1) <= most
+        if not left:
+            # Leaving out a short item may cost less variance than `most` allows.
+            within = layer.members == 2 ** len(sizes) - 1
+        layers.append(_Layer(*(field[within] for field in layer)))
+    found, index = [], 0
+    for layer in reversed(layers[1:]):
+        part = int(layer.part[index])
+        found.append([int(item) for n, item in enumerate(descending) if part >> n & 1])
+        index = int(layer.parent[index])
+    return found
+
+
+def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int) -> _Layer:
+    """The states after one more part, the one of least variance for each set of items.
+
+    Args:
+      near: int64, the subsets that a part may hold, as bits.
+      distance: float64 [2^items], the squared distance of each subset's sum from the mean.
+    """
+    everything = 2**items - 1
+    # The lowest bit is the largest item that is left.
+    next_item = ~layer.members & everything
+    next_item &= -next_item
+    grown = []
+    for bit in np.unique(next_item[next_item > 0]):
+        states = np.flatnonzero(next_item == bit)
+        choices = near[near & -near == bit]
+        row, column = np.nonzero(layer.members[states][:, None] & choices == 0)
+        parent, part = states[row], choices[column]
+        members = layer.members[parent] | part
+        grown.append(_Layer(members, layer.variance[parent] + distance[part], parent, part))
+    merged = _Layer(*(np.concatenate(fields) for fields in zip(*grown, strict=True)))
+    order = np.lexsort((merged.variance, merged.members))
+    members = merged.members[order]
+    best = order[np.concatenate([[True], members[1:] != members[:-1]])]
+    return _Layer(*(field[best] for field in merged))
+
+
+def small_largest_sum(parts: Parts, sizes: np.ndarray, precision: float) -> list[list[int]]:
+    """Returns, of the divisions with the smallest largest sum, the one of least variance.
+
+    Args:
+      parts: any division into the wanted number of parts.
+      sizes: sizes of the items; at most about 16.
+      precision: the largest sum may exceed the smallest possible one by this fraction; bisection
+        ends there.
+    """
+    count, best = len(parts), parts
+    low, high = max(sizes.sum() / count, sizes.max()), largest_sum(parts, sizes)
+    while high > low * (1 + precision):
+        limit = (low + high) / 2
+        packed = _fewest_bins(sizes, limit)
+        if len(packed) > count:
+            low = limit
+        else:
+            best, high = packed, largest_sum(packed, sizes)
+    return least_variance(_spread(best, count), sizes, high * (1 + _ROUNDING))
+
+
+def _fewest_bins(sizes: np.ndarray, limit: float) -> list[list[int]]:
+    """The items in the fewest bins of at most `limit`, by a dynamic program over sets.
+
+    For each set it keeps the packing of fewest bins, and of those the one whose last bin is least
+    full, as one number: (bins - 1) · limit + sum of the last bin.
+    """
+    members = np.arange(2 ** len(sizes))
+    used = np.full(len(members), np.inf)
+    used[0] = 0.0
+    last = np.zeros(len(members), np.int64)
+    item_count = np.bitwise_count(members)
+    slack = _ROUNDING * limit
+    for count in range(1, len(sizes) + 1):
+        layer = members[item_count == count]
+        for item, size in enumerate(sizes):
+            sets = layer[layer >> item & 1 == 1]
+            before = used[sets ^ (1 << item)]
+            full = np.ceil((before - slack) / limit) * limit
+            after = np.where(before + size <= full + slack, before, full) + size
+            better = after < used[sets]
+            used[sets[better]], last[sets[better]] = after[better], item
+    bins: list[list[int]] = []
+    rest, opened = len(members) - 1, np.inf
+    while rest:
+        item = int(last[rest])
+        number = int(np.ceil((used[rest] - slack) / limit))
+        if number != opened:
+            bins.append([])
+            opened = number
+        bins[-1].append(item)
+        rest ^= 1 << item
+    return bins
+
+
+def _spread(parts: Parts, count: int) -> list[list[int]]:
+    """As many parts as `count`: items of parts that hold several move to new ones."""
+    spread = [list(part) for part in parts]
+    while len(spread) < count:
+        spread.append([max(spread, key=len).pop()])
+    return spread
+
+
+def _subset_sums(sizes: np.ndarray) -> np.ndarray:
+    """The sum of every subset of the items: float64 [2^N], the subset as the bits of the index."""
+    sums = np.zeros(1)
+    for size in sizes:
+        sums = np.concatenate([sums, sums + size])
+    return sums
+
+
+def divide_pairs_again(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
+    """Divides pairs of parts again, those of most different sums first, until no pair improves."""
+    sums = [sizes[part].sum() for part in parts]
+    negligible = _NEGLIGIBLE * sizes.sum() / len(parts)
+    changed = set(range(len(parts)))
+    while changed:
+        pairs = [
+            (one, two)
+            for one, two in combinations(range(len(parts)), 2)
+            if (one in changed or two in changed) and abs(sums[one] - sums[two]) > negligible
+        ]
+        pairs.sort(key=lambda pair: -abs(sums[pair[0]] - sums[pair[1]]))
+        changed = set()
+        for one, two in pairs:
+            divided = _halve(parts[one] + parts[two], sizes)
+            halves = [sizes[half].sum() for half in divided]
+            if abs(halves[0] - halves[1]) < abs(sums[one] - sums[two]) - negligible:
+                (parts[one], parts[two]), (sums[one], sums[two]) = divided, halves
+                changed |= {one, two}
+    return parts
+
+
+def _halve(items: list[int], sizes: np.ndarray) -> tuple[list[int], list[int]]:
+    """Two parts of nearly equal sums: the 12 shortest items are divided best, the others dealt."""
+    descending = sorted(items, key=lambda i: -sizes[i])
+    dealt, free = descending[:-_EXCHANGED_ITEMS], descending[-_EXCHANGED_ITEMS:]
+    one, two = ([dealt[i] for i in part] for part in deal_largest_first(sizes[dealt], 2))
+    sums = _subset_sums(sizes[free])
+    target = sizes[items].sum() / 2 - sizes[one].sum()
+    chosen = int(np.abs(sums - target).argmin())
+    one += [item for n, item in enumerate(free) if chosen >> n & 1]
+    two += [item for n, item in enumerate(free) if not chosen >> n & 1]
+    return one, two
+
+
+# For each bucket, the indices of its hTasks; the buckets descend in latency, as rule 1 of MuxTune's
+# pipeline template requires.
+Buckets = tuple[tuple[int, ...], ...]
+
+# The exact search looks at all subsets of the hTasks, so it is used for at most this many.
+_EXACT_HTASKS = 12
+# Buckets of least variance are a candidate if their largest bucket is at most this fraction above
+# the smallest possible largest bucket.
+_LARGEST_ABOVE_LEAST = 0.01
+
+
+def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
+    """Returns, for each number P of buckets, one or two balanced choices of buckets.
+
+    A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
+    (Eq. 7) do not always have the smallest largest bucket. For up to 12 hTasks the candidates are:
+
+    - the buckets of least variance, if their largest bucket is at most 1% above the smallest
+      possible one;
+    - the buckets of least variance among those whose largest bucket is the smallest possible one,
+      to 0.1%.
+
+    For more hTasks the only candidates are those of `balanced_buckets`.
+
+    Args:
+      latencies: seconds of each hTask.
+      most: the largest P; None for the number of hTasks.
+
+    Raises:
+      PlanningError: there are no hTasks, or a latency is not positive and finite.
+    """
+    candidates = []
+    sizes = np.asarray(latencies, float)
+    for balanced in balanced_buckets(latencies, most):
+        smallest = balanced
+        if len(sizes) <= _EXACT_HTASKS and balance_gap(latencies, balanced) > _NEGLIGIBLE:
+            smallest = _in_order(small_largest_sum(balanced, sizes, _NEGLIGIBLE), sizes)
+        limit = (1 + _LARGEST_ABOVE_LEAST) * largest_sum(smallest, sizes)
+        candidates += [smallest] if smallest != balanced else []
+        candidates += [balanced] if largest_sum(balanced, sizes) <= limit else []
+    return candidates
+
+
+def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
+    """Returns, for each P = 1 ... N, the P buckets of least variance (Eq. 7).
+
+    The result is exact for up to 12 hTasks. For more, hTasks are dealt to buckets in descending
+    order; then pairs of buckets are divided again, each as evenly as possible, until no pair
+    improves. Arguments and errors are those of `candidate_buckets`.
+    """
+    if not len(latencies):
+        raise PlanningError("no hTasks to group")
+    for htask, latency in enumerate(latencies):
+        if not 0 < latency < np.inf:
+            raise PlanningError(f"hTask {htask} has a latency of {latency} s, expected more than 0")
+    sizes = np.asarray(latencies, float)
+    counts = range(1, 1 + min(len(sizes), most or len(sizes)))
+    dealt = [deal_largest_first(sizes, count) for count in counts]
+    improve = least_variance if len(sizes) <= _EXACT_HTASKS else divide_pairs_again
+    return [_in_order(improve(buckets, sizes), sizes) for buckets in dealt]
+
+
+def balance_gap(latencies: Sequence[float], buckets: Buckets) -> float:
+    """Returns the largest bucket divided by max(mean bucket, largest hTask), minus 1.
+
+    No choice of the same number of buckets has a largest bucket below that maximum.
+    """
+    sizes = np.asarray(latencies, float)
+    return largest_sum(buckets, sizes) / max(sizes.sum() / len(buckets), sizes.max()) - 1
+
+
+def _in_order(buckets: Sequence[Sequence[int]], sizes: np.ndarray) -> Buckets:
+    """The buckets in descending order of latency, the hTasks of each ascending."""
+    tidy = (tuple(sorted(int(i) for i in bucket)) for bucket in buckets)
+    return tuple(sorted(tidy, key=lambda bucket: (-sizes[list(bucket)].sum(), bucket)))
+
 
 # For each group, the slots of its tasks, in the order of the groups' turns. The tasks of a group
 # share microbatches.
@@ -143,3 +606,55 @@ def _every_division(tasks: int, most: int) -> Iterator[Buckets]:
     for buckets in divisions:
         if len(buckets) <= most:
             yield tuple(tuple(bucket) for bucket in buckets)
+
+
+# Sums of fractions of microbatches are whole numbers up to this rounding error.
+_CEIL_TOLERANCE = 1e-9
+
+
+def most_promising(
+    groupings: Sequence[Grouping], rounds: Sequence[CutRound], shape: ShapeClass, stages: int
+) -> list[Grouping]:
+    """Returns the 2S groupings whose streams are estimated to be the shortest.
+
+    An estimate takes the bubble lemma into account, but not how well spans fill microbatches, so
+    few groupings take less time than estimated. Groupings with equal estimates are chosen such that
+    each number of groups gets its turn.
+
+    Args:
+      groupings: the groupings to choose from.
+      rounds: global batches of every task.
+      shape: shape class of the microbatches.
+      stages: S, number of stages.
+    """
+    chunks = [{slot: chunks_of(batch) for slot, batch in batches.items()} for batches in rounds]
+    alike: Counter[tuple[int, int]] = Counter()
+    keys = []
+    for i, grouping in enumerate(groupings):
+        groups = grouping.groups
+        turns = [
+            [sum(own.get(slot, 0) for slot in group) / shape.chunks for group in groups]
+            for own in chunks
+        ]
+        length = stream_length(turns, stages)
+        keys.append((length, alike[length, len(groups)], i))
+        alike[length, len(groups)] += 1
+    return [groupings[i] for _, _, i in sorted(keys)[: 2 * stages]]
+
+
+def stream_length(rounds: Sequence[Sequence[float]], distance: int) -> int:
+    """Returns the microbatches of a stream, including the no-ops that the bubble lemma needs.
+
+    Args:
+      rounds: for each round and group, how many microbatches its turn fills.
+      distance: least distance of two turns of a group, in microbatches: the number of stages.
+    """
+    end = 0.0
+    last: dict[int, int] = {}
+    for turns in rounds:
+        for group, microbatches in enumerate(turns):
+            if microbatches:
+                begin = max(end, last[group] + distance) if group in last else end
+                end = begin + microbatches
+                last[group] = int(np.ceil(end - _CEIL_TOLERANCE)) - 1
+    return int(np.ceil(end - _CEIL_TOLERANCE))

@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from ..costs.admission import Admission
 from ..costs.cost_models import CostSource
 from ..costs.pool_spec import PoolSpec, merge_pool_specs
@@ -14,12 +16,72 @@ from ..packing.microbatches import RoundLengths
 from ..packing.sampled_rounds import Batches, sample_rounds
 from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import ShapeClass, smallest_shape_class
-from .bubble_lemma import PackedMicrobatch
 from .groupings import Grouping
-from .pipeline_choice import baselines, plan_with
-from .pipeline_plan import grouping_of_tasks
-from .plan_value import PlacedSample, Plan, PlannedTask, Prediction
+from .pipeline_plan import (
+    PackedMicrobatch,
+    PipelineCosts,
+    PipelinePlan,
+    grouping_of_tasks,
+    one_htask,
+    plan_pipeline,
+)
+from .plan_value import Baseline, PlacedSample, Plan, PlannedTask, Prediction
 from .schedules import validate
+
+
+def plan_with(
+    grouping: Grouping, rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
+) -> PipelinePlan:
+    """Returns the pipeline of rounds on a replica.
+
+    Args:
+      grouping: the groups of tasks.
+      rounds: for each round, the lengths of every task's global batch.
+      shape: shape class of the microbatches.
+      costs: costs of the replica, for the pool of all tasks.
+    """
+    seconds = costs.stages(shape)
+    pipeline = PipelineCosts(shape, lambda lengths: seconds, costs.permute(shape))
+    return plan_pipeline(rounds, grouping, pipeline)
+
+
+def baselines(
+    rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
+) -> tuple[Baseline, ...]:
+    """Returns the predicted costs of the methods that a plan is compared with.
+
+    They use 1F1B and the plan's shape class. On one device the plan itself trains all tasks
+    together, so only one task at a time remains.
+
+    Args:
+      rounds: for each round, the lengths of every task's global batch.
+      shape: shape class of the microbatches.
+      costs: costs of the replica, for the pool of all tasks.
+    """
+    separate = []
+    for slot in rounds[0]:
+        own = [{slot: batches[slot]} for batches in rounds]
+        separate.append(plan_with(one_htask([slot]), own, shape, costs))
+    if costs.replica.pp == 1:
+        methods = {"one task at a time": separate}
+    else:
+        together = plan_with(one_htask(sorted(rounds[0])), rounds, shape, costs)
+        methods = {"1F1B per task": separate, "batch everything": [together]}
+    return tuple(_baseline(name, plans, len(rounds), costs) for name, plans in methods.items())
+
+
+def _baseline(
+    name: str, plans: Sequence[PipelinePlan], rounds: int, costs: ReplicaCosts
+) -> Baseline:
+    """The costs of plans that run one after another, each with the updates of its own tasks."""
+    seconds = sum(plan.simulation.makespan for plan in plans)
+    busy = sum(float(np.sum(plan.simulation.busy())) for plan in plans)
+    return Baseline(
+        name=name,
+        round_seconds=seconds / rounds + costs.update(),
+        bubble_ratio=1 - busy / (costs.replica.pp * seconds),
+        microbatches=sum(len(plan.microbatches) for plan in plans) / rounds,
+    )
 
 
 class TaskLoad(NamedTuple):
@@ -256,3 +318,75 @@ def _planned_task(task: TaskLoad) -> PlannedTask:
     sizes = count, sum(task.lengths) + count * more, task.longest + more
     rank = task.pool.largest_rank
     return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)
+
+
+# Smaller microbatches are tried if less than this share of all devices' time is useful, and
+# reported if a round takes less than this share of the plan's.
+_NOTABLE = 0.95
+
+
+class SmallerMicrobatches(NamedTuple):
+    """Fewer tokens per microbatch than in a plan, and the predicted times with them.
+
+    `try_smaller_microbatches` returns it.
+
+    Attributes:
+      tokens: tokens of a microbatch to request as `ShapeRequest.tokens`, before rounding up to
+        whole rows and chunks.
+      round_seconds: predicted seconds of one round (one global batch of every task), including the
+        optimizer updates.
+      bubble_ratio: fraction of the pipeline stages' time, between 0 and 1, in which they run no
+        pass.
+    """
+
+    tokens: int
+    round_seconds: float
+    bubble_ratio: float
+
+
+def try_smaller_microbatches(
+    plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
+) -> SmallerMicrobatches | None:
+    """Tries whether fewer tokens per microbatch would make rounds at least 5% faster than in a
+    plan.
+
+    A round is one global batch of every task. Smaller microbatches are more numerous, so they fill
+    a pipeline better, and less of them is padding. The function halves the requested tokens until a
+    round takes longer, or until a microbatch would be shorter than the longest sample.
+
+    Args:
+      plan: the result of `make_plan(tasks, request, costs, source, rounds)`.
+      tasks: the tasks, as given to `make_plan`.
+      request: limits of the shape class of microbatches, as given to `make_plan`.
+      costs: the costs of the replica, as given to `make_plan`.
+
+    Returns:
+      The best number of tokens that was found, with its predicted times. None if no number makes
+      rounds at least 5% faster. It is None without a search in two cases: on one pipeline stage,
+      because `make_plan` considers fewer tokens itself there; and if bubbles and padding together
+      take less than 5% of the devices' time, because there is little to gain.
+    """
+    if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
+        return None
+    lengths, own = round_lengths(tasks, plan.rounds), plan.prediction
+    best = SmallerMicrobatches(request.tokens, own.round_seconds, own.bubble_ratio)
+    tokens = request.tokens // 2
+    while tokens >= max(task.longest for task in tasks):
+        shape = choose_shape_class(tasks, request._replace(tokens=tokens), costs)
+        if shape.tokens >= 2 * tokens:
+            # Rounded up to whole rows and chunks, it is no smaller than with more tokens.
+            break
+        grouping = grouping_of_tasks([task.batches for task in tasks], shape, plan.replica.pp)
+        simulation = plan_with(grouping, lengths, shape, costs).simulation
+        seconds = simulation.makespan / plan.rounds + own.update_seconds
+        if seconds > best.round_seconds:
+            break
+        best = SmallerMicrobatches(tokens, seconds, simulation.bubble_ratio())
+        tokens //= 2
+    return best if best.round_seconds < _NOTABLE * own.round_seconds else None
+
+
+def _useful_share(plan: Plan) -> float:
+    """The share of all devices' time that is neither bubbles nor padding."""
+    tokens = plan.tokens_by_microbatch
+    return (1 - plan.prediction.bubble_ratio) * sum(tokens) / (len(tokens) * plan.shape.tokens)

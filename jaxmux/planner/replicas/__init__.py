@@ -9,19 +9,23 @@ configuration to deploy, and `replan` whether to change them when tasks arrive o
 replicas (`pipeline.Plan`).
 """
 
-from .cost_table import SequenceCosts
-from .deployment_choice import choose_replicas, simulate_rounds
-from .deployment_plan import DeploymentPlan, candidate_replicas, plan_replicas, replan
+from .cost_table import SequenceCosts, ShapeCosts, TokenCosts
+from .deployment_search import (
+    DeploymentPlan,
+    candidate_replicas,
+    choose_replicas,
+    plan_replicas,
+    replan,
+    simulate_rounds,
+)
 from .length_bins import LengthBins, choose_length_bins
 from .make_deployment_plan import (
     DeployedPlans,
     make_deployment_plan,
     predicted_round_seconds,
 )
-from .sample_assignment import assign_samples, round_bins
-from .sample_dispatch import SampleDispatch, dispatch_samples
+from .sample_dispatch import SampleDispatch, assign_samples, dispatch_samples, round_bins
 from .sequence_costs import ModelledSequenceCosts
-from .shape_costs import ShapeCosts, TokenCosts
 
 __all__ = [
     "DeployedPlans",

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .cost_table import Replica, SequenceCosts, require_service, tabulate_costs
-from .deployment_choice import simulate_rounds
+from .deployment_search import simulate_rounds
 from .length_bins import LengthBins
 
 

@@ -21,12 +21,11 @@ from ..packing.sampled_rounds import (
 from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import ShapeClass
 from ..pipeline.groupings import Grouping
-from ..pipeline.make_plan import TaskLoad, plan_rounds, require_rows, round_lengths
-from ..pipeline.pipeline_choice import plan_with
+from ..pipeline.make_plan import TaskLoad, plan_rounds, plan_with, require_rows, round_lengths
 from ..pipeline.pipeline_plan import grouping_of_share
 from ..pipeline.plan_value import Plan
-from .sample_assignment import assign_samples
-from .shape_costs import ShapeCosts
+from .cost_table import ShapeCosts
+from .sample_dispatch import assign_samples
 
 FORMAT = "jaxmux.deployment_plan/1"
 

@@ -18,8 +18,8 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.number_formats import Scaled
 from jaxmux.peft import initial_adapter
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.estimates import estimated_memory
-from jaxmux.planner.costs.layer_policies import exchanged_bytes
+from jaxmux.planner.costs.cost_models import estimated_memory
+from jaxmux.planner.costs.memory_model import exchanged_bytes
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Replica, Stage
 from jaxmux.sharding import StageMesh, consecutive_parts, stage_meshes

@@ -1,7 +1,6 @@
 """Sizes of backbones for tests of the cost models."""
 
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.device_profile import BackboneSize
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 
 
 def llama_8b() -> BackboneSize:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from true_costs import TRUE_ADAPTERS
 
-from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes, fit_adapter_times
+from jaxmux.planner.costs.time_model import AdapterLoad, AdapterTimes, fit_adapter_times
 
 
 def utilisation(times: AdapterTimes, load: AdapterLoad) -> float:

@@ -8,7 +8,7 @@ from backbone_sizes import llama_8b
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
+from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import ONE_DEVICE, Replica

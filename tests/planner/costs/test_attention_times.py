@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxmux.planner.costs.attention_times import fit_attention_times
+from jaxmux.planner.costs.time_model import fit_attention_times
 
 
 def test_sequences_take_time_from_the_first_row_length_of_another_kernel():

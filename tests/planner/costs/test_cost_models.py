@@ -8,22 +8,22 @@ import pytest
 
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import h200
-from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.cost_models import (
     PROFILES,
     device_models,
+    estimated_memory,
     estimated_models,
     measured_models,
 )
 from jaxmux.planner.costs.device_profile import (
     BackboneSize,
     LayerPoint,
+    PackedBytes,
     ProfileError,
     UpdatePoint,
     read_profile,
     write_profile,
 )
-from jaxmux.planner.costs.estimates import estimated_memory
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing.shape_class import ShapeClass

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmux.planner.costs.curve import Curve
+from jaxmux.planner.costs.time_model import Curve
 
 
 @pytest.mark.parametrize("seed", range(10))

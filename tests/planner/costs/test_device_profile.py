@@ -4,7 +4,6 @@ import json
 
 import pytest
 
-from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     BackboneSize,
@@ -12,6 +11,7 @@ from jaxmux.planner.costs.device_profile import (
     HeadPoint,
     LayerPoint,
     Measurement,
+    PackedBytes,
     Profile,
     ProfileError,
     RoundPoint,

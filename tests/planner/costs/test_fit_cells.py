@@ -6,9 +6,14 @@ import pytest
 from backbone_sizes import llama_8b
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
-from jaxmux.planner.costs.fit_cells import FitCell, fastest_fitting, fit_cells, largest_fitting
+from jaxmux.planner.costs.admission import (
+    Admission,
+    FitCell,
+    fastest_fitting,
+    fit_cells,
+    largest_fitting,
+)
+from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import ONE_DEVICE

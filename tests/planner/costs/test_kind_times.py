@@ -3,9 +3,8 @@
 import pytest
 
 from jaxmux.planner.costs import h200
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.device_profile import BackboneSize
-from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
+from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec
 from jaxmux.planner.packing import ShapeClass
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxmux.planner.costs.layer_policies import fill_layers, fill_stages, split_stages
+from jaxmux.planner.costs.memory_model import fill_layers, fill_stages, split_stages
 
 
 def test_layers_get_the_first_policy_that_fits_and_some_get_the_one_before_it():

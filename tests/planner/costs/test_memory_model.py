@@ -6,19 +6,18 @@ import numpy as np
 import pytest
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     BackboneSize,
     HeadPoint,
     LayerPoint,
     Measurement,
+    PackedBytes,
     Profile,
     ProfileError,
 )
-from jaxmux.planner.costs.layer_policies import split_stages
-from jaxmux.planner.costs.memory_fit import fit_memory_model
-from jaxmux.planner.costs.memory_model import USABLE, MemoryModel
+from jaxmux.planner.costs.fitting import fit_memory_model
+from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, split_stages
 from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PoolSpec
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass

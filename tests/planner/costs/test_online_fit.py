@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy.optimize import nnls
 
-from jaxmux.planner.costs.online_fit import OnlineFit
+from jaxmux.planner.costs.memory_model import OnlineFit
 
 BETA = np.array([3e7, 9e3, 2.5])
 

@@ -6,12 +6,9 @@ import math
 import numpy as np
 import pytest
 
-from jaxmux.planner.costs.attention_memory import PackedBytes
-from jaxmux.planner.costs.device_profile import BackboneSize
-from jaxmux.planner.costs.estimates import estimated_times, with_estimated_collectives
-from jaxmux.planner.costs.layer_policies import split_stages
-from jaxmux.planner.costs.memory_model import USABLE, MemoryModel
-from jaxmux.planner.costs.online_fit import OnlineFit
+from jaxmux.planner.costs.cost_models import estimated_times, with_estimated_collectives
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
+from jaxmux.planner.costs.memory_model import USABLE, MemoryModel, OnlineFit, split_stages
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica

@@ -10,8 +10,6 @@ from packings import muxtune_shape
 from true_costs import TRUE_ADAPTERS
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.adapter_times import AdapterLoad, AdapterTimes
-from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
     BackboneSize,
@@ -19,17 +17,18 @@ from jaxmux.planner.costs.device_profile import (
     HeadPoint,
     LayerPoint,
     Measurement,
+    PackedBytes,
     Profile,
     ProfileError,
     RoundPoint,
     UpdatePoint,
 )
+from jaxmux.planner.costs.fitting import fit_time_model
 from jaxmux.planner.costs.h200 import DECODED_PER_SECOND, FLOAT8_SAVING, linear_seconds
-from jaxmux.planner.costs.memory_model import MemoryModel
-from jaxmux.planner.costs.online_fit import OnlineFit
+from jaxmux.planner.costs.memory_model import MemoryModel, OnlineFit
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
-from jaxmux.planner.costs.time_fit import fit_time_model
+from jaxmux.planner.costs.time_model import AdapterLoad, AdapterTimes
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.shape_choice import ShapeRequest, choose_shape

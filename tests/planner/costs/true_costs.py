@@ -1,6 +1,6 @@
 """Costs of the magnitude of an H200's, which the fits of the cost models should recover."""
 
-from jaxmux.planner.costs.adapter_times import AdapterTimes
+from jaxmux.planner.costs.time_model import AdapterTimes
 
 TRUE_ADAPTERS = AdapterTimes(
     floor=50e-6,

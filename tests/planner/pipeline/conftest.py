@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from jaxmux.planner.costs.attention_memory import PackedBytes
 from jaxmux.planner.costs.cost_models import estimated_models
-from jaxmux.planner.costs.device_profile import BackboneSize
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import ONE_DEVICE, Replica

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.planner.errors import PlanningError
-from jaxmux.planner.pipeline.adapter_groups import pair_head_with_tail, take_turns
+from jaxmux.planner.pipeline.groupings import pair_head_with_tail, take_turns
 
 
 def test_shortest_is_paired_with_longest():

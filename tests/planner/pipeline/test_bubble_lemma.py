@@ -10,8 +10,8 @@ from planner_packings import pack_greedily
 
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.microbatches import pack_rounds
-from jaxmux.planner.pipeline.adapter_groups import pair_head_with_tail, take_turns
-from jaxmux.planner.pipeline.bubble_lemma import (
+from jaxmux.planner.pipeline.groupings import pair_head_with_tail, take_turns
+from jaxmux.planner.pipeline.pipeline_plan import (
     PackedMicrobatch,
     insert_noops,
     merge_turns,

@@ -7,11 +7,7 @@ import pytest
 from planner_parts import least_largest_bucket, partitions
 
 from jaxmux.planner.errors import PlanningError
-from jaxmux.planner.pipeline.buckets import (
-    balance_gap,
-    balanced_buckets,
-    candidate_buckets,
-)
+from jaxmux.planner.pipeline.groupings import balance_gap, balanced_buckets, candidate_buckets
 
 
 def random_latencies(htasks: int, seed: int) -> list[float]:

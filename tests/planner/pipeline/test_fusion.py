@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.estimates import estimated_times
+from jaxmux.planner.costs.cost_models import estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.planner.pipeline.fusion import fuse_ranges, fusions, pipeline_latency
+from jaxmux.planner.pipeline.groupings import fuse_ranges, fusions, pipeline_latency
 
 
 def best_partitions(costs: np.ndarray, stages: int) -> dict[int, float]:

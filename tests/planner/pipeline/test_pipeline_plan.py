@@ -8,8 +8,13 @@ import pytest
 from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.packing.microbatches import cut_batches
 from jaxmux.planner.packing.shape_class import ShapeClass
-from jaxmux.planner.pipeline.grouping_estimates import most_promising, stream_length
-from jaxmux.planner.pipeline.groupings import Grouping, candidate_groupings, chunks_of
+from jaxmux.planner.pipeline.groupings import (
+    Grouping,
+    candidate_groupings,
+    chunks_of,
+    most_promising,
+    stream_length,
+)
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,
     PipelinePlan,

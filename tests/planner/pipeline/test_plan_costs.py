@@ -5,9 +5,9 @@ import dataclasses
 import pytest
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.adapter_times import AdapterTimes
-from jaxmux.planner.costs.estimates import estimated_memory, estimated_times
+from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.costs.time_model import AdapterTimes
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.pipeline import shared_pool

@@ -9,7 +9,7 @@ from jaxmux.planner.replicas import (
     choose_replicas,
     plan_replicas,
 )
-from jaxmux.planner.replicas.deployment_choice import simulate_rounds
+from jaxmux.planner.replicas.deployment_search import simulate_rounds
 
 ONE, TWO = Replica(), Replica.uniform(tp=2)
 

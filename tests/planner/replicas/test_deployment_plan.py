@@ -18,7 +18,7 @@ from jaxmux.planner.replicas import (
     replan,
 )
 from jaxmux.planner.replicas.cost_table import drop_dominated, tabulate_costs
-from jaxmux.planner.replicas.deployment_plan import evaluate_replicas
+from jaxmux.planner.replicas.deployment_search import evaluate_replicas
 
 
 def least_round(costs, number, demand) -> float:

@@ -14,7 +14,7 @@ from jaxmux.planner.replicas import (
     choose_length_bins,
     plan_replicas,
 )
-from jaxmux.planner.replicas.deployment_choice import simulate_rounds
+from jaxmux.planner.replicas.deployment_search import simulate_rounds
 from jaxmux.planner.replicas.like_replicas import (
     plan_fused,
     plan_sequential,

@@ -13,20 +13,22 @@ returns a `PipelineSchedule`:
 from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_backward
 from .lorapp import lorapp
 from .muxtune_template import template, template_order
-from .schedule import PipelineSchedule, Update
-from .schedule_walk import Pass, Sent, walk
-from .simulate import Simulation, simulate_asynchronous, simulate_lockstep
-from .stream_order import Ended, StreamOrder, streaming
-from .tick_layout import TickRule
-from .validate import IllegalSchedule, validate
-from .workload import (
+from .schedule import (
     BACKWARD,
     FORWARD,
+    PipelineSchedule,
     ScheduledMicrobatch,
+    Simulation,
+    Update,
     Workload,
     round_robin_microbatches,
+    simulate_asynchronous,
+    simulate_lockstep,
     uniform_workload,
 )
+from .stream_order import Ended, Pass, Sent, StreamOrder, streaming, walk
+from .tick_layout import TickRule
+from .validate import IllegalSchedule, validate
 
 __all__ = [
     "BACKWARD",

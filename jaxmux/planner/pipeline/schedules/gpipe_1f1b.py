@@ -1,9 +1,8 @@
 """The schedules GPipe, 1F1B and interleaved 1F1B."""
 
 from .greedy_orders import LaunchRule, Op, greedy_orders
-from .schedule import PipelineSchedule
+from .schedule import PipelineSchedule, Workload, independent_series
 from .tick_layout import TickRule, lay_out
-from .workload import Workload, independent_series
 
 
 def gpipe(workload: Workload) -> PipelineSchedule:

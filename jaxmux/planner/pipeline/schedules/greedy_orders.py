@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ...errors import PlanningError
-from .workload import Workload, independent_series
+from .schedule import Workload, independent_series
 
 
 class Op(NamedTuple):

@@ -2,9 +2,8 @@
 
 from .gpipe_1f1b import one_f_one_b_depth
 from .greedy_orders import LaunchRule, greedy_orders
-from .schedule import PipelineSchedule
+from .schedule import PipelineSchedule, Workload
 from .tick_layout import TickRule, lay_out
-from .workload import Workload
 
 
 def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:

@@ -6,10 +6,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from .greedy_orders import LaunchRule, greedy_orders
-from .schedule import PipelineSchedule
-from .simulate import simulate_lockstep
+from .schedule import PipelineSchedule, Workload, simulate_lockstep
 from .tick_layout import TickRule, lay_out
-from .workload import Workload
 
 Clock = Literal["lockstep", "asynchronous"]
 

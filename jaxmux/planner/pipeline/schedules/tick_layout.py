@@ -7,8 +7,7 @@ import numpy as np
 
 from ...errors import PlanningError
 from .greedy_orders import Op
-from .schedule import NONE, PipelineSchedule, Update
-from .workload import Workload
+from .schedule import NONE, PipelineSchedule, Update, Workload
 
 # The passes (ops) that may share a tick; an argument of schedule generators.
 # - "single": every stage runs one pass, forward or backward. This rule keeps the fewest
