@@ -36,8 +36,8 @@ STOPPED_EARLY = "stopped early"
 
 
 def shown_state(state: str, reason: str | None) -> str:
-    """The state of a task as people read it: "stopped early" if training has ended well before the
-    last step, else the state itself.
+    """The state of a task as people and files call it: "stopped early" if training has ended well
+    before the last step, else the state itself.
 
     Args:
       state: the task's status in training, or the state of a task of a server.

@@ -33,7 +33,8 @@ class TaskStatus(NamedTuple):
     Attributes:
       name: name of the task.
       state: "queued" (waits for its turn, or for a place), "preparing" (its data are read, or its
-        initial adapter is computed), "running", "paused", "succeeded", "failed" or "cancelled".
+        initial adapter is computed), "running", "paused", "succeeded", "stopped early" (it has
+        given an adapter before its last step), "failed" or "cancelled".
       reason: why the task is in this state, in words; None if there is nothing to say.
       priority: its priority; tasks of higher numbers go first.
       step: number of global batches that it has trained.

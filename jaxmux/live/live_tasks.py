@@ -14,6 +14,7 @@ from jaxmux.errors import first_line
 from jaxmux.peft import Adapter, SlotArrays
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
+from jaxmux.printable import shown_state
 from jaxmux.tasks import TaskError
 
 from .commands import At, Command
@@ -446,7 +447,8 @@ class LiveTasks:
             self._export(trained, self._engine.result(own.name, snapshot))
             own.unkept = self._engine.with_best(own.name, snapshot)
         self._engine.release(own.name)
-        self._enter(own, progress.status, progress.error or progress.stopped_early)
+        state = shown_state(progress.status, progress.stopped_early)
+        self._enter(own, state, progress.error or progress.stopped_early)
         self.changed = True
 
     def _enter(

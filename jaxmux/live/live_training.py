@@ -27,7 +27,7 @@ from .meter import Meter
 from .preparation import Preparation
 from .saved_task import SavedTask
 from .saving import Saving
-from .states import FAILED, PREPARING, SUCCEEDED
+from .states import FAILED, PREPARING, TRAINED
 from .status_board import StatusBoard
 from .store import MemoryStore, Store
 
@@ -280,7 +280,7 @@ class LiveTraining:
         return self._events.read()
 
     def adapter(self, name: str) -> Adapter:
-        """The adapter of a task that has succeeded.
+        """The adapter of a task that has succeeded or stopped early.
 
         Args:
           name: name of the task.
@@ -290,10 +290,10 @@ class LiveTraining:
           `Engine.adapter`.
 
         Raises:
-          TaskError: there is no such task, or it has not succeeded.
+          TaskError: there is no such task, or it has no adapter yet.
         """
         state = self.status(name).state
-        if state != SUCCEEDED:
+        if state not in TRAINED:
             raise TaskError(f"task {name!r}: it has no final adapter, because it is {state}")
         try:
             task = self._tasks[name].task
@@ -516,7 +516,7 @@ class LiveTraining:
     def _shows_end(self, own: LiveTask) -> bool:
         """Whether it may be seen that a task has ended, if it has. One that was cancelled was so by
         a command, which has been kept; and who has been told once knows it."""
-        if own.state not in (SUCCEEDED, FAILED) or not self._telling:
+        if own.state not in TRAINED | {FAILED} or not self._telling:
             return True
         return self.ended.is_kept(own.name) or self._board.shows_end(own.name)
 

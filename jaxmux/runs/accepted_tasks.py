@@ -256,8 +256,8 @@ def _read(path: Path) -> tuple[Task, str | None, TaskStatus | None]:
     try:
         record = json.loads(path.read_bytes())
         # Records of earlier versions have no status.
-        last = record.get("status")
-        return from_json(record["specification"]), record["ended"], last and status_of(last)
+        last = record.get("status") and status_of(record["status"])
+        return from_json(record["specification"]), last.state if last else record["ended"], last
     except (ValueError, KeyError, TypeError) as e:
         raise RunDirectoryError(
             f"{path}: damaged ({e}); restore it from a backup, or delete it if the task is not "

@@ -187,7 +187,7 @@ def _command(path: Path, number: int, line: bytes) -> Command:
 
 def _end(fields: dict[str, Any]) -> End:
     return End(
-        tuple(StateChange(**change) for change in fields["history"]),
+        tuple(StateChange.of(change) for change in fields["history"]),
         fields["progress"] and TaskProgress.from_json(fields["progress"]),
         fields["steps"],
     )

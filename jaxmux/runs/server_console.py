@@ -21,7 +21,7 @@ from jaxmux.live.states import (
     SUCCEEDED,
 )
 from jaxmux.planner.numbers import numbered
-from jaxmux.printable import STOPPED_EARLY, escaped, shown_state
+from jaxmux.printable import STOPPED_EARLY, escaped
 
 from .console import RunConsole, counted, live_table
 from .status_file import places_in_queue
@@ -108,11 +108,10 @@ class ServerConsole:
         match status.state:
             case "running" if self._live is None and begins:
                 self.say(f"{name}: running, {numbered(status.steps or 0, 'step')}")
-            case "succeeded":
-                how = shown_state(status.state, status.reason)
+            case "succeeded" | "stopped early":
                 loss = "" if status.loss is None else f", loss {status.loss:.4f}"
                 why = f" ({_shown(status.reason)})" if status.reason else ""
-                self.say(f"{name}: {how} after {numbered(status.step, 'step')}{loss}{why}")
+                self.say(f"{name}: {status.state} after {numbered(status.step, 'step')}{loss}{why}")
                 self.say(f"adapter {name}: {adapters}/{name}")
             case "failed":
                 reason = without_task(status.reason or "", name)
@@ -198,4 +197,4 @@ def _shown(text: str) -> str:
 def _counted(statuses: Sequence[TaskStatus]) -> str:
     """The numbers of tasks by state, as "3 running, 12 queued"."""
     ends = (SUCCEEDED, STOPPED_EARLY, FAILED, CANCELLED)
-    return counted((shown_state(s.state, s.reason) for s in statuses), (*_STATES, *ends))
+    return counted((status.state for status in statuses), (*_STATES, *ends))

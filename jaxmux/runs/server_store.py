@@ -386,7 +386,7 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
         priority=fields["priority"],
         arrival=fields["arrival"],
         passes=fields["passes"],
-        history=tuple(StateChange(**change) for change in fields["history"]),
+        history=tuple(StateChange.of(change) for change in fields["history"]),
         meter=Meter(**fields["meter"]),
         fingerprints=fields["fingerprints"],
         progress=fields["progress"] and TaskProgress.from_json(fields["progress"]),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from jaxmux.live import Meter, StateChange, TaskStatus
 from jaxmux.live.states import QUEUED
+from jaxmux.printable import shown_state
 
 from .json_lines import finite_or_none
 
@@ -23,7 +24,8 @@ class Shown(NamedTuple):
       task: the name of the task in the server; None if there can be none of this name.
       status: the task as the server sees it; None if it is not registered.
       place: the place of a waiting task in the queue, from 1; None if it does not wait.
-      adapter: the folder with the adapter of a task that has succeeded; None before.
+      adapter: the folder with the adapter of a task that has succeeded or stopped early; None
+        before.
       error: why the specification is refused, or a change of it; None if it is not.
       copies: the folder of the copies of the task's files; None if there are none.
       waits: whether the specification is not refused, but waits for what `error` tells.
@@ -109,8 +111,9 @@ def status_of(fields: Mapping[str, Any]) -> TaskStatus:
       KeyError, TypeError: they are damaged.
     """
     own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
-    history = tuple(StateChange(**change) for change in fields["history"])
+    history = tuple(StateChange.of(change) for change in fields["history"])
     own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}
+    own["state"] = shown_state(own["state"], own["reason"])
     return TaskStatus(**own)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxmux.live import TaskStatus
-from jaxmux.live.states import SUCCEEDED
+from jaxmux.live.states import TRAINED
 from jaxmux.peft.peft_folder import is_adapter_folder
 
 from .status_file import Shown
@@ -47,8 +47,8 @@ class StatusFiles:
         }
 
     def tells(self, place: Place, status: TaskStatus | None) -> bool:
-        """Whether the file tells a status, and the adapter of a task that has succeeded, or it was
-        tried to write it.
+        """Whether the file tells a status, and the adapter of a task that has one, or it was tried
+        to write it.
 
         Args:
           place: the place of the specification.
@@ -90,7 +90,7 @@ class StatusFiles:
             if shown.status is None and shown.error is None:
                 continue
             before, at = self._shown.get(place, (None, float("-inf")))
-            if shown.status and shown.status.state == SUCCEEDED:
+            if shown.status and shown.status.state in TRAINED:
                 shown = shown._replace(adapter=self._adapter(shown.status.name, before))
             if place in self._unwritten or not shown.is_like(before):
                 self._late.add(place)

@@ -101,7 +101,7 @@ def test_a_task_that_stops_early_gives_its_best_adapter_and_its_place(
         live.resume("m")
     train_to_the_end(live, "m", "a", "b", "c")
     status = live.status("m")
-    assert (status.state, status.step, status.best_step) == ("succeeded", stop, lowest[stop])
+    assert (status.state, status.step, status.best_step) == ("stopped early", stop, lowest[stop])
     assert status.reason.startswith("2 measurements of the held-out loss without a lower one")
     assert status.held_out_loss == losses[lowest[stop]]
     assert_same_bits(live.adapter("m"), curve[lowest[stop]][1])
@@ -157,7 +157,7 @@ def test_a_task_ends_when_its_time_is_over_and_waiting_does_not_count(
         step()
     assert (live.status("m").state, live.status("m").step) == ("paused", 4)
     live.resume("m")
-    while live.status("m").state != "succeeded":
+    while live.status("m").state != "stopped early":
         step()
     status = live.status("m")
     # Time counts from the first result on, and the round that has begun is trained to its end.
@@ -174,13 +174,13 @@ def test_a_task_that_is_often_interrupted_ends_when_its_time_is_over(
     monkeypatch.setattr(slot, "time", SimpleNamespace(monotonic=lambda: seconds))
     live = live_of(make_measured("m", steps=1000, max_seconds=6))
     for i in range(100):
-        if not live.statuses() or live.status("m").state != "succeeded":
+        if not live.statuses() or live.status("m").state != "stopped early":
             seconds += 1
             live.step()
             settle(live)
             if i > 4:
                 (live.pause, live.resume)[i % 2]("m")
-    assert live.status("m").state == "succeeded" and live.status("m").step <= 14
+    assert live.status("m").state == "stopped early" and live.status("m").step <= 14
 
 
 def test_more_steps_do_not_help_a_task_whose_time_is_over(make_measured):

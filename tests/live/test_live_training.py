@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxmux.live.meter import Meter
-from jaxmux.live.states import FOLLOWING
+from jaxmux.live.states import ENDED, FOLLOWING
 from jaxmux.live.store import MemoryStore
 from jaxmux.tasks import TaskError
 
@@ -61,7 +61,7 @@ def train_to_the_end(live, *names):
     """Steps until the tasks have ended."""
     for _ in range(1000):
         live.step()
-        if all(live.status(name).state in ("succeeded", "failed", "cancelled") for name in names):
+        if all(live.status(name).state in ENDED for name in names):
             return
         settle(live)
     raise AssertionError([live.status(name) for name in names])

@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load
 
 from jaxmux.live import Event, LiveTraining, Meter, TaskStatus
-from jaxmux.live.states import ENDED, FOLLOWING
+from jaxmux.live.states import ENDED, FOLLOWING, TRAINED
 from jaxmux.peft.peft_folder import WEIGHTS
 
 from .simulated_tasks import EPOCHS_STEPS, KINDS, MOST_STEPS, Outcome, tokens, without_card
@@ -286,14 +286,13 @@ class ServerModel:
         assert (status.state == "cancelled") == own.cancelled, status
         assert own.paused >= (status.state == "paused"), status
         assert not own.paused or status.state in ("paused", *ENDED), status
-        assert not (own.paused and status.state == "succeeded"), status
+        assert not (own.paused and status.state in TRAINED), status
         # What a task that was cancelled has used depends on the steps whose results have been seen.
         last = self._last.get(status.name, 0) if own.cancelled else status.step
         steps = {last, max(0, last - 1)} if status.name in self.unkept else {last}
         assert any(self._may_have_used(status, k) for k in steps), (status, own, steps)
         self._check_recomputed(status, own)
-        if status.state == "succeeded":
-            # It may have stopped early.
+        if status.state in TRAINED:
             assert status.step == self._calm[own.kind, own.steps].step, status
         if status.state == "failed":
             self._check_failure(status, own)
@@ -366,13 +365,13 @@ class ServerModel:
             assert calm.step == status.step
 
     def names_of_calm_run(self, live: LiveTraining) -> list[str]:
-        """The tasks that have succeeded whose adapters depend on their names.
+        """The tasks with an adapter whose values depend on their names.
 
         Args:
           live: the server, whose tasks have all ended.
         """
-        succeeded = [status.name for status in live.statuses() if status.state == "succeeded"]
-        return [name for name in succeeded if KINDS[self.tasks[name].kind].dropout]
+        trained = [status.name for status in live.statuses() if status.state in TRAINED]
+        return [name for name in trained if KINDS[self.tasks[name].kind].dropout]
 
     def check_end(
         self, live: LiveTraining, folder: Path, adapter_bytes, alone: dict[str, Outcome]

@@ -5,7 +5,7 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from jaxmux import SGD, AdamW, Lion, LoRA, Schedule, Task
-from jaxmux.live.states import ENDED
+from jaxmux.live.states import ENDED, TRAINED
 from jaxmux.optimizers import Optimizer
 from jaxmux.peft.model_card import CARD
 from jaxmux.runs.server import tuning_server
@@ -104,8 +104,8 @@ class Outcome(NamedTuple):
     """The end of a calm task.
 
     Attributes:
-      state: "succeeded" or "failed"; "running" after no step.
-      reason: why it failed; else None.
+      state: "succeeded", "stopped early" or "failed"; "running" after no step.
+      reason: why it failed or stopped early; else None.
       step: number of steps that it has trained.
       tokens: its effective, computed and trained tokens.
       held_out: its last held-out loss, and the number of steps after which it was lowest; None
@@ -187,7 +187,7 @@ def without_card(files: dict[str, bytes]) -> dict[str, bytes]:
 
 def _outcome(status, computed, folder, adapter_bytes) -> Outcome:
     adapter = None
-    if status.state == "succeeded":
+    if status.state in TRAINED:
         adapter = without_card(adapter_bytes(folder / "adapters" / status.name))
     held_out = status.held_out_loss, status.best_step
     return Outcome(

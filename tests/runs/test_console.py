@@ -176,7 +176,7 @@ def status(state: str, reason: str | None = None, **fields) -> TaskStatus:
 
 def test_the_end_of_a_servers_task_has_its_own_word(printed):
     console = ServerConsole(Console(file=printed, width=120))
-    for end in (("succeeded", "trained for 9 s"), ("succeeded", None), ("cancelled", None)):
+    for end in (("stopped early", "trained for 9 s"), ("succeeded", None), ("cancelled", None)):
         console.start([status(*end), status("running", name="blue")])
         console.start([])
         console.show([status(*end)], "adapters")

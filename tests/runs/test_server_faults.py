@@ -135,7 +135,7 @@ def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_i
         server.resume("a")
         finish(server)
         status = server.status("a")
-    assert (status.state, status.step, status.best_step) == ("succeeded", 3, 1)
+    assert (status.state, status.step, status.best_step) == ("stopped early", 3, 1)
     assert "without a lower one than after step 1" in status.reason
 
 

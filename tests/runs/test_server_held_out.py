@@ -11,6 +11,7 @@ from jaxmux.engine import slot
 from jaxmux.live.states import ENDED
 from jaxmux.runs.server import tuning_server
 from jaxmux.runs.server_options import ServerOptions
+from jaxmux.runs.status_file import Shown, status_of
 
 from .server_steps import finish, settle, step
 from .simulated_tasks import OPTIONS
@@ -133,6 +134,29 @@ def test_a_task_ends_when_its_time_is_over(serve, make_task, data, tmp_path, mon
             step(server)
             seconds += 1
         status = server.status("a")
-    assert status.state == "succeeded" and 3 < status.step < 20
+    assert status.state == "stopped early" and 3 < status.step < 20
     assert status.reason.startswith("trained for ")
     assert status.held_out_loss is not None
+
+
+def test_a_task_that_an_earlier_version_called_succeeded_has_stopped_early(
+    serve, tasks, tmp_path, monkeypatch
+):
+    """In the journal, in a checkpoint and in a status file."""
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(tasks[1])
+        with monkeypatch.context() as earlier:
+            earlier.setattr("jaxmux.live.live_tasks.shown_state", lambda state, reason: state)
+            finish(server)
+        status = server.status("early")
+        assert status.state == status.history[-1].state == "succeeded" and status.reason
+        text = Shown("early", status).text()
+        shutil.copytree(folder, tmp_path / "killed")
+    history = (*status.history[:-1], status.history[-1]._replace(state="stopped early"))
+    expected = status._replace(state="stopped early", history=history)
+    assert status_of(json.loads(text)) == expected
+    for copy in (tmp_path / "killed", folder):
+        with serve(copy) as server:
+            assert server.status("early") == expected
+            assert server.adapter("early")
