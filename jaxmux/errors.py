@@ -6,7 +6,8 @@ them apart.
 
 import signal
 
-_LONGEST_LINE = 2000
+# Characters of a message that are shown.
+LONGEST_LINE = 2000
 
 
 class InputError(ValueError):
@@ -27,7 +28,41 @@ def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the name of its type if it has none. Of a line
     with more than 2,000 characters, in which somebody's data are quoted, the first ones."""
     line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-    return line if len(line) <= _LONGEST_LINE else f"{line[:_LONGEST_LINE]}…"
+    return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
+
+
+def message_of(error: Exception) -> str | None:
+    """What is told of an exception that has ended a command; None if it is a fault of jaxmux, whose
+    traceback is needed."""
+    if isinstance(error, InputError | OutOfDeviceMemory | ProcessFailed):
+        return str(error)
+    if isinstance(error, OSError):
+        # The second file is the one to which a copy goes.
+        where = error.filename2 or error.filename or "input or output"
+        return f"{where}: {error.strerror or error}"
+    if isinstance(error, MemoryError):
+        return "the host has no memory left"
+    if isinstance(error, ModuleNotFoundError) and not (error.name or "jaxmux").startswith("jaxmux"):
+        return (
+            f"the package {error.name} is missing; install jaxmux with all that it needs: "
+            "pip install . (on a GPU: pip install '.[cuda13]')"
+        )
+    if "RESOURCE_EXHAUSTED" in str(error):
+        if isinstance(error, ValueError):
+            # The library that writes checkpoints says so of a full disk.
+            return f"a checkpoint cannot be written: {first_line(error)}"
+        return (
+            "the device ran out of memory; the same command continues from the last checkpoint, "
+            "with --gin.fine_tune.memory_gib=… below what it has, or a smaller "
+            "tokens_per_microbatch in another run_dir"
+        )
+    return None
+
+
+def cause_of(error: BaseException) -> BaseException:
+    """The exception that has ended a server's training, if `error` is the one that tells of it, and
+    else `error`."""
+    return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
 
 
 def without_task(message: str, name: str) -> str:

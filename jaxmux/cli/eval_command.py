@@ -24,8 +24,9 @@ from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
+from jaxmux.runs.folder_lock import lock_state
 from jaxmux.runs.json_lines import finite_or_none
-from jaxmux.runs.run_directory import begun_of
+from jaxmux.runs.run_directory import begun_of, without_adapter
 from jaxmux.runs.task_fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
@@ -83,16 +84,18 @@ def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapter
     # Without --task, failed tasks are left out.
     names = options.task or [name for name in folders if is_adapter_folder(folders[name])]
     if not names:
-        raise RunDirectoryError(f"{run_dir}: has no adapter yet")
+        raise without_adapter(run_dir)
     adapters = []
     for name in names:
         if name not in record["tasks"]:
             known = ", ".join(record["tasks"])
             raise RunDirectoryError(f"{run_dir}: no task {name!r}; its tasks are {known}")
         if not is_adapter_folder(folder := folders[name]):
+            ends = str(lock_state(run_dir))
             raise RunDirectoryError(
-                f"{folder}: no adapter, so the task has not succeeded; `jaxmux export` writes "
-                "those of unfinished tasks, which --backbone with --adapter evaluates"
+                f"{folder}: no adapter, so the task has not succeeded{ends and f' ({ends})'}; "
+                "`jaxmux export` writes those of unfinished tasks, which --backbone with --adapter "
+                "evaluates"
             )
         try:
             task = from_json({"name": name, **record["tasks"][name]})

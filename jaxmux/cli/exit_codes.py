@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory, ProcessFailed
+from jaxmux.errors import InputError, Interrupted, message_of
 from jaxmux.printable import escaped
 
 TASK_FAILED, REFUSED, BROKE = 1, 2, 3
@@ -38,8 +38,6 @@ def exit_code_of(run: Callable[[], int]) -> int:
         code = run()
         sys.stdout.flush()
         return code
-    except InputError as e:
-        return _fail(REFUSED, f"error: {e}")
     except Interrupted as e:
         return _fail(128 + e.signal_number, str(e))
     except KeyboardInterrupt:
@@ -48,33 +46,13 @@ def exit_code_of(run: Callable[[], int]) -> int:
         # The reader of the output is gone. Python would complain once more when it flushes.
         sys.stdout = open(os.devnull, "w")
         return 128 + signal.SIGPIPE
-    except OSError as e:
-        # The second file is the one to which a copy goes.
-        where = e.filename2 or e.filename or "input or output"
-        return _fail(BROKE, f"error: {where}: {e.strerror or e}")
-    except MemoryError:
-        return _fail(BROKE, "error: the host has no memory left")
-    except (OutOfDeviceMemory, ProcessFailed) as e:
-        return _fail(BROKE, f"error: {e}")
     except Exception as e:
-        if isinstance(e, ModuleNotFoundError) and not (e.name or "jaxmux").startswith("jaxmux"):
-            return _fail(
-                REFUSED,
-                f"error: the package {e.name} is missing; install jaxmux with all that it needs: "
-                "pip install . (on a GPU: pip install '.[cuda13]')",
-            )
-        if "RESOURCE_EXHAUSTED" in str(e) and isinstance(e, ValueError):
-            # The library that writes checkpoints says so of a full disk.
-            return _fail(BROKE, f"error: a checkpoint cannot be written: {str(e).splitlines()[0]}")
-        if "RESOURCE_EXHAUSTED" in str(e):
-            return _fail(
-                BROKE,
-                "error: the device ran out of memory; the same command continues from the last "
-                "checkpoint, with --gin.fine_tune.memory_gib=… below what it has, or a smaller "
-                "tokens_per_microbatch in another run_dir",
-            )
-        traceback.print_exc()
-        return BROKE
+        message = message_of(e)
+        if message is None:
+            traceback.print_exc()
+            return BROKE
+        refused = isinstance(e, InputError | ModuleNotFoundError)
+        return _fail(REFUSED if refused else BROKE, f"error: {message}")
 
 
 def exit_at_once(code: int) -> NoReturn:

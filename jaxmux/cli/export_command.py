@@ -27,6 +27,7 @@ from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
+from jaxmux.runs.folder_lock import LockState, lock_state
 
 # Files of backbones, one of which every checkpoint folder has.
 _OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.json"}
@@ -54,7 +55,8 @@ def run(options: argparse.Namespace) -> int:
     for name, spec in specs.items():
         rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
         if progress.status != "succeeded":
-            _warn(f"task {name}: warning: {_state(progress, _steps(run_dir, record, name))}")
+            state = _state(progress, _steps(run_dir, record, name), lock_state(run_dir))
+            _warn(f"task {name}: warning: {state}")
         last, best = without_best(arrays)
         # What the training of a task gives is its best adapter, if it keeps that.
         is_best = best is not None and options.round is None and progress.status == "succeeded"
@@ -166,12 +168,13 @@ def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
     return done["steps"] if done.get("status") in ("succeeded", STOPPED_EARLY) else None
 
 
-def _state(progress: TaskProgress, steps: int | None) -> str:
+def _state(progress: TaskProgress, steps: int | None, process: LockState) -> str:
     """The state of a task that has not succeeded."""
     done = numbered(progress.step, "step")
     if progress.status == "failed":
         return f"failed after {done} ({progress.error})"
-    return f"not finished ({done if steps is None else f'{progress.step} of {steps} steps'})"
+    done = done if steps is None else f"{progress.step} of {steps} steps"
+    return f"not finished ({done})" + (str(process) and f"; {process}")
 
 
 def _warn(line: str) -> None:

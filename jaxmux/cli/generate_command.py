@@ -18,7 +18,7 @@ from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key, with_chat_template
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
-from jaxmux.runs.run_directory import begun_of
+from jaxmux.runs.run_directory import begun_of, without_adapter
 
 from .generate_chat import chat
 from .generate_hints import hint_at_kind
@@ -148,7 +148,7 @@ def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
         read_record(run_dir)
         own = _adapters_of(run_dir)
         if not own:
-            raise RunDirectoryError(f"{run_dir}: has no adapter yet")
+            raise without_adapter(run_dir)
         for folder in own:
             _add(found, folder.name, folder)
     return found

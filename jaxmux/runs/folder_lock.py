@@ -7,11 +7,16 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Literal, NamedTuple
 
+from jaxmux.errors import LONGEST_LINE, cause_of, first_line, message_of
+from jaxmux.printable import spaced
+
 _NAME = ".lock"
 # A folder that other processes remove at the same time is created again at most so many times.
 _ATTEMPTS = 10
 # `lock_state` holds the lock for a moment, so a lock that is not free is tried again for so long.
 _TRIES, _SECONDS_A_TRY = 5, 0.005
+# How the file begins when an exception has ended its process; the exception's message follows.
+_FAILED = "failed: "
 
 
 class FolderLockError(Exception):
@@ -21,7 +26,8 @@ class FolderLockError(Exception):
 class FolderLock:
     """Holds a folder against other processes until `close`. The file ".lock" in it is what other
     processes find locked. It holds the process's number until `close`, so a process that was killed
-    leaves its number behind.
+    leaves its number behind, and afterwards the exception that has ended the process, if there was
+    one.
 
     Attributes:
       created: True if the folder did not exist before.
@@ -50,28 +56,35 @@ class FolderLock:
                 raise FolderLockError(f"not writable ({e.strerror})") from None
             self._lock()
             if self._is_in_folder():
+                self._before = self._file.read()
                 self._write(f"{os.getpid()}\n")
                 return
             self._file.close()
             reason = "another process creates and removes it"
         raise FolderLockError(f"not writable ({reason})")
 
-    def close(self, *, remove: bool = False) -> None:
+    def close(
+        self, *, remove: bool = False, unused: bool = False, error: BaseException | None = None
+    ) -> None:
         """Releases the folder.
 
         Args:
           remove: True removes a folder that this lock created, if there is nothing else in it.
+          unused: True leaves behind what the process before has left, because this one did not use
+            the folder.
+          error: the exception that ends the process. Signals are none.
         """
         # The folder is still locked here, so no other process begins to use it.
         with suppress(OSError):  # Something may have come into the folder, or it is gone.
             if remove and self.created and os.listdir(self._folder) == [_NAME]:
                 (self._folder / _NAME).unlink()
                 self._folder.rmdir()
-        self._write("")
+        failure = f"{_FAILED}{_message(error)}\n" if isinstance(error, Exception) else ""
+        self._write(self._before if unused else failure)
         self._file.close()
 
     def _write(self, text: str) -> None:
-        """Replaces what the file holds. Only people and `lock_state` read it, so a full disk
+        """Replaces what the file holds. Only people and `lock_state` need it, so a full disk
         hinders nothing."""
         with suppress(OSError, ValueError):  # ValueError: it has been closed before.
             os.ftruncate(self._file.fileno(), 0)
@@ -85,7 +98,7 @@ class FolderLock:
         except FileExistsError:
             self.created = False
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        self._file = open(os.open(self._folder / _NAME, flags, 0o666), "r+")
+        self._file = open(os.open(self._folder / _NAME, flags, 0o666), "r+", errors="replace")
 
     def _lock(self) -> None:
         for left in reversed(range(_TRIES)):
@@ -115,13 +128,25 @@ class LockState(NamedTuple):
     """What the lock of a folder tells of the process that holds or held it.
 
     Attributes:
-      holder: "alive" (a process holds the folder), "ended" (it released the folder), "killed" (it
-        ended without releasing the folder), or "unknown" (there is no lock, or it cannot be read).
+      holder: "alive" (a process holds the folder), "ended" (it released the folder), "failed" (it
+        released the folder because of an exception), "killed" (it ended without releasing the
+        folder), or "unknown" (there is no lock, or it cannot be read).
       since: when the process took the folder or released it, in seconds since 1970; 0 if unknown.
+      failure: the first line of the exception's message; None unless the process failed.
     """
 
-    holder: Literal["alive", "ended", "killed", "unknown"]
+    holder: Literal["alive", "ended", "failed", "killed", "unknown"]
     since: float
+    failure: str | None = None
+
+    def __str__(self) -> str:
+        """What has become of a training process; empty if it ended in order, or is not known."""
+        ends = {
+            "alive": "its training process is running",
+            "failed": f"its training process failed: {self.failure}",
+            "killed": "its training process was killed",
+        }
+        return ends.get(self.holder, "")
 
 
 def lock_state(folder: Path) -> LockState:
@@ -140,8 +165,18 @@ def lock_state(folder: Path) -> LockState:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return LockState("alive", changed)
-        return LockState("killed" if os.fstat(file).st_size else "ended", changed)
+        text = os.read(file, 4 * LONGEST_LINE).decode(errors="replace")
+        if text.startswith(_FAILED):
+            return LockState("failed", changed, text.removeprefix(_FAILED).rstrip("\n"))
+        return LockState("killed" if text else "ended", changed)
     except OSError:
         return LockState("unknown", 0.0)
     finally:
         os.close(file)
+
+
+def _message(error: Exception) -> str:
+    """The first line of what is told of an exception."""
+    error = cause_of(error)
+    message = message_of(error) or f"{type(error).__name__}: {first_line(error)}"
+    return spaced((message.splitlines() or [""])[0][:LONGEST_LINE])

@@ -1,7 +1,7 @@
 """A training run, from a backbone's folder and tasks to exported adapters."""
 
 from collections.abc import Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 from pathlib import Path
 
 from jaxmux.generation import Request, complete
@@ -93,7 +93,9 @@ def fine_tune(
         identity = identity_of(backbone, tasks, sweeps, options)
         directory = processes.on_first(lambda: RunDirectory(run_dir, identity, restart=restart))
         if directory:
-            stack.enter_context(closing(directory))
+            stack.enter_context(directory)
+            if directory.failure:
+                console.say(f"{directory.path}: the process before failed: {directory.failure}")
         # Everything is read and checked before the backbone is loaded.
         begun = processes.agree(processes.on_first(lambda: directory.begun))
         inputs = processes.together(

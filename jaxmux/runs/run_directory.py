@@ -18,7 +18,7 @@ from jaxmux.planner.devices import Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TASK_NAME
 
-from .folder_lock import FolderLock, FolderLockError
+from .folder_lock import FolderLock, FolderLockError, lock_state
 
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
@@ -111,6 +111,7 @@ class RunDirectory:
         the date write this one, also when the run goes on later.
       extended: True if a task shall train longer than the recorded training run.
       replaced: names of the tasks whose files `begin` deletes because of `restart`.
+      failure: the first line of the exception that has ended the process before; None if none has.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
@@ -147,6 +148,7 @@ class RunDirectory:
         self._identity, self._restart = json.loads(json.dumps(identity)), restart
         self._recorded: dict[str, Any] | None = None
         self._begun = False
+        self.failure = lock_state(self.path).failure
         try:
             self._lock = FolderLock(self.path)
         except FolderLockError as e:
@@ -154,7 +156,7 @@ class RunDirectory:
         try:
             self._open()
         except RunDirectoryError:
-            self.close()
+            self._lock.close(remove=True, unused=True)
             raise
 
     def adapter(self, task: str) -> Path:
@@ -234,10 +236,20 @@ class RunDirectory:
         found = self.checkpoints
         return not self._restart and found.is_dir() and any(found.iterdir())
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """Releases the lock of the folder. Removes the folder if this training run created it and
-        did not begin."""
-        self._lock.close(remove=not self._begun)
+        did not begin.
+
+        Args:
+          error: the exception that ends the training run; the lock then tells of it.
+        """
+        self._lock.close(remove=not self._begun, error=error)
+
+    def __enter__(self) -> "RunDirectory":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     def _error(self, message: str) -> RunDirectoryError:
         return RunDirectoryError(f"run directory {self.path}: {message}")
@@ -377,6 +389,16 @@ def _read_ours(path: Path) -> dict[str, Any]:
             "training run; restore it, or choose another run_dir"
         ) from None
     return record
+
+
+def without_adapter(path: Path) -> RunDirectoryError:
+    """The error of a run directory that has no adapter yet, with what has become of its training.
+
+    Args:
+      path: the run directory.
+    """
+    ends = str(lock_state(path))
+    return RunDirectoryError(f"{path}: has no adapter yet" + (ends and f"; {ends}"))
 
 
 _ABSENT = object()

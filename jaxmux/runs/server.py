@@ -100,7 +100,7 @@ def tuning_server(
             "dtype": str(dtype),
             "backbone_format": options.backbone_format,
         }
-        directory = stack.enter_context(closing(ServerDirectory(folder, identity)))
+        directory = stack.enter_context(ServerDirectory(folder, identity))
         model = load_on(options.deployment, path, dtype, config, options.backbone_cache, say)
         first, *others = admissions or (None,)
         engine = stack.enter_context(

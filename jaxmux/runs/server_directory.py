@@ -75,7 +75,7 @@ class ServerDirectory:
         try:
             self._open({"format": FORMAT, **identity})
         except BaseException:
-            self._lock.close(remove=True)
+            self._lock.close(remove=True, unused=True)
             raise
 
     def adapter(self, task: str) -> Path:
@@ -119,9 +119,19 @@ class ServerDirectory:
         except OSError as e:
             say(f"{path}: its sizes cannot be recorded ({e.strerror}); training goes on")
 
-    def close(self) -> None:
-        """Releases the lock of the folder."""
-        self._lock.close()
+    def close(self, error: BaseException | None = None) -> None:
+        """Releases the lock of the folder.
+
+        Args:
+          error: the exception that ends the server; the lock then tells of it.
+        """
+        self._lock.close(error=error)
+
+    def __enter__(self) -> "ServerDirectory":
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: object) -> None:
+        self.close(error)
 
     def _open(self, identity: dict[str, Any]) -> None:
         present = os.listdir(self.path)

@@ -12,7 +12,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.errors import Interrupted, first_line, ran_out_of_memory
+from jaxmux.errors import Interrupted, cause_of, first_line, ran_out_of_memory
 from jaxmux.live import LiveTraining
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.peft import kind_of
@@ -99,7 +99,7 @@ def serve(
 
             with_fewer_places(serve_with, options, console.say)
     except RuntimeError as e:
-        raise _cause(e) from None
+        raise cause_of(e) from None
 
 
 def with_fewer_places(
@@ -119,19 +119,14 @@ def with_fewer_places(
         try:
             return serve_with(options)
         except RuntimeError as e:
-            if options.reserved_slots == 1 or not ran_out_of_memory(_cause(e)):
+            if options.reserved_slots == 1 or not ran_out_of_memory(cause_of(e)):
                 raise
-            problem = first_line(_cause(e))
+            problem = first_line(cause_of(e))
         # The exception is part of a cycle of references that still holds the server's arrays.
         gc.collect()
         options = dataclasses.replace(options, reserved_slots=options.reserved_slots // 2)
         places = numbered(options.reserved_slots, "place")
         say(f"{problem}; the server goes on from its last checkpoint with {places}")
-
-
-def _cause(error: RuntimeError) -> BaseException:
-    """The exception that has ended training, if a server tells of it."""
-    return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
 
 
 def refuse_nested(watched: Path, run_dir: Path) -> None:

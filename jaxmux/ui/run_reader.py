@@ -21,6 +21,8 @@ from .run_view import RunView, TaskView
 _MOST_SENT = 2000
 # Largest run.json, server.json, tasks.json or summary.json that is read, in bytes.
 _MOST_RECORD = 64 * 2**20
+# States of tasks that only a running process can have.
+_TRAINING = ("running", "preparing")
 
 
 class UIError(InputError):
@@ -55,6 +57,8 @@ class RunReader:
         # The content of refused.json, the specifications that a server refuses.
         self._refused: dict[str, Any] = {}
         self._holder = LockState("unknown", 0.0)
+        # The state that was told last.
+        self._told: str | None = None
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._begin()
         if not wait:
@@ -90,16 +94,19 @@ class RunReader:
             changed = any(
                 [self._read_summary(), self._read_statuses(), self._read_refused(), again]
             )
-            before, self._holder = self._holder, lock_state(self.path)
+            self._holder = lock_state(self.path)
             lines = sum(map(self._read_log, self._logs))
             self._view.take_results((self._summary or self._statuses or {}).get("tasks", {}))
             new = self._view.take_new()
-            if not (lines or changed or before != self._holder):
+            # The states of tasks depend on that of the run.
+            before, self._told = self._told, self._state()
+            changed |= before != self._told
+            if not (lines or changed):
                 return None
             self.version += 1
             if changed or new.pop("again") or lines > _MOST_SENT:
                 return {"version": self.version, "reload": True}
-            new["tasks"] = self._with_errors(new["tasks"])
+            new["tasks"] = self._shown(new["tasks"])
             return {"version": self.version, **new, "run": self._run()}
 
     @property
@@ -131,12 +138,19 @@ class RunReader:
             for own in refused
             if own["task"] not in tasks
         ]
-        return self._with_errors([*(task.row for task in tasks.values()), *others])
+        return self._shown([*(task.row for task in tasks.values()), *others])
 
-    def _with_errors(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with why their specifications, or changes of them, are refused."""
+    def _shown(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Rows with why their specifications, or changes of them, are refused. Where the process
+        has ended, no task trains."""
         errors = {own["task"]: own["error"] for own in self._refused.get("refused", [])}
-        return [row | {"error": errors.get(row["name"])} for row in rows]
+        trains = self._state() not in ("stopped", "failed", "lost")
+        return [
+            row
+            | {"error": errors.get(row["name"])}
+            | ({} if trains or row["state"] not in _TRAINING else {"state": "stopped"})
+            for row in rows
+        ]
 
     def details(self, number: int) -> dict[str, Any] | None:
         """The line of rounds.jsonl of a round with details; None if there is none.
@@ -292,8 +306,8 @@ class RunReader:
     def _state(self) -> str:
         """What the run is doing: "waiting" (it has not begun), "finished", "compiling" (the
         backbone is loaded, or programs are compiled), "training", "idle" (a server has
-        nothing to train), "stopped" (the process has ended), "lost" (it was killed), or
-        "unknown" (there is no lock)."""
+        nothing to train), "stopped" (the process has ended), "failed" (an exception has ended
+        it), "lost" (it was killed), or "unknown" (there is no lock)."""
         holder, view = self._holder, self._view
         if not self._record:
             return "waiting"
@@ -305,7 +319,8 @@ class RunReader:
             return "training" if view.worked > holder.since else "compiling"
         if self._summary:
             return "finished"
-        return {"ended": "stopped", "killed": "lost"}.get(holder.holder, "unknown")
+        ends = {"ended": "stopped", "failed": "failed", "killed": "lost"}
+        return ends.get(holder.holder, "unknown")
 
     def _changed(self, name: str) -> Any:
         """The content of a JSON file if it has changed since the last call; None otherwise, or if
@@ -332,6 +347,7 @@ class RunReader:
             "shape": shape,
             "now": time.time(),
             "state": self._state(),
+            "failure": None if self._summary else self._holder.failure,
             "trained": view.trained,
             "parts": view.time_parts(),
             "refused": self._refused.get("count", 0),

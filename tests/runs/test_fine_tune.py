@@ -20,6 +20,8 @@ from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
+from jaxmux.runs.folder_lock import lock_state
+from jaxmux.runs.recorder import Recorder
 from jaxmux.runs.round_lines import has_details
 
 export = partial(run_command, "export", prog="jaxmux export")
@@ -584,3 +586,30 @@ def test_details_are_recorded_of_as_many_rounds_whenever_their_number_doubles():
     assert all(has_details(index) for index in range(64))
     for power in range(6, 20):
         assert sum(has_details(index) for index in range(2**power, 2 ** (power + 1))) == 32
+
+
+def test_commands_tell_which_exception_has_ended_training(
+    train, make_task, tmp_path, monkeypatch, capsys
+):
+    run_dir, saved = tmp_path / "run", Recorder.save
+
+    def save_and_fail(recorder):
+        saved(recorder)
+        recorder.wait()
+        raise ZeroDivisionError("broken")
+
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(Recorder, "save", save_and_fail)
+        train(run_dir, make_task(steps=4), checkpoint_every=2)
+    why = "its training process failed: ZeroDivisionError: broken"
+    capsys.readouterr()
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path / 'out'}"]) == 0
+    warning = f"task tiny: warning: not finished (2 of 4 steps); {why}\n"
+    assert capsys.readouterr().err == warning
+    for command in ("eval", "generate"):
+        prompt = ["--prompt=a"] if command == "generate" else []
+        assert run_command(command, [f"--run_dir={run_dir}", *prompt], prog="") == 2
+        assert f"{run_dir}: has no adapter yet; {why}\n" in capsys.readouterr().err
+    assert train(run_dir, make_task(steps=4), checkpoint_every=2).succeeded
+    assert "the process before failed: ZeroDivisionError: broken\n" in capsys.readouterr().out
+    assert str(lock_state(run_dir)) == ""

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from contextlib import suppress
 
 import pytest
 
+from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory
 from jaxmux.runs.folder_lock import FolderLock, FolderLockError, lock_state
 
 
@@ -99,3 +101,27 @@ def test_a_lock_tells_whether_its_process_lives_has_ended_or_was_killed(tmp_path
         assert lock_state(folder).holder == holder
     lock = FolderLock(folder)  # It can be taken after either end.
     lock.close()
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OutOfDeviceMemory("too little\nmemory"), "too little"),
+        (RuntimeError("RESOURCE_EXHAUSTED: Out of memory"), "the device ran out of memory; "),
+        (MemoryError(), "the host has no memory left"),
+        (OSError(28, "No space left on device", "a/metrics.jsonl"), "a/metrics.jsonl: No space"),
+        (ZeroDivisionError("by\x1b[1m zero"), "ZeroDivisionError: by [1m zero"),
+        (ValueError(), "ValueError: ValueError"),
+        (InputError("a.jsonl, line 3: no text"), "a.jsonl, line 3: no text"),
+    ],
+)
+def test_a_lock_tells_which_exception_has_ended_its_process(tmp_path, error, told):
+    """Until another process has used the folder."""
+    lock = FolderLock(tmp_path)
+    lock.close(error=error)
+    state = lock_state(tmp_path)
+    assert state.holder == "failed" and state.failure.startswith(told)
+    FolderLock(tmp_path).close(unused=True)
+    assert lock_state(tmp_path)[::2] == state[::2]
+    FolderLock(tmp_path).close(error=Interrupted(signal.SIGINT, saved=True))
+    assert lock_state(tmp_path)[::2] == ("ended", None)

@@ -33,6 +33,7 @@ from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.live import Meter, StateChange, TaskStatus
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import ServerOptions, TenantLimits, serve
+from jaxmux.runs.folder_lock import lock_state
 from jaxmux.runs.intake import Intake
 from jaxmux.runs.server_console import ServerConsole
 from jaxmux.runs.serving import with_fewer_places, within_pool
@@ -195,6 +196,7 @@ def test_an_error_of_training_ends_the_server(backbone, tmp_path, monkeypatch):
             console=quiet,
             every=0.02,
         )
+    assert lock_state(tmp_path / "server").failure == "ZeroDivisionError: broken"
 
 
 def test_a_server_without_memory_goes_on_with_half_of_its_places(

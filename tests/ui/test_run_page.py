@@ -236,6 +236,23 @@ def test_run_is_what_its_lock_tells(run_dir):
     assert reader.poll() is None
 
 
+def test_where_a_process_has_ended_no_task_trains(run_dir):
+    record = json.loads((run_dir / "run.json").read_text())
+    record["tasks"]["legal_0"]["steps"] = 90
+    (run_dir / "run.json").write_text(json.dumps(record))
+    reader = RunReader(run_dir)
+    for error, state in ((None, "stopped"), (MemoryError(), "failed")):
+        lock = FolderLock(run_dir)
+        tasks = read_all(reader)["tasks"]
+        assert [row["state"] for row in tasks] == ["succeeded", "succeeded", "running"]
+        lock.close(error=error)
+        assert reader.poll()["reload"]
+        found = reader.state()
+        assert [row["state"] for row in found["tasks"]] == ["succeeded", "succeeded", "stopped"]
+        assert found["run"]["state"] == state
+        assert found["run"]["failure"] == (error and "the host has no memory left")
+
+
 def test_server_without_tasks_is_idle(tmp_path):
     (tmp_path / "server.json").write_text(json.dumps({"backbone": "/models/x", "sizes": {}}))
     fields = {"kind": "state", "time": 5.0, "task": "a", "reason": None}

@@ -386,6 +386,8 @@ function header() {
   $("figures").replaceChildren(...figures.map(([name, value, unit]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null))));
   const damaged = Object.entries(run.damaged).map(([file, count]) => `${file}: ${count} damaged ${count === 1 ? "line is" : "lines are"} left out.`);
   if (run.unread > 0) damaged.push(`${number(run.unread / 2 ** 20, 3)} MiB have yet to be read.`);
+  $("failure").hidden = !run.failure;
+  $("failure").textContent = run.failure ? `The process failed: ${run.failure}` : "";
   $("notice").hidden = !damaged.length;
   if ($("notice").textContent !== damaged.join(" ")) $("notice").textContent = damaged.join(" ");
   $("events-count").textContent = events.length ? `the last ${events.length}` : "";
@@ -404,12 +406,13 @@ const STATES = {
   training: "training",
   idle: "idle: nothing to train",
   stopped: "stopped",
+  failed: "failed",
   lost: "lost: its process was killed",
 };
 
 function statusOf(run, rounds, tasks) {
   if (run.state === "finished") return tasks.some((row) => row.state === "failed") ? ["failed", "finished, with failed tasks"] : ["finished", "finished"];
-  if (run.state !== "unknown") return [{ training: "running", compiling: "running", lost: "failed" }[run.state] ?? "", STATES[run.state]];
+  if (run.state !== "unknown") return [{ training: "running", compiling: "running", lost: "failed", failed: "failed" }[run.state] ?? "", STATES[run.state]];
   // Files without a lock were copied, or their file system has none: only their age tells.
   if (run.last === null) return ["", "nothing trained yet"];
   const age = run.now - run.last + (Date.now() - page.received) / 1000;

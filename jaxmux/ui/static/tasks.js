@@ -1,7 +1,7 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
 import { colour, dash, make, number } from "./format.js";
 
-const STATES = ["running", "preparing", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
+const STATES = ["running", "preparing", "stopped", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
 
 function descending(value) {
   const known = (row) => value(row) ?? -Infinity;
