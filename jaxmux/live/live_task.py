@@ -49,6 +49,7 @@ class TaskStatus(NamedTuple):
       meter: what the task has used.
       history: the states so far, with reasons and times; the last one is the present state. Of more
         than 101, only the first one and the last 100 are there.
+      rank: the rank of its adapter; None if its kind has none.
     """
 
     name: str
@@ -63,6 +64,7 @@ class TaskStatus(NamedTuple):
     share: float
     meter: Meter
     history: tuple[StateChange, ...]
+    rank: int | None = None
 
 
 @dataclasses.dataclass
@@ -347,4 +349,5 @@ class LiveTask:
             self.share if runs else 0.0,
             self.meter.copy(),
             tuple(self.history),
+            getattr(self.task.adapter, "rank", None),
         )

@@ -42,7 +42,7 @@ _OTHER_LINES = 8
 # So many adapters are listed one by one.
 _LISTED = 8
 # States of tasks in the order in which they are told.
-_STATES = ("running", "waiting", "succeeded", STOPPED_EARLY, "failed")
+_STATES = ("running", "queued", "succeeded", STOPPED_EARLY, "failed")
 _RATES = "tokens/s: of a task's samples, without padding, since its first step"
 # Characters that a table has at least for the name of a task.
 _SHORTEST_NAME = 12
@@ -321,8 +321,8 @@ class RunConsole:
         states = {
             name: shown_state(own.status, own.stopped_early) for name, own in progress.items()
         }
-        waiting = progress.keys() - engine.begun
-        told = ("waiting" if name in waiting else states[name] for name in states)
+        queued = progress.keys() - engine.begun
+        told = ("queued" if name in queued else states[name] for name in states)
         skips = any(own.skipped for own in progress.values())
         rows = []
         # Where not all tasks have a line, those that train come first.
@@ -366,8 +366,7 @@ class RunConsole:
             return "0:00:00"
         if not done:
             return ""
-        seconds = math.ceil(left * (time.monotonic() - started) / done)
-        return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
+        return hours(left * (time.monotonic() - started) / done)
 
 
 class _PatientOutput(io.TextIOBase):
@@ -496,6 +495,12 @@ def counted(states: Iterable[str], order: Sequence[str]) -> str:
     """
     counts = Counter(states)
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state]) or "no tasks"
+
+
+def hours(seconds: float) -> str:
+    """Hours, minutes and seconds, rounded up, such as "1:02:03"."""
+    seconds = math.ceil(seconds)
+    return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _loss(update: TaskUpdate) -> str:

@@ -23,7 +23,7 @@ from jaxmux.live.states import (
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import STOPPED_EARLY, escaped
 
-from .console import RunConsole, counted, live_table
+from .console import RunConsole, counted, hours, live_table
 from .status_file import places_in_queue
 
 # Tasks in the order in which the table shows them.
@@ -52,8 +52,8 @@ class ServerConsole:
         self._live: Live | None = None
         # The tasks as they were shown last.
         self._statuses: dict[str, TaskStatus] = {}
-        # By task that trains, its tokens at some moments of the last seconds.
-        self._tokens: dict[str, deque[tuple[float, int]]] = {}
+        # By task that trains, its tokens and steps at some moments of the last seconds.
+        self._trained: dict[str, deque[tuple[float, int, int]]] = {}
         self._said_at = time.monotonic()
 
     def start(self, statuses: Sequence[TaskStatus]) -> None:
@@ -78,18 +78,18 @@ class ServerConsole:
         """
         now = time.monotonic()
         known, self._statuses = self._statuses, {status.name: status for status in statuses}
-        for name in self._tokens.keys() - self._statuses.keys():
-            del self._tokens[name]
+        for name in self._trained.keys() - self._statuses.keys():
+            del self._trained[name]
         for status in statuses:
             before = known.get(status.name)
             if status is before:
                 continue
-            self._count_tokens(status, now)
+            self._count(status, now)
             self._say_skipped(status, before)
             if before is None or before.state != status.state:
                 self._say_state(status, before, adapters)
             elif self._says_steps(before, status):
-                self.say(_step_line(status))
+                self.say(self._step_line(status))
         trains = any(status.state == RUNNING for status in statuses)
         if self._live:
             self._live.update(self._table(statuses, now))
@@ -134,26 +134,40 @@ class ServerConsole:
         every = self._log_every
         return bool(every and self._live is None and status.step // every > before.step // every)
 
-    def _count_tokens(self, status: TaskStatus, now: float) -> None:
+    def _count(self, status: TaskStatus, now: float) -> None:
         if status.state != RUNNING:
-            self._tokens.pop(status.name, None)
+            self._trained.pop(status.name, None)
             return
-        own = self._tokens.setdefault(status.name, deque())
-        own.append((now, status.meter.effective_tokens))
-        while now - own[0][0] > _WINDOW:
+        own = self._trained.setdefault(status.name, deque())
+        own.append((now, status.meter.effective_tokens, status.step))
+        # Steps may take longer than the window.
+        while now - own[0][0] > _WINDOW and own[1][2] < status.step:
             own.popleft()
 
-    def _rate(self, name: str, now: float) -> float:
-        """Tokens of a task, without padding, per second; 0 as long as it is unknown."""
-        own = self._tokens.get(name)
+    def _rates(self, name: str, now: float) -> tuple[float, float]:
+        """Tokens of a task, without padding, and its steps per second; 0 as long as they are
+        unknown."""
+        own = self._trained.get(name)
         if not own or len(own) < 2:
-            return 0.0
-        (first, before), (last, tokens) = own[0], own[-1]
+            return 0.0, 0.0
+        (first, *before), (last, *present) = own[0], own[-1]
         # A task that has waited since then has a lower rate.
-        return (tokens - before) / max(last - first, now - last, 1e-9)
+        seconds = max(last - first, now - last, 1e-9)
+        tokens, steps = (b - a for a, b in zip(before, present, strict=True))
+        return tokens / seconds, steps / seconds
+
+    def _eta(self, status: TaskStatus, now: float) -> str:
+        """Hours, minutes and seconds until a task ends; empty as long as they are unknown."""
+        _, rate = self._rates(status.name, now)
+        return hours((status.steps - status.step) / rate) if status.steps and rate else ""
+
+    def _step_line(self, status: TaskStatus) -> str:
+        loss = "" if status.loss is None else f" loss {status.loss:.4f}"
+        eta = self._eta(status, time.monotonic())
+        return f"{status.name} step {status.step}/{status.steps}{loss}{eta and f' ETA {eta}'}"
 
     def _totals(self, statuses: Sequence[TaskStatus], now: float) -> str:
-        rate = sum(self._rate(name, now) for name in self._tokens)
+        rate = sum(self._rates(name, now)[0] for name in self._trained)
         return _counted(statuses) + (f"; {rate:,.0f} tokens/s without padding" if rate else "")
 
     def _table(self, statuses: Sequence[TaskStatus], now: float) -> Group:
@@ -161,32 +175,30 @@ class ServerConsole:
         shown = [status for status in statuses if status.state not in ENDED]
         shown.sort(key=lambda s: (_STATES.index(s.state), places.get(s.name, 0)))
         footer = self._totals(statuses, now) if statuses else "no tasks yet"
-        if self._tokens:
+        if self._trained:
             footer += f"\ntokens/s: without padding, over the last {_WINDOW:.0f} s"
         rows = []
+        ranked = any(status.rank for status in shown)
         for status in shown:
-            rate, place = self._rate(status.name, now), places.get(status.name)
+            (rate, _), place = self._rates(status.name, now), places.get(status.name)
             rows.append(
                 (
                     status.name,
                     status.state,
+                    *((str(status.rank or ""),) if ranked else ()),
                     f"{status.step}/{'?' if status.steps is None else status.steps}",
                     "" if status.loss is None else f"{status.loss:.4f}",
                     f"{rate:,.0f}" if rate else "",
-                    "" if place is None else str(place),
+                    self._eta(status, now) if place is None else f"place {place}",
                 )
             )
-        headings = ("task", "state", "step", "loss", "tokens/s", "place")
+        rank = ("rank",) if ranked else ()
+        headings = ("task", "state", *rank, "step", "loss", "tokens/s", "ETA")
         return live_table(self._console, headings, rows, footer, texts=2)
 
 
 def _is_nan(loss: float | None) -> bool:
     return loss is not None and math.isnan(loss)
-
-
-def _step_line(status: TaskStatus) -> str:
-    loss = "" if status.loss is None else f" loss {status.loss:.4f}"
-    return f"{status.name} step {status.step}/{status.steps}{loss}"
 
 
 def _shown(text: str) -> str:

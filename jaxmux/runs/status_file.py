@@ -69,6 +69,7 @@ class Shown(NamedTuple):
                 "place_in_queue": self.place,
                 "step": status.step,
                 "steps": status.steps,
+                "rank": status.rank,
                 "loss": finite_or_none(status.loss),
                 "held_out_loss": finite_or_none(status.held_out_loss),
                 "best_step": status.best_step,
@@ -110,6 +111,8 @@ def status_of(fields: Mapping[str, Any]) -> TaskStatus:
     Raises:
       KeyError, TypeError: they are damaged.
     """
+    # Files of earlier versions tell of no rank.
+    fields = {"rank": None, **fields}
     own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
     history = tuple(StateChange.of(change) for change in fields["history"])
     own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}

@@ -141,16 +141,19 @@ class RunReader:
         return self._shown([*(task.row for task in tasks.values()), *others])
 
     def _shown(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with why their specifications, or changes of them, are refused. Where the process
-        has ended, no task trains."""
+        """Rows with why their specifications, or changes of them, are refused, and with the seconds
+        that are left. Where the process has ended, no task trains."""
         errors = {own["task"]: own["error"] for own in self._refused.get("refused", [])}
-        trains = self._state() not in ("stopped", "failed", "lost")
-        return [
-            row
-            | {"error": errors.get(row["name"])}
-            | ({} if trains or row["state"] not in _TRAINING else {"state": "stopped"})
-            for row in rows
-        ]
+        state, tasks = self._state(), self._view.tasks
+        has_ended, found = state in ("stopped", "failed", "lost"), []
+        for row in rows:
+            name, changed = row["name"], {"error": errors.get(row["name"])}
+            if has_ended and row["state"] in _TRAINING:
+                changed["state"] = "stopped"
+            elif state == "training" and name in tasks:
+                changed["left"] = self._view.seconds_left(tasks[name])
+            found.append(row | changed)
+        return found
 
     def details(self, number: int) -> dict[str, Any] | None:
         """The line of rounds.jsonl of a round with details; None if there is none.

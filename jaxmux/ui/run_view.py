@@ -22,6 +22,8 @@ _MOST_ENDED = 256
 _DETAILED = 2048
 # Most rounds whose updates may be read before their own lines.
 _AHEAD = 4096
+# A task's speed is that of so many of its last updates.
+_PACED = 32
 # Skipped updates of a task of which the page tells one by one.
 _MOST_SKIPS = 64
 
@@ -36,7 +38,8 @@ class TaskView:
         skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
         one), final (the held-out loss of the adapter that training has given), tokens, skipped
         (number of updates), computed (tokens of its chunks), seconds (its share of the time of
-        rounds), error (why its specification, or a change of it, is refused).
+        rounds), error (why its specification, or a change of it, is refused), left (seconds until
+        its last step is trained; None if it does not train, or they are not known).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
@@ -72,9 +75,12 @@ class TaskView:
             "computed": 0,
             "seconds": 0.0,
             "skipped": 0,
+            "left": None,
         } | fields
         self.loss, self.rate, self.norm = Series(1), Series(1), Series(1)
         self.skips: deque[tuple[int, str]] = deque(maxlen=_MOST_SKIPS)
+        # Round and step of the last updates.
+        self.paced: deque[tuple[int, int]] = deque(maxlen=_PACED)
         self.trained = 0
         self.held_out: list[list[Any]] = []
 
@@ -185,6 +191,16 @@ class RunView:
                 row["reason"] = result.get("error") or early
                 row["final"] = result.get("eval_loss")
 
+    def seconds_left(self, task: TaskView) -> float | None:
+        """Seconds until a task's last step is trained, if its rounds go on as the last ones; None
+        if it does not train, or they are not known."""
+        row = task.row
+        if row["state"] != "running" or not row["steps"] or len(task.paced) < 2:
+            return None
+        (begin, first), (end, last) = task.paced[0], task.paced[-1]
+        seconds = sum(self._seconds[begin + 1 : end + 1])
+        return (row["steps"] - last) * seconds / (last - first) if seconds else None
+
     def take_new(self) -> dict[str, Any]:
         """What has been added since the last call: rows of tasks, points of the loss and of the
         held-out loss by task, rounds, events and details; and the names of tasks that are gone."""
@@ -234,6 +250,7 @@ class RunView:
             row["tokens"] += int(fields.get("tokens", 0))
             computed, number = int(fields.get("computed_tokens", 0)), int(fields.get("step", -1))
             row["computed"] += computed
+            task.paced.append((number, step))
             if self._knows(number):
                 row["seconds"] += self._seconds_of(number, computed)
             elif number >= len(self._tokens):
@@ -275,6 +292,8 @@ class RunView:
             # Another task has got the name.
             self.tasks[name] = TaskView(name, place=before.row["place"])
             self._new["again"] = True
+        # While it does not train, rounds go on.
+        self.task(name).paced.clear()
         row = self.task(name).row
         state, row["reason"] = shown_state(state, fields.get("reason")), fields.get("reason")
         row["state"] = state

@@ -1,6 +1,7 @@
 """A server with a watched directory: how it starts, what it prints, and how it ends."""
 
 import dataclasses
+import functools
 import io
 import json
 import os
@@ -344,20 +345,22 @@ def test_the_table_fits_a_terminal_of_80_columns(monkeypatch):
     console = ServerConsole(terminal)
     waiting = [task_status(f"t.{i}", "queued") for i in range(30)]
     long = "t." + "x" * 98
+    running = functools.partial(task_status, long, "running", rank=256)
     console.start([])
-    console.show([task_status(long, "running", 1), *waiting], "adapters")
+    console.show([running(1), *waiting], "adapters")
     later = time.monotonic() + 5
     monkeypatch.setattr(time, "monotonic", lambda: later)
     failed = task_status("t.b", "failed", reason="task 't.b': why\x1b[2J" + "y" * 1000)
-    last = [task_status(long, "running", 6), *waiting, failed]
+    last = [running(6), *waiting, failed]
     console.show(last, "adapters")
     console.stop()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", printed.getvalue())
     lines = text.splitlines()
     assert all(len(line) <= 80 for line in lines if "FAILED" not in line)
     assert "FAILED t.b: why\\x1b[2Jyyy" in text and "y" * 600 not in text
-    assert re.search(r"t\.x+…x+ +running +6/9 +1\.0000 +\d+", text)
-    assert re.search(r"t\.0 +queued +0/9 +1", text)
+    # Five steps took five seconds, and three are left.
+    assert re.search(r"t\.x+…x+ +running +256 +6/9 +1\.0000 +100 +0:00:0[34]", text)
+    assert re.search(r"t\.0 +queued +0/9 +place 1 *\n", text)
     assert "20 more" in text
     # This line is longer than the table is wide.
     totals = r"1 running, 30 queued, 1 failed; \d+ tokens/s without padding"
@@ -370,7 +373,7 @@ def test_the_console_forgets_what_the_server_forgets():
     console.show([task_status("t.b", "running", 1), task_status("t.c", "succeeded")], "adapters")
     last = task_status("t.d", "running", 1)
     console.show([last], "adapters")
-    assert console._statuses == {"t.d": last} and list(console._tokens) == ["t.d"]
+    assert console._statuses == {"t.d": last} and list(console._trained) == ["t.d"]
 
 
 def test_there_is_no_table_without_tasks_that_train_or_wait():

@@ -570,3 +570,41 @@ def test_time_of_rounds_is_shared_by_tokens_and_what_is_unusual_is_told(run_dir)
     assert parts["read"] == pytest.approx(sum(usual) * read / tokens)
     (run_dir / "rounds.jsonl").unlink()
     assert read_all(RunReader(run_dir))["run"]["parts"] is None
+
+
+def test_time_left_is_that_of_the_last_rounds_while_the_task_trains(tmp_path):
+    run = synthetic.write_server(tmp_path / "server", 8, 60)
+    lines = [json.loads(line) for line in (run / "rounds.jsonl").read_text().splitlines()]
+    lock = FolderLock(run)
+    os.utime(run / ".lock", (0, 0))
+    change = {"kind": "state", "time": synthetic.BEGUN, "reason": None, "steps": 100, "rank": 8}
+    # It was told of before its updates, which do not tell of steps.
+    text = (run / "events.1.jsonl").read_text()
+    (run / "events.1.jsonl").write_text("")
+    synthetic.append(
+        run / "events.1.jsonl",
+        *(change | {"task": name, "state": "running"} for name in ("support_0", "legal_0")),
+    )
+    with (run / "events.1.jsonl").open("a") as file:
+        file.write(text)
+    reader = RunReader(run)
+    rows = {row["name"]: row for row in read_all(reader)["tasks"]}
+    seconds = statistics.mean(line["seconds"] for line in lines[-31:])
+    assert rows["support_0"]["left"] == pytest.approx(40 * seconds)
+    assert (rows["support_0"]["steps"], rows["support_0"]["rank"]) == (100, 8)
+    assert rows["billing_0"]["left"] is None  # It has ended.
+    # Rounds in which it was paused do not count.
+    synthetic.append(
+        run / "events.jsonl",
+        change | {"task": "legal_0", "state": "paused"},
+        change | {"task": "legal_0", "state": "running"},
+        *(
+            synthetic.update(60 + i, "legal_0", 1.0, 0.0) | {"task_step": step, "kind": "update"}
+            for i, step in enumerate((61, 62))
+        ),
+    )
+    synthetic.append(run / "rounds.jsonl", *(lines[1] | {"round": n} for n in (60, 61)))
+    rows = {row["name"]: row for row in read_all(reader)["tasks"]}
+    assert rows["legal_0"]["left"] == pytest.approx(38 * lines[1]["seconds"])
+    lock.close()
+    assert {row["left"] for row in read_all(reader)["tasks"]} == {None}

@@ -1,6 +1,6 @@
 // All about one task, in a window over the page.
 import { LineChart, smoothed } from "./chart.js";
-import { colour, count, make, number } from "./format.js";
+import { colour, count, duration, make, number } from "./format.js";
 
 const $ = (id) => document.getElementById(id);
 // While a task trains, its curves are asked for again after so many milliseconds.
@@ -76,6 +76,7 @@ export class TaskDetail {
       ["State", row.state],
       ["Adapter", [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(", ") || "–"],
       ["Step", count(row.step), row.steps ? `of ${count(row.steps)}` : null],
+      ["Time left", row.left === null ? "–" : duration(row.left)],
       ["Loss", row.nan ? "nan" : number(row.loss)],
       ["Held-out loss", number(result?.eval_loss ?? row.held_out), result?.eval_loss_first ? `${number(result.eval_loss_first)} before` : null],
       ["Best step", result?.best_step ?? row.best ?? "–"],

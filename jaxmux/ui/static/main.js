@@ -381,8 +381,8 @@ function header() {
     ["Time trained", duration(run.summary?.wall_seconds ?? all.seconds)],
   ];
   if (run.refused) figures.splice(1, 0, ["Refused or waiting", `${run.refused}`, "specifications"]);
-  const left = remaining(tasks, sum(2) / late.length);
-  if (run.state === "training" && left) figures.push(["Time left", duration(left), "about"]);
+  const left = Math.max(0, ...tasks.map((row) => row.left ?? 0));
+  if (left) figures.push(["Time left", duration(left), "about"]);
   $("figures").replaceChildren(...figures.map(([name, value, unit]) => make("div", {}, make("dt", {}, name), make("dd", {}, value, unit ? make("small", {}, unit) : null))));
   const damaged = Object.entries(run.damaged).map(([file, count]) => `${file}: ${count} damaged ${count === 1 ? "line is" : "lines are"} left out.`);
   if (run.unread > 0) damaged.push(`${number(run.unread / 2 ** 20, 3)} MiB have yet to be read.`);
@@ -392,12 +392,6 @@ function header() {
   if ($("notice").textContent !== damaged.join(" ")) $("notice").textContent = damaged.join(" ");
   $("events-count").textContent = events.length ? `the last ${events.length}` : "";
   drawEvents(events);
-}
-
-// Seconds until the task with most steps left has trained them, if each round trains one of each.
-function remaining(tasks, secondsOfRound) {
-  const training = tasks.filter((row) => row.state === "running" && row.steps);
-  return Math.max(0, ...training.map((row) => row.steps - row.step)) * secondsOfRound;
 }
 
 const STATES = {

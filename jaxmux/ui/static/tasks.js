@@ -1,5 +1,5 @@
 // The list of tasks: search, order, selection by mouse and keyboard.
-import { colour, dash, make, number } from "./format.js";
+import { colour, dash, duration, make, number } from "./format.js";
 
 const STATES = ["running", "preparing", "stopped", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
 
@@ -88,7 +88,8 @@ export class TaskList {
     ill.textContent = [skipped, row.reason, change].filter(Boolean).join("; ");
     ill.hidden = !ill.textContent;
     ill.title = ill.textContent;
-    sub.children[1].textContent = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
+    const steps = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
+    sub.children[1].textContent = [steps, row.left !== null && `${duration(row.left)} left`].filter(Boolean).join(" · ");
     bar.hidden = !row.steps;
     const share = row.steps ? Math.min(1, row.step / row.steps) : 0;
     bar.firstChild.style.width = `${100 * share}%`;
