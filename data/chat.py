@@ -128,7 +128,8 @@ def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) ->
     if not all(text.startswith(prompt) for text in texts):
         return ""
     ids, *behind = tokenizer([prompt, *texts], add_special_tokens=False)["input_ids"]
-    return prompt.splitlines()[-1] if any(own[: len(ids)] != ids for own in behind) else ""
+    is_joined = any(own[: len(ids)] != ids for own in behind)
+    return prompt.rstrip("\n").rpartition("\n")[2] if is_joined else ""
 
 
 class _Chat(NamedTuple):

@@ -143,7 +143,7 @@ def _read_json(stream: BinaryIO, path: Path) -> Rows:
     is_array = begins_array(stream.read(_HEAD))
     stream.seek(0)
     if is_array:
-        return read_array(TextIOWrapper(stream, encoding="utf-8-sig"), path)
+        return read_array(TextIOWrapper(stream, encoding="utf-8-sig", newline="\n"), path)
     return _read_jsonl(stream, path)
 
 

@@ -27,7 +27,7 @@ class ProcessFailed(RuntimeError):
 def first_line(error: BaseException) -> str:
     """The first line of an exception's message, or the name of its type if it has none. Of a line
     with more than 2,000 characters, in which somebody's data are quoted, the first ones."""
-    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
 
 

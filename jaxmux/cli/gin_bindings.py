@@ -4,11 +4,12 @@ Library code knows nothing of gin. Only what is listed here can be configured, a
 imports a module is refused: importing runs whatever the module holds.
 """
 
+import contextlib
 import dataclasses
-import os
+import re
 import tokenize
 from collections.abc import Sequence
-from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -70,9 +71,6 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
 }
 
 
-# Of configs; they may begin with a byte order mark.
-_ENCODING = "utf-8-sig"
-
 # By binding, the scopes that it refers to: "billing" for @billing/LoRA(); and the scopes to which
 # bindings have referred that later ones replaced. Like gin's own state, both are global.
 _REFERENCES: dict[tuple[str, str, str], set[str]] = {}
@@ -95,10 +93,11 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
         if f"jaxmux.{name}" not in gin.config._REGISTRY:
             gin.external_configurable(configurable, name=name, module="jaxmux")
     noted = _Noted()
+    checked: list[_Text] = []
     for file in files:
-        _look_through_file(Path(file), noted, within=())
+        checked += _look_through_file(Path(file), noted, within=())
     for binding in bindings:
-        _look_through(binding, f"--gin.{binding}", noted, within=())
+        checked += _look_through(_Text(binding), f"--gin.{binding}", noted, within=())
     for binding in bindings:
         name, is_set, value = binding.partition("=")
         if is_set and "." not in name and name.strip() not in noted.macros:
@@ -106,10 +105,11 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
                 f"--gin.{binding}: {name.strip()!r} is no parameter; the name of one says whose it "
                 f"is, such as {parameter_like(name.strip(), value, _FIELDS)}"
             )
-    # gin tries its own reader first, which would keep the mark.
-    gin.config._FILE_READERS[0] = (partial(open, encoding=_ENCODING), os.path.isfile)
     try:
-        gin.parse_config_files_and_bindings(list(files), list(bindings), finalize_config=True)
+        # gin itself would keep byte order marks, and end lines at carriage returns.
+        for text in checked:
+            gin.parse_config(text)
+        gin.finalize()
     except (OSError, SyntaxError, TypeError, ValueError) as e:
         raise config_error(e, _FIELDS) from None
 
@@ -222,39 +222,88 @@ def _refuse_unknown_scopes() -> None:
             )
 
 
-def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) -> None:
-    """Looks through a file, and all it includes, before gin acts on any of it."""
+class _Text(StringIO):
+    """Text of a config, whose lines end in LF or CRLF only.
+
+    Attributes:
+      text: the text.
+      name: its file, for gin's error messages; None for an argument.
+    """
+
+    def __init__(self, text: str, name: str | None = None):
+        super().__init__(text, newline="\n")
+        self.text, self.name = text, name
+
+    def part(self, begin: int, end: int | None) -> "_Text":
+        """The lines from `begin` to before `end`, counted from 1, which keep their numbers; None
+        for all others."""
+        lines = self.text.split("\n")
+        return _Text("\n" * (begin - 1) + "\n".join(lines[begin - 1 : end and end - 1]), self.name)
+
+
+def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) -> list[_Text]:
+    """Looks through a file, and all it includes, before gin acts on any of it. Returns what gin
+    shall read, in its order: includes divide the text of a file."""
     if file in within:
         raise ConfigError(f"{file}: includes itself")
     try:
-        text = file.read_text(encoding=_ENCODING)
+        text = file.read_bytes().decode("utf-8-sig")
     except OSError as e:
         raise ConfigError(f"{file}: cannot be read ({e.strerror})") from None
     except UnicodeDecodeError as e:
         raise ConfigError(f"{file}: is no text ({e})") from None
-    _look_through(text, str(file), noted, (*within, file))
+    text = _without_returns(text, file)
+    return _look_through(_Text(text, str(file)), str(file), noted, (*within, file))
 
 
-def _look_through(text: str, where: str, noted: "_Noted", within: tuple[Path, ...]) -> None:
-    """Notes what a text refers to, and refuses what gin should not act on."""
+def _without_returns(text: str, file: Path) -> str:
+    """A text without carriage returns that end no line. They may stand in comments; Python, which
+    reads values, would end a line at others."""
+    blank = re.sub(r"\r(?!\n)", " ", text)
+    if blank == text:
+        return text
+    comments = {}
+    # What is no text of Python is refused with more words where gin reads it.
+    with contextlib.suppress(SyntaxError, tokenize.TokenError):
+        for token in tokenize.generate_tokens(_Text(blank).readline):
+            if token.type == tokenize.COMMENT:
+                line, comments[line] = token.start
+    for number, line in enumerate(text.split("\n"), 1):
+        if "\r" in line.rstrip("\r")[: comments.get(number)]:
+            raise ConfigError(
+                f"{file}:{number}: a carriage return (\\r) stands within the line; lines end in "
+                "\\n or \\r\\n"
+            )
+    return blank
+
+
+def _look_through(
+    text: _Text, where: str, noted: "_Noted", within: tuple[Path, ...]
+) -> list[_Text]:
+    """Notes what a text refers to, and refuses what gin should not act on. Returns what gin shall
+    read, in its order."""
+    checked, begin = [], 1
     try:
-        for statement in config_parser.ConfigParser(text, noted):
+        parser = config_parser.ConfigParser(text, noted)
+        for statement in parser:
+            line = statement.location.line_num
             if isinstance(statement, config_parser.BindingStatement):
                 binding = statement.scope, statement.selector, statement.arg_name
                 _REPLACED.update(_REFERENCES.get(binding, ()))
                 _REFERENCES[binding] = noted.take()
                 if noted.classes:
                     name = noted.classes.pop()
-                    place = f"{where}:{statement.location.line_num}" if within else where
+                    place = f"{where}:{line}" if within else where
                     raise ConfigError(f"{place}: @{name} needs parentheses: @{name}()")
             if isinstance(statement, config_parser.ImportStatement):
-                line = statement.location.line_num
                 raise ConfigError(
                     f"{where}:{line}: configs may not import modules ({statement.module}); "
                     "all of jaxmux's names are known without"
                 )
             if isinstance(statement, config_parser.IncludeStatement):
-                _look_through_file(Path(statement.filename), noted, within)
+                checked.append(text.part(begin, line))
+                begin = parser.current_token.start[0]
+                checked += _look_through_file(Path(statement.filename), noted, within)
     except SyntaxError as e:
         place = f"{where}:{e.lineno}" if within else where
         hint = with_quotes(e, argument=not within)
@@ -263,6 +312,7 @@ def _look_through(text: str, where: str, noted: "_Noted", within: tuple[Path, ..
     except tokenize.TokenError as e:
         message, (line, _) = e.args
         raise ConfigError(f"{where}:{line}: {message}") from None
+    return [*checked, text.part(begin, None)]
 
 
 class _Noted(config_parser.ParserDelegate):

@@ -159,7 +159,7 @@ def _commands(path: Path) -> list[Command]:
     """The commands of a segment."""
     content = path.read_bytes()
     content = content[: _complete_length(content)]
-    return [_command(path, i, line) for i, line in enumerate(content.splitlines(), 1)]
+    return [_command(path, i, line) for i, line in enumerate(content.split(b"\n")[:-1], 1)]
 
 
 def _command(path: Path, number: int, line: bytes) -> Command:

@@ -32,7 +32,7 @@ def objects(content: bytes) -> Iterator[dict[str, Any]]:
     Args:
       content: the lines.
     """
-    for line in content.splitlines():
+    for line in content.split(b"\n"):
         try:
             found = json.loads(line)
         except ValueError:

@@ -1,5 +1,6 @@
 """A growing file of JSON lines, read piece by piece."""
 
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -80,7 +81,7 @@ class LineFile:
             begin, self._position = self._position, self._position + end
             self.left = found.st_size - self._position if end else 0
             self._proof = self._before(file)
-        for text in piece[:end].splitlines(keepends=True):
+        for text in io.BytesIO(piece[:end]):
             try:
                 fields = _DECODER.decode(text.decode())
                 if not isinstance(fields, dict):

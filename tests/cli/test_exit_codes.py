@@ -10,7 +10,14 @@ import pytest
 from jaxmux import DataError, TaskError
 from jaxmux.cli import exit_codes
 from jaxmux.cli.exit_codes import exit_code_of
-from jaxmux.errors import InputError, Interrupted
+from jaxmux.errors import InputError, Interrupted, first_line
+
+
+def test_only_a_line_feed_ends_the_first_line_of_a_message():
+    for end in ("\n", "\r\n"):
+        assert first_line(ValueError(f" a\u2028b\x85\x0cc\rd{end}e")) == "a\u2028b\x85\x0cc\rd"
+    assert first_line(ValueError("\n")) == "ValueError"
+
 
 CASES = {
     "bad data": (DataError("a.jsonl:3: no field"), 2, "error: a.jsonl:3: no field\n"),

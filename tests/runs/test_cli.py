@@ -294,6 +294,56 @@ def test_import_of_an_included_file_is_refused(write_config, refused, tmp_path, 
     assert not module_that_tells.exists()
 
 
+LINES = """\
+first/Task.data = 'a.jsonl'
+fine_tune.backbone = 'b'
+fine_tune.tasks = [
+  @first/Task(),
+]
+include '{inner}'  # before the last line
+
+first/Task.max_length = 9
+"""
+INNER = "first/Task.name = 'inner'\nfirst/Task.steps = 7\nfirst/Task.max_length = 8\n"
+# What Python calls the end of a line, but LF and CRLF.
+NO_ENDS = "\r", "\x0b", "\x0c", "\x1c", "\x1d", "\x1e", "\x85", "\u2028", "\u2029"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_line_feeds_end_the_lines_of_configs_and_of_what_they_include(end, tmp_path):
+    """A setting behind another separator belongs to the comment before it."""
+    comment = "".join(f"{other} # {other}first/Task.seed = 5" for other in NO_ENDS)
+    inner, outer = tmp_path / "inner.gin", tmp_path / "outer.gin"
+    for path, text in ((inner, INNER), (outer, LINES.format(inner=inner))):
+        commented = "".join(f"{line} # {comment}{end}" for line in text.splitlines())
+        path.write_bytes((commented + f"first/Task.seed = 4\r{end}").encode("utf-8-sig"))
+        gin_bindings.parse([str(path)], [])
+    (task,) = gin_bindings.run_config().tasks
+    assert (task.name, task.steps, task.max_length, task.seed) == ("inner", 7, 9, 4)
+
+
+def test_a_return_within_a_line_of_a_config_is_refused(tmp_path):
+    inner, outer = tmp_path / "inner.gin", tmp_path / "outer.gin"
+    for line in ("a/Task.seed = 1\ra/Task.steps = 9", "a/Task.name = 'x\ry'", "a/Task.seed =\r1"):
+        inner.write_bytes(f"{INNER}# a\rb\r\n\r\n{line}\r\n".encode())
+        outer.write_bytes(LINES.format(inner=inner).encode())
+        with pytest.raises(gin_bindings.ConfigError, match="carriage return") as error:
+            gin_bindings.parse([str(outer)], [])
+        assert str(error.value).startswith(f"{inner}:6: ")
+
+
+def test_lines_around_an_include_keep_their_numbers(tmp_path):
+    inner, outer = tmp_path / "inner.gin", tmp_path / "outer.gin"
+    inner.write_text(f"{INNER}\nfirst/Task.stepps = 3\n")
+    outer.write_text(LINES.format(inner=inner))
+    with pytest.raises(gin_bindings.ConfigError, match=f"{inner}:5: Task has no field 'stepps'"):
+        gin_bindings.parse([str(outer)], [])
+    inner.write_text(INNER)
+    outer.write_text(LINES.format(inner=inner) + "first/Task.stepps = 3\n")
+    with pytest.raises(gin_bindings.ConfigError, match=f"{outer}:9: Task has no field 'stepps'"):
+        gin_bindings.parse([str(outer)], [])
+
+
 @pytest.mark.parametrize("statement", ["import telltale", "include 'inner.gin'"])
 def test_import_through_a_binding_is_refused(
     statement, write_config, refused, tmp_path, module_that_tells, monkeypatch
