@@ -3,7 +3,6 @@
 import json
 import logging
 import os
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -162,10 +161,6 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
     """What transformers makes of a folder: the class that its files or the model's type name."""
     from transformers import AutoTokenizer
-
-    if sys.modules.get("torch", True) is None:
-        # Commands hide torch until here, and other packages take it for imported.
-        del sys.modules["torch"]
 
     return AutoTokenizer.from_pretrained(
         str(folder), local_files_only=True, trust_remote_code=False

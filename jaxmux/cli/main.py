@@ -4,11 +4,14 @@ import argparse
 import gc
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib import import_module
+from importlib.abc import MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
 from importlib.metadata import version
 from types import ModuleType
+from typing import Any
 
 from jaxmux.similar_names import did_you_mean
 
@@ -59,8 +62,12 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
-    with _without_torch():
+    finder = _TransformersWithoutTorch()
+    sys.meta_path.insert(0, finder)
+    try:
         code = exit_code_of(lambda: _imported(command).run(options))
+    finally:
+        sys.meta_path.remove(finder)
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
         # Otherwise JAX would wait for the other processes, which may wait for this one.
         exit_at_once(code)
@@ -80,15 +87,24 @@ def _open_standard_streams() -> None:
             setattr(sys, name, open(number, "r" if number == 0 else "w"))
 
 
-@contextmanager
-def _without_torch() -> Iterator[None]:
-    """Hides torch, unless it is imported already, until `load_tokenizer` has imported transformers,
-    which would import it. That takes eight seconds, and no command uses it."""
-    sys.modules.setdefault("torch", None)
-    try:
-        yield
-    finally:
-        if sys.modules.get("torch", True) is None:
+class _TransformersWithoutTorch(MetaPathFinder):
+    """Imports transformers as if torch were not installed: importing torch takes eight seconds, and
+    no command uses it. Before and afterwards torch can be imported; other packages look for it."""
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != "transformers" or "torch" in sys.modules:
+            return None
+        spec = PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader.exec_module = partial(self._execute, spec.loader.exec_module)
+        return spec
+
+    @staticmethod
+    def _execute(execute: Callable[[ModuleType], None], module: ModuleType) -> None:
+        sys.modules["torch"] = None
+        try:
+            execute(module)
+        finally:
             del sys.modules["torch"]
 
 

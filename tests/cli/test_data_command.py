@@ -44,7 +44,9 @@ assert run_command("data", sys.argv[1:], "jaxmux data") == 0
 from jax._src import xla_bridge
 
 print("devices:", xla_bridge.backends_are_initialized(), file=sys.stderr)
+import torch
 """
+TORCH = "import sys; print('torch is imported', file=sys.stderr)"
 
 
 @pytest.fixture(autouse=True)
@@ -191,17 +193,31 @@ def test_data_that_cannot_be_trained_on_are_refused_with_their_place(config, tmp
     assert f"error: task 'chat': {tmp_path}/a.jsonl:3: " in capsys.readouterr().err
 
 
-def test_colours_take_the_place_of_marks_and_no_device_is_used(config):
+def test_colours_take_the_place_of_marks_and_neither_a_device_nor_torch_is_used(config, tmp_path):
+    """Afterwards torch can be imported."""
+    for file, text in (
+        ("torch/__init__.py", TORCH),
+        ("torch-9.9.dist-info/METADATA", "Metadata-Version: 2.1\nName: torch\nVersion: 9.9\n"),
+    ):
+        path = tmp_path / "packages" / file
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    environment = {
+        "FORCE_COLOR": "1",
+        "TERM": "xterm-256color",
+        "PYTHONPATH": tmp_path / "packages",
+    }
     command = [sys.executable, "-c", RUN_AND_ASK_FOR_DEVICES, config, "--task=plain"]
     done = subprocess.run(
         command,
         capture_output=True,
         text=True,
         timeout=120,
-        env={**os.environ, "FORCE_COLOR": "1", "TERM": "xterm-256color"},
+        env={**os.environ, **environment},
     )
     assert done.returncode == 0, done.stderr
-    assert "devices: False" in done.stderr
+    assert done.stderr.endswith("devices: False\ntorch is imported\n")
+    assert done.stderr.count("torch is imported") == 1
     assert "⟦" not in done.stdout and "\x1b[1;32m then some.</s>\x1b[0m" in done.stdout
 
 
