@@ -30,11 +30,13 @@ class End(NamedTuple):
       history: all its states; the last one is that of its end.
       progress: its progress; None if it had not begun.
       steps: number of steps that it was to train; None if that was not known yet.
+      warnings: as in `TaskStatus`.
     """
 
     history: tuple[StateChange, ...]
     progress: TaskProgress | None
     steps: int | None
+    warnings: tuple[str, ...] = ()
 
 
 class Command(NamedTuple):

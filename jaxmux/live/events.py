@@ -18,10 +18,12 @@ class Event(NamedTuple):
         events because it read too slowly.
       time: when it happened, in seconds since 1970.
       task: name of the task.
-      kind: "state" (the task's state or its reason has changed), "update" (a step of the task has
-        been trained) or "evaluation" (its held-out loss has been measured).
+      kind: "state" (the task's state or its reason has changed), "warning" (something about the
+        task is legal but suspicious), "update" (a step of the task has been trained) or
+        "evaluation" (its held-out loss has been measured).
       fields: what the event tells: for "state", `state`, `reason`, `priority`, `steps` (None until
-        the data have been read), `adapter` (its kind) and `rank` (None if the kind has none);
+        the data have been read), `adapter` (its kind) and `rank` (None if the kind has none); for
+        "warning", `warnings`, a list of texts that have not been told before;
         for the others, the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
     """
 

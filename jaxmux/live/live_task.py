@@ -50,6 +50,8 @@ class TaskStatus(NamedTuple):
       history: the states so far, with reasons and times; the last one is the present state. Of more
         than 101, only the first one and the last 100 are there.
       rank: the rank of its adapter; None if its kind has none.
+      warnings: what is legal but suspicious about its settings and data, known when these have been
+        read, and about its results.
     """
 
     name: str
@@ -65,6 +67,7 @@ class TaskStatus(NamedTuple):
     meter: Meter
     history: tuple[StateChange, ...]
     rank: int | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass
@@ -97,6 +100,7 @@ class LiveTask:
       measured: whether it trains on only when its held-out loss has been measured.
       unkept: function that returns the arrays with which it ends once more if training is started
         again before its success has been kept; else None.
+      warnings: as in `TaskStatus`.
     """
 
     task: Task
@@ -120,6 +124,7 @@ class LiveTask:
     counted: tuple[int, int] = (0, 0)
     measured: bool = False
     unkept: Callable[[], SlotArrays] | None = None
+    warnings: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, saved: SavedTask) -> "LiveTask":
@@ -139,6 +144,7 @@ class LiveTask:
             extensions=list(saved.extensions),
             counted=(saved.progress.step if saved.progress else 0, saved.begun_tokens),
             files=saved.files,
+            warnings=saved.warnings,
         )
 
     @property
@@ -203,12 +209,13 @@ class LiveTask:
     @property
     def end(self) -> End:
         """How the task has ended."""
-        return End(tuple(self.history), self.progress, self.steps)
+        return End(tuple(self.history), self.progress, self.steps, self.warnings)
 
     @end.setter
     def end(self, end: End) -> None:
         """Ends the task as it had ended in a process that has ended since."""
         self.history, self.progress, self.steps = list(end.history), end.progress, end.steps
+        self.warnings = end.warnings
         self._forget_data()
 
     def _forget_data(self) -> None:
@@ -306,6 +313,7 @@ class LiveTask:
             tuple(self.extensions),
             self.counted_of(step),
             self.files,
+            self.warnings,
         )
 
     def saved_again(self, before: SavedTask) -> SavedTask:
@@ -350,4 +358,5 @@ class LiveTask:
             self.meter.copy(),
             tuple(self.history),
             getattr(self.task.adapter, "rank", None),
+            self.warnings,
         )

@@ -56,6 +56,8 @@ class LiveTasks:
         forget: Callable[[str], None],
         clock: Callable[[], float],
         most_ended: int,
+        warnings: Callable[[PreparedTask, TaskProgress | None], Sequence[str]],
+        warn: Callable[[str, Sequence[str]], None],
     ):
         """Starts without tasks.
 
@@ -68,7 +70,10 @@ class LiveTasks:
           forget: function that is called with the name of a task that is no longer known.
           clock: function that returns the time in seconds since 1970.
           most_ended: number of tasks that are known after their end.
+          warnings: as for `LiveTraining`.
+          warn: function that is called with the name of a task and warnings, once for each warning.
         """
+        self._warnings, self._warn = warnings, warn
         self.changed = False
         self.growing: int | None = None
         self.totals = Meter()
@@ -269,8 +274,11 @@ class LiveTasks:
         except TaskError as e:
             self._enter(own, FAILED, first_line(e))
             return
+        own.warnings = tuple(self._warnings(own.prepared, None))
         if not known:
             self.read[own.name] = None
+            if own.warnings:
+                self._warn(own.name, own.warnings)
         if own.state == PREPARING:
             self._enter(own, QUEUED)
             self.changed = True
@@ -446,6 +454,9 @@ class LiveTasks:
             snapshot = self._engine.snapshot(own.name)
             self._export(trained, self._engine.result(own.name, snapshot))
             own.unkept = self._engine.with_best(own.name, snapshot)
+        if warnings := self._warnings(own.prepared, progress):
+            own.warnings += tuple(warnings)
+            self._warn(own.name, warnings)
         self._engine.release(own.name)
         state = shown_state(progress.status, progress.stopped_early)
         self._enter(own, state, progress.error or progress.stopped_early)

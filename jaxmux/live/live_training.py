@@ -10,7 +10,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskUpdate
+from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskProgress, TaskUpdate
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.peft import Adapter, kind_of
@@ -78,6 +78,7 @@ class LiveTraining:
         most: EngineSize | None = None,
         quiet_rounds: int = 100,
         clock: Callable[[], float] = time.time,
+        warnings: Callable[[PreparedTask, TaskProgress | None], Sequence[str]] = lambda *_: (),
     ):
         """Starts without tasks, or with those that were saved.
 
@@ -106,6 +107,9 @@ class LiveTraining:
           quiet_rounds: number of rounds for which a smaller size must have sufficed before the
             engine shrinks.
           clock: function that returns the time of events, in seconds since 1970.
+          warnings: function that returns what is legal but suspicious about a task: about its
+            settings and data when these have been read, and about its results when it is given its
+            progress at the end of its training.
         """
         self._engine, self._clock = engine, clock
         self._store = store or MemoryStore()
@@ -134,6 +138,8 @@ class LiveTraining:
             self._board.forget,
             clock,
             most_ended,
+            warnings,
+            lambda name, told: self._tell(name, "warning", {"warnings": list(told)}),
         )
         self.ended = self._tasks.ended
         self._saving = Saving(engine, self._tasks, self._store, save_every)

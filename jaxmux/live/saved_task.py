@@ -47,6 +47,7 @@ class SavedTask(NamedTuple):
         that comes next. The batch begins again.
       files: its files at the time of its registration, from `file_identities`; empty if its data
         have been read.
+      warnings: as in `TaskStatus`.
     """
 
     task: Task
@@ -63,3 +64,4 @@ class SavedTask(NamedTuple):
     extensions: tuple[Extension, ...] = ()
     begun_tokens: int = 0
     files: Mapping[str, str] = MappingProxyType({})
+    warnings: tuple[str, ...] = ()

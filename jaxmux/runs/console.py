@@ -110,7 +110,7 @@ class RunConsole:
                 notes.append(f"its chat template writes the date, which stays {date} in this run")
             self.say(f"task {name}: {', '.join(notes)}")
             for warning in before_training(prepared, config):
-                self.say(warning)
+                self.say(f"task {name}: warning: {warning}")
 
     def announce_restart(self, directory: RunDirectory) -> None:
         """Prints what a restart deletes: the tasks of the earlier training run, with the steps that
@@ -269,8 +269,8 @@ class RunConsole:
         for name, task in summary.tasks.items():
             if task["status"] == "failed":
                 self.say(f"FAILED task {name}: {without_task(task['error'], name)}")
-            for warning in after_training(name, task, config):
-                self.say(warning)
+            for warning in after_training(task, config):
+                self.say(f"task {name}: warning: {warning}")
 
     def suggest(
         self,

@@ -141,11 +141,12 @@ def _line(command: Command) -> bytes:
         task, priority, files = command.value
         fields |= {"specification": to_json(task), "priority": priority, "files": dict(files)}
     elif command.kind == "end":
-        history, progress, steps = command.value
+        history, progress, steps, warnings = command.value
         fields["value"] = {
             "history": [change._asdict() for change in history],
             "progress": progress and progress.to_json(),
             "steps": steps,
+            "warnings": warnings,
         }
     elif command.value is not None:
         fields["value"] = command.value
@@ -190,6 +191,8 @@ def _end(fields: dict[str, Any]) -> End:
         tuple(StateChange.of(change) for change in fields["history"]),
         fields["progress"] and TaskProgress.from_json(fields["progress"]),
         fields["steps"],
+        # Older journals know nothing of warnings.
+        tuple(fields.get("warnings", ())),
     )
 
 

@@ -31,6 +31,7 @@ from .server_memory import server_admissions
 from .server_options import ServerOptions
 from .server_store import ServerStore
 from .task_fields import part_to_json
+from .task_warnings import of_live_task, of_options
 from .trackers import RunTrackers, TrackedRun, refuse_missing
 
 DEFAULTS = ServerOptions()
@@ -67,7 +68,7 @@ def tuning_server(
         (the record of what is served) and the files of trackers.
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
       say: function that prints one line; it is told of damaged checkpoints, of what cannot be
-        written, and of sizes other than those of the earlier server.
+        written, of sizes other than those of the earlier server, and how many warnings tasks have.
 
     Returns:
       A context manager that gives the `LiveTraining`. The thread that calls its `run` owns the
@@ -141,11 +142,14 @@ def tuning_server(
             most_preparation_seconds=options.most_preparation_seconds,
             most_ended=options.most_ended,
             most=most if options.elastic else None,
+            warnings=partial(of_live_task, config=config),
         )
         # The arrays are kept by those tasks alone that have not gone on yet.
         del kept
         stack.callback(live.wait)
         stack.callback(live.close)
+        for warning in of_options(options, config):
+            say(f"warning: {warning}")
         directory.record_sizes(sizes, say)
         yield live
         live.close()

@@ -19,6 +19,7 @@ from jaxmux.live import Command, Event, Extension, Meter, SavedTask, StateChange
 from jaxmux.live.states import ENDED
 from jaxmux.models import Backbone, checkpoint_tensors, devices_bytes
 from jaxmux.peft import Adapter, SlotArrays, export_adapter, import_adapter
+from jaxmux.planner.numbers import numbered
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task, TaskError
 
@@ -86,7 +87,8 @@ class ServerStore:
           backbone: the backbone, whose name and fingerprint adapters record.
           keep: number of checkpoints to keep.
           trackers: the trackers, which `close` closes.
-          say: function that prints one line; it is told what cannot be written or read.
+          say: function that prints one line; it is told what cannot be written or read, and how
+            many warnings tasks have.
           events_bytes: size in bytes at which events.jsonl and rounds.jsonl are set aside.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
@@ -216,6 +218,10 @@ class ServerStore:
 
     def tell(self, event: Event) -> None:
         self._events.write(event)
+        if event.kind == "warning":
+            count = len(event.fields["warnings"])
+            it = "it" if count == 1 else "them"
+            self._say(f"{event.task}: {numbered(count, 'warning')}; its status tells {it}")
 
     def tell_round(self, record: RoundRecord, seconds: float) -> None:
         # Tasks come and go, so what microbatches hold is told now and then in any case.
@@ -367,6 +373,7 @@ def _fields(own: SavedTask) -> dict[str, Any]:
         "extensions": [list(extension) for extension in own.extensions],
         "begun_tokens": own.begun_tokens,
         "files": dict(own.files),
+        "warnings": own.warnings,
     }
 
 
@@ -395,6 +402,7 @@ def _saved(fields: dict[str, Any], arrays: SlotArrays | None) -> SavedTask:
         steps=fields["steps"],
         extensions=tuple(Extension(*extension) for extension in fields.get("extensions", ())),
         begun_tokens=fields.get("begun_tokens", 0),
-        # Older checkpoints know nothing of files.
+        # Older checkpoints know nothing of files and warnings.
         files=fields.get("files", {}),
+        warnings=tuple(fields.get("warnings", ())),
     )

@@ -75,6 +75,7 @@ class Shown(NamedTuple):
                 "best_step": status.best_step,
                 "share": round(status.share, 4),
                 "adapter": self.adapter and str(self.adapter),
+                "warnings": [self._of_tenant(warning) for warning in status.warnings],
                 "meter": dataclasses.asdict(status.meter),
                 "history": [
                     change._asdict() | {"reason": self._of_tenant(change.reason)}
@@ -111,12 +112,12 @@ def status_of(fields: Mapping[str, Any]) -> TaskStatus:
     Raises:
       KeyError, TypeError: they are damaged.
     """
-    # Files of earlier versions tell of no rank.
-    fields = {"rank": None, **fields}
+    # Files of earlier versions tell of no rank and no warnings.
+    fields = {"rank": None, "warnings": (), **fields}
     own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
     history = tuple(StateChange.of(change) for change in fields["history"])
     own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}
-    own["state"] = shown_state(own["state"], own["reason"])
+    own |= {"state": shown_state(own["state"], own["reason"]), "warnings": tuple(own["warnings"])}
     return TaskStatus(**own)
 
 

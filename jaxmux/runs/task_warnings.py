@@ -1,8 +1,8 @@
 """Warnings of tasks that can be trained but hardly mean what they say.
 
-Each warning is one line that begins with "task NAME: warning:", or with "warning:" if it is about a
-whole run, and gives the figure at fault. A training run prints the warnings of `before_training`
-once, when it begins, and those of `after_training` with its results.
+Each warning is one line that gives the figure at fault. A training run prints the warnings of
+`before_training` once, when it begins, and those of `after_training` with its results. A server
+tells both in the task's status (`of_live_task`), and how many they are on its terminal.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxmux.data import Samples
-from jaxmux.engine import PreparedTask
+from jaxmux.engine import PreparedTask, TaskProgress
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.peft import LayerMask, LoRA, full_name
@@ -19,6 +19,7 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
 from .run_options import RunOptions
+from .server_options import ServerOptions
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01
@@ -38,11 +39,25 @@ def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]
       prepared: the task with its data.
       config: configuration of the backbone.
     """
-    found = [*_of_settings(prepared, config), *_of_data(prepared, config)]
-    return [f"task {prepared.task.name}: warning: {text}" for text in found]
+    return [*_of_settings(prepared, config), *_of_data(prepared, config)]
 
 
-def of_options(options: RunOptions, config: BackboneConfig) -> list[str]:
+def of_live_task(
+    prepared: PreparedTask, progress: TaskProgress | None, config: BackboneConfig
+) -> list[str]:
+    """The warnings about a task of a server.
+
+    Args:
+      prepared: the task with its data.
+      progress: its progress at its end; None before it begins.
+      config: configuration of the backbone.
+    """
+    if progress is None:
+        return before_training(prepared, config)
+    return after_training({**progress.to_json(), "steps": progress.step}, config)
+
+
+def of_options(options: RunOptions | ServerOptions, config: BackboneConfig) -> list[str]:
     """The warnings about the settings of a training run or a server.
 
     Args:
@@ -53,16 +68,15 @@ def of_options(options: RunOptions, config: BackboneConfig) -> list[str]:
     if not options.row_len or options.row_len <= context:
         return []
     return [
-        f"warning: row_len is {options.row_len}, beyond the backbone's context of {context} tokens "
+        f"row_len is {options.row_len}, beyond the backbone's context of {context} tokens "
         "(max_position_embeddings); a row holds several samples, so this only makes rows longer"
     ]
 
 
-def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig) -> list[str]:
+def after_training(results: Mapping[str, Any], config: BackboneConfig) -> list[str]:
     """The warnings about a task's results.
 
     Args:
-      name: name of the task.
       results: the task's entry in `Summary.tasks`.
       config: configuration of the backbone.
     """
@@ -81,7 +95,7 @@ def after_training(name: str, results: Mapping[str, Any], config: BackboneConfig
             f"its loss rose from {first:.4f} to {last:.4f}, the loss of uniform predictions over "
             f"{config.vocab_size} tokens; the learning rate may be too high"
         )
-    return [f"task {name}: warning: {text}" for text in found]
+    return found
 
 
 def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:

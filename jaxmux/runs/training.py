@@ -96,7 +96,7 @@ def train_tasks(
     config, prepared = inputs.config, inputs.prepared
     console.announce(prepared, config)
     for warning in of_options(options, config):
-        console.say(warning)
+        console.say(f"warning: {warning}")
     if directory:
         # Long before `_begin` deletes anything.
         console.announce_restart(directory)

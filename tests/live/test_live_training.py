@@ -449,3 +449,34 @@ def test_the_shares_of_a_round_add_up(make_live, tasks):
     live.pause("d")
     live.step()
     assert live.status("d").share == 0
+
+
+def test_what_is_suspicious_is_told_before_a_task_begins_and_when_it_has_ended(make_live, tasks):
+    def warnings(prepared, progress):
+        name = prepared.task.name
+        if name == "b":
+            return ()
+        return [f"{name} has data"] if progress is None else [f"{name} has {progress.step} steps"]
+
+    live = make_live(warnings=warnings)
+    events = live.events()
+    for name in "ab":
+        live.register(tasks[name].task)
+    step_with_data(live)
+    assert live.status("a").warnings == ("a has data",)
+    train_to_the_end(live, "a", "b")
+    live.close()
+    assert live.status("a").warnings == ("a has data", "a has 4 steps")
+    assert live.status("b").warnings == ()
+    told = [(own.task, own.kind, own.fields.get("state") or own.fields) for own in events]
+    told = [
+        own for own in told if own[:2] == ("a", "warning") or own[2] in ("running", "succeeded")
+    ]
+    assert told == [
+        ("a", "warning", {"warnings": ["a has data"]}),
+        ("a", "state", "running"),
+        ("b", "state", "running"),
+        ("a", "warning", {"warnings": ["a has 4 steps"]}),
+        ("a", "state", "succeeded"),
+        ("b", "state", "succeeded"),
+    ]

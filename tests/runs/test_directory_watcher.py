@@ -39,6 +39,46 @@ def test_a_task_from_a_file_gets_the_adapter_of_the_same_task_from_python(
     assert adapter_bytes(folder) == adapter_bytes(tmp_path / "python" / "adapters" / "same")
 
 
+def test_warnings_of_a_task_are_told_once_to_its_tenant_and_counted_for_the_operator(
+    watch, put, tmp_path
+):
+    put("acme/plain", steps=1)
+    put("acme/odd", steps=100_000, batch_size=50)
+    put("beta/short", steps=1, data="data/context.jsonl")
+    records = [{"prompt": "red", "completion": " fig", "system": "Be kind."}] * 4
+    path = tmp_path / "inbox/beta/data/context.jsonl"
+    path.write_text("".join(json.dumps(own) + "\n" for own in records))
+
+    def warnings(place):
+        return server.status(place)["warnings"]
+
+    def told(folder):
+        events = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
+        return {own["task"]: own["warnings"] for own in events if own["kind"] == "warning"}
+
+    with watch(tmp_path) as server:
+        server.until("beta/short", "succeeded")
+        server.until("acme/plain", "succeeded")
+        server.until("acme/odd", "running")
+        (context,), (batch,) = warnings("beta/short"), warnings("acme/odd")
+        assert "fields that are not read: 'system' (4 records)" in context
+        assert "batch_size is 50, above the 14 samples" in batch
+        assert warnings("acme/plain") == []
+        counted = {own.split(":")[0]: own for own in server.said if "warning" in own}
+        assert counted.keys() == {"acme.odd", "beta.short"}
+        assert counted["acme.odd"] == "acme.odd: 1 warning; its status tells it"
+        assert told(server.folder) == {"beta.short": [context], "acme.odd": [batch]}
+        killed = copy_now(tmp_path, tmp_path / "killed")
+    for place in (tmp_path, killed):
+        before = (place / "server/events.jsonl").read_text().count('"warning"')
+        with watch(place) as server:
+            server.until("acme/odd", "running")
+            server.until("beta/short", "succeeded")
+            assert (warnings("beta/short"), warnings("acme/odd")) == ([context], [batch])
+            assert not any("warning" in line for line in server.said)
+        assert (place / "server/events.jsonl").read_text().count('"warning"') == before
+
+
 def test_a_file_that_is_still_written_is_not_taken_for_broken(watch, put, tmp_path):
     path = put("acme/one")
     text = path.read_text()

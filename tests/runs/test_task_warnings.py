@@ -42,7 +42,6 @@ SETTINGS = {
 @pytest.mark.parametrize(("fields", "warning"), SETTINGS.values(), ids=SETTINGS)
 def test_a_suspicious_setting_gets_one_warning(fields, warning, prepare):
     (found,) = before_training(*prepare(**fields))
-    assert found.startswith("task tiny: warning: ")
     assert re.search(warning, found)
 
 
@@ -125,7 +124,7 @@ def test_a_loss_that_rose_to_that_of_uniform_predictions_gets_a_warning(
     uniform = math.log(config.vocab_size)
     losses = {"train_loss_first": uniform + first, "train_loss_last": uniform + last}
     results = losses | {"status": "succeeded", "steps": updates + 3, "skipped": 3}
-    skipped, *rose = after_training("tiny", results, config)
+    skipped, *rose = after_training(results, config)
     assert f"3 of its {updates + 3} updates were skipped" in skipped
     assert bool(rose) is warned
 
