@@ -72,6 +72,19 @@ def record(**fields) -> Record:
     return Record(0, fields, "chat.jsonl:3")
 
 
+def assert_tokens_of_transformers(sample, tokenizer, messages):
+    """The sample has the tokens and the mask that transformers makes of messages with the tool."""
+    oracle = tokenizer.apply_chat_template(
+        messages,
+        tools=[TOOL],
+        chat_template=MARKED_TEMPLATE,
+        return_dict=True,
+        return_assistant_tokens_mask=True,
+    )
+    np.testing.assert_array_equal(sample.input_ids, oracle["input_ids"])
+    np.testing.assert_array_equal(sample.target_mask, np.array(oracle["assistant_masks"], bool))
+
+
 def weighted(weights: dict[int, int]) -> list[dict]:
     return [m | {"weight": weights[n]} if n in weights else m for n, m in enumerate(CHAT)]
 
@@ -94,15 +107,7 @@ def test_tokens_and_mask_of_a_chat_with_tools_are_those_of_transformers(
     messages = [CHAT[0], CHAT[1] | {"tool_calls": texts}, *CHAT[2:]]
     source = Source(write_jsonl({"messages": messages, "tools": [TOOL]}))
     (sample,) = load_samples(source, with_tools, max_length=1024).samples
-    oracle = gpt.apply_chat_template(
-        CHAT,
-        tools=[TOOL],
-        chat_template=MARKED_TEMPLATE,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    np.testing.assert_array_equal(sample.input_ids, oracle["input_ids"])
-    np.testing.assert_array_equal(sample.target_mask, np.array(oracle["assistant_masks"], bool))
+    assert_tokens_of_transformers(sample, gpt, CHAT)
     assert gpt.decode(sample.input_ids[sample.target_mask]) == "".join(SPOKEN)
 
 
@@ -200,15 +205,7 @@ def test_openais_old_form_is_the_same_chat_as_tools_and_tool_calls(
     new = [CHAT[0], {"role": "assistant", "tool_calls": [CALL]}, *CHAT[2:4]]
     source = Source(write_jsonl({"messages": old, "functions": functions}))
     (sample,) = load_samples(source, with_tools, max_length=1024).samples
-    oracle = gpt.apply_chat_template(
-        new,
-        tools=[TOOL],
-        chat_template=MARKED_TEMPLATE,
-        return_dict=True,
-        return_assistant_tokens_mask=True,
-    )
-    np.testing.assert_array_equal(sample.input_ids, oracle["input_ids"])
-    np.testing.assert_array_equal(sample.target_mask, np.array(oracle["assistant_masks"], bool))
+    assert_tokens_of_transformers(sample, gpt, new)
 
 
 @pytest.mark.parametrize(
