@@ -20,7 +20,7 @@ from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
 from .trackers import refuse_missing
-from .training import Results, train_tasks
+from .training import Results, Training
 
 DEFAULTS = RunOptions()
 
@@ -110,18 +110,19 @@ def fine_tune(
                 console.summarise(finished, directory, inputs.config, sweeps)
                 console.suggest(finished, directory, tasks, sweeps)
             return finished
-        results = train_tasks(
-            backbone,
-            inputs,
-            sweeps,
-            options,
-            directory,
-            config_text,
-            processes,
-            console,
-            stop,
-            timeline,
+        training = Training(
+            backbone=backbone,
+            inputs=inputs,
+            sweeps=sweeps,
+            options=options,
+            directory=directory,
+            config_text=config_text,
+            processes=processes,
+            console=console,
+            stop=stop,
+            timeline=timeline,
         )
+        results = training.run()
         if results.adapters and processes.is_first:
             _complete_prompts(backbone, inputs, results, options, console)
         if directory:

@@ -5,7 +5,7 @@ import gc
 import operator
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing, nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -13,7 +13,6 @@ from typing import NamedTuple
 import jax
 
 from jaxmux.engine import Engine, PreparedTask, QueuedEngine
-from jaxmux.engine.brackets import Bracket
 from jaxmux.engine.compile_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted, OutOfDeviceMemory, first_line, ran_out_of_memory
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
@@ -59,113 +58,6 @@ class Results(NamedTuple):
     model: Backbone | list[PlacedBackbone]
 
 
-def train_tasks(
-    backbone: str,
-    inputs: RunInputs,
-    sweeps: Sequence[Sweep],
-    options: RunOptions,
-    directory: RunDirectory | None,
-    config_text: str | None,
-    processes: Processes,
-    console: RunConsole,
-    stop: StopSignals,
-    timeline: StartTimeline,
-) -> Results:
-    """Trains the tasks, from the choice of the devices to the exported adapters.
-
-    If a device runs out of memory before the first round has ended, in a layout of several devices
-    that the planner has chosen, the next best layout takes its place.
-
-    Args:
-      backbone: the backbone's folder.
-      inputs: the tasks with their data.
-      sweeps: the sweeps whose configurations are among the tasks.
-      options: settings of the training run.
-      directory: the run directory; None in a process that writes nothing.
-      config_text: as for `fine_tune`.
-      processes: the processes of the training run.
-      console: prints progress.
-      stop: signals that stop training.
-      timeline: records the start.
-
-    Raises:
-      BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
-        Nothing has been trained by this call.
-      Interrupted: a signal arrived; the state is saved.
-    """
-    config, prepared = inputs.config, inputs.prepared
-    console.announce(prepared, config)
-    for warning in of_options(options, config):
-        console.say(f"warning: {warning}")
-    if directory:
-        # Long before `_begin` deletes anything.
-        console.announce_restart(directory)
-    if processes.count > 1:
-        timed = [p.task.name for p in prepared if p.task.max_seconds]
-        if timed:
-            raise TaskError(
-                f"task {timed[0]!r}: max_seconds needs a single process, because the processes of "
-                "a run have different clocks; give steps"
-            )
-        # What the devices keep has to be the same everywhere.
-        memory = options.memory or processes.least(device_memory())
-        options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
-    brackets = brackets_of(sweeps, prepared)
-    failed: list[Deployment] = []
-    out_of_memory = None
-    while True:
-        try:
-            with timeline.span("choose devices and shapes"):
-                layout = processes.agree(
-                    processes.on_first(
-                        lambda: layout_with_places(
-                            prepared,
-                            config,
-                            options,
-                            directory.shapes,
-                            console,
-                            may_wait=bool(sweeps),
-                            failed=failed,
-                        )
-                    )
-                )
-        except PlanningError:
-            if out_of_memory is None:
-                raise
-            raise OutOfDeviceMemory(out_of_memory) from None
-        attempt = _Attempt(layout)
-        try:
-            return _train_in(
-                attempt,
-                backbone,
-                inputs,
-                sweeps,
-                brackets,
-                options,
-                directory,
-                config_text,
-                processes,
-                console,
-                stop,
-                timeline,
-            )
-        except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
-            own_choice = options.mesh == AUTO_MESH and layout.deployment.devices > 1
-            # Several processes cannot tell each other of it, and one ends them all.
-            if attempt.has_trained or not own_choice or processes.count > 1:
-                raise
-            if not ran_out_of_memory(e):
-                raise
-            out_of_memory = first_line(e)
-        # The exception held the arrays of the layout.
-        gc.collect()
-        failed.append(layout.deployment)
-        console.say(
-            f"mesh {layout.deployment} does not fit into memory after all ({out_of_memory}); "
-            "trying the next best one"
-        )
-
-
 class _Attempt:
     """Training in one layout.
 
@@ -178,199 +70,262 @@ class _Attempt:
         self.layout, self.has_trained = layout, False
 
 
-def _train_in(
-    attempt: _Attempt,
-    backbone: str,
-    inputs: RunInputs,
-    sweeps: Sequence[Sweep],
-    brackets: Sequence[Bracket],
-    options: RunOptions,
-    directory: RunDirectory | None,
-    config_text: str | None,
-    processes: Processes,
-    console: RunConsole,
-    stop: StopSignals,
-    timeline: StartTimeline,
-) -> Results:
-    """Trains the tasks in a layout; other arguments and exceptions as for `train_tasks`."""
-    config, prepared, layout = inputs.config, inputs.prepared, attempt.layout
-    own_options = engine_options(
-        options,
-        config,
-        layout.shape,
-        replica_shapes=layout.shapes if layout.costs else (),
-        sequence_costs=layout.costs,
-    )
-    queued = layout.places is not None or bool(brackets)
-    places = layout.places or len(prepared)
-    if queued:
-        pool = pool_with_places(prepared, own_options.reserved, places)
-        own_options = dataclasses.replace(own_options, reserved=pool)
-    dtype = backbone_dtype(options.dtype)
-    console.say("compiling the training step; this can take a minute")
-    with ExitStack() as stack:
-        programs = None
-        if layout.deployment.devices == 1:
-            programs = ProgramsAhead(config, dtype, own_options, prepared[:places])
-            stack.enter_context(closing(programs))
-        with timeline.span("load the backbone"):
-            model = processes.together(
-                lambda: load_on(
-                    layout.deployment,
-                    backbone,
-                    dtype,
-                    config,
-                    options.backbone_cache,
-                    console.say,
-                )
-            )
-        admission, *others = layout.admissions or (None,)
-        make = partial(QueuedEngine, places=places, brackets=brackets) if queued else Engine
-        engine = make(model, own_options, admission, programs, others)
-        goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
-        with timeline.span("register the tasks"):
-            engine.register_tasks(prepared, begin=not goes_on)
-        engine.refuse_implementations()
-        checkpoints = processes.on_first(
-            lambda: _begin(directory, inputs, layout, options, config_text, console.say)
-        )
-        if checkpoints:
-            stack.enter_context(closing(checkpoints))
-        stack.enter_context(closing(engine))
-        position = _restore(engine, checkpoints, processes, console, goes_on)
-        attempt.has_trained = position.rounds > 0
-        files = None
-        if checkpoints:
-            run = TrackedRun(
-                directory.path.name,
-                directory.path,
-                position.rounds,
-                configuration_of(backbone, [p.task for p in prepared], options),
-            )
-            trackers = RunTrackers(options.trackers, run, console.say)
-            metrics = MetricsWriter(directory, position, trackers, console.say)
-            stack.enter_context(closing(metrics))
-            files = RunFiles(directory, checkpoints, metrics)
-        recorder = Recorder(engine, files, position, processes, console)
-        with timeline.span("measure held-out losses"):
-            recorder.record(engine.drain())
-        seconds = _train(
-            engine,
-            recorder,
-            attempt,
-            options.checkpoint_every,
-            processes,
-            console,
-            stop,
-            timeline,
-        )
-        summary = recorder.finish(
-            seconds,
-            sweeps,
-            predicted_memory_bytes=_predicted_memory(engine, admission, places),
-            predicted_round_seconds=layout.round_seconds,
-        )
-        adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
-    return Results(summary, adapters, model)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """The training of a run's tasks, from the choice of the devices to the exported adapters.
 
-
-def _begin(
-    directory: RunDirectory,
-    inputs: RunInputs,
-    layout: RunLayout,
-    options: RunOptions,
-    config_text: str | None,
-    say: Callable[[str], None],
-) -> Checkpoints:
-    """Begins to write the run directory; returns its checkpoints."""
-    shapes = layout.added_to(directory.shapes)
-    directory.begin(inputs.fingerprints, shapes, config_text, inputs.samples, inputs.rendering)
-    return Checkpoints(directory.checkpoints, options.keep_checkpoints, say)
-
-
-def _restore(
-    engine: Engine,
-    checkpoints: Checkpoints | None,
-    processes: Processes,
-    console: RunConsole,
-    goes_on: bool,
-) -> RunPosition:
-    """Restores the newest checkpoint; without one, begins to measure the losses before training.
-
-    Args:
-      engine: an engine with the tasks; without their initial adapters, if `goes_on`.
-      checkpoints: the checkpoints; None in a process that reads none.
+    Attributes:
+      backbone: the backbone's folder.
+      inputs: the tasks with their data.
+      sweeps: the sweeps whose configurations are among the tasks.
+      options: settings of the training run.
+      directory: the run directory; None in a process that writes nothing.
+      config_text: as for `fine_tune`.
       processes: the processes of the training run.
       console: prints progress.
-      goes_on: whether checkpoints are expected.
+      stop: signals that stop training.
+      timeline: records the start.
     """
-    found = processes.on_first(lambda: newest_run(checkpoints, engine))
-    # The arrays travel by themselves, task by task.
-    described = processes.agree(found and found._replace(arrays={}))
-    if described is None:
-        if goes_on:
-            engine.begin_tasks()
-        engine.begin_evaluation(engine.names)
-        return RunPosition()
-    specs = array_specs(engine, described.tasks)
-    own = found.arrays if found else dict.fromkeys(specs)
-    arrays = {name: processes.share_arrays(own[name], specs[name]) for name in specs}
-    described._replace(arrays=arrays).restore(engine)
-    if not engine.finished:
-        console.say(f"going on from the checkpoint after round {engine.rounds}")
-    return described.position
 
+    backbone: str
+    inputs: RunInputs
+    sweeps: Sequence[Sweep]
+    options: RunOptions
+    directory: RunDirectory | None
+    config_text: str | None
+    processes: Processes
+    console: RunConsole
+    stop: StopSignals
+    timeline: StartTimeline
 
-def _train(
-    engine: Engine,
-    recorder: Recorder,
-    attempt: _Attempt,
-    checkpoint_every: int,
-    processes: Processes,
-    console: RunConsole,
-    stop: StopSignals,
-    timeline: StartTimeline,
-) -> float | None:
-    """Trains until every task has ended, and records the progress. Returns the median seconds from
-    one round to the next, in the later half of the rounds; None if there were too few."""
-    ends: list[float] = []
-    # The number of the signal that stops all processes.
-    signal = 0
+    def run(self) -> Results:
+        """Trains the tasks.
 
-    def stopped() -> bool:
-        nonlocal signal
-        signal = signal or processes.stop_number(stop.number)
-        return bool(signal)
+        If a device runs out of memory before the first round has ended, in a layout of several
+        devices that the planner has chosen, the next best layout takes its place.
 
-    console.start(engine)
-    try:
-        with stop.deferred(console.say):
-            while not engine.finished:
-                saves = (engine.rounds + 1) % checkpoint_every == 0
-                with nullcontext() if ends else timeline.span("first round"):
-                    updates = engine.train_round(stopped, stream=bool(ends) and not saves)
+        Raises:
+          BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
+            Nothing has been trained by this call.
+          Interrupted: a signal arrived; the state is saved.
+        """
+        config, prepared = self.inputs.config, self.inputs.prepared
+        options, processes, console = self.options, self.processes, self.console
+        console.announce(prepared, config)
+        for warning in of_options(options, config):
+            console.say(f"warning: {warning}")
+        if self.directory:
+            # Long before `_begin` deletes anything.
+            console.announce_restart(self.directory)
+        if processes.count > 1:
+            timed = [p.task.name for p in prepared if p.task.max_seconds]
+            if timed:
+                raise TaskError(
+                    f"task {timed[0]!r}: max_seconds needs a single process, because the processes "
+                    "of a run have different clocks; give steps"
+                )
+            # What the devices keep has to be the same everywhere.
+            memory = options.memory or processes.least(device_memory())
+            options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
+        failed: list[Deployment] = []
+        out_of_memory = None
+        while True:
+            try:
+                with self.timeline.span("choose devices and shapes"):
+                    layout = processes.agree(
+                        processes.on_first(
+                            lambda: layout_with_places(
+                                prepared,
+                                config,
+                                options,
+                                self.directory.shapes,
+                                console,
+                                may_wait=bool(self.sweeps),
+                                failed=failed,
+                            )
+                        )
+                    )
+            except PlanningError:
+                if out_of_memory is None:
+                    raise
+                raise OutOfDeviceMemory(out_of_memory) from None
+            attempt = _Attempt(layout)
+            try:
+                return self._train_in(attempt, options)
+            except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
+                own_choice = options.mesh == AUTO_MESH and layout.deployment.devices > 1
+                # Several processes cannot tell each other of it, and one ends them all.
+                if attempt.has_trained or not own_choice or processes.count > 1:
+                    raise
+                if not ran_out_of_memory(e):
+                    raise
+                out_of_memory = first_line(e)
+            # The exception held the arrays of the layout.
+            gc.collect()
+            failed.append(layout.deployment)
+            console.say(
+                f"mesh {layout.deployment} does not fit into memory after all ({out_of_memory}); "
+                "trying the next best one"
+            )
+
+    def _train_in(self, attempt: _Attempt, options: RunOptions) -> Results:
+        """Trains the tasks in a layout.
+
+        Args:
+          attempt: the layout.
+          options: settings of the training run, with the memory that all processes have.
+        """
+        config, prepared, layout = self.inputs.config, self.inputs.prepared, attempt.layout
+        processes, console, directory = self.processes, self.console, self.directory
+        brackets = brackets_of(self.sweeps, prepared)
+        own_options = engine_options(
+            options,
+            config,
+            layout.shape,
+            replica_shapes=layout.shapes if layout.costs else (),
+            sequence_costs=layout.costs,
+        )
+        queued = layout.places is not None or bool(brackets)
+        places = layout.places or len(prepared)
+        if queued:
+            pool = pool_with_places(prepared, own_options.reserved, places)
+            own_options = dataclasses.replace(own_options, reserved=pool)
+        dtype = backbone_dtype(options.dtype)
+        console.say("compiling the training step; this can take a minute")
+        with ExitStack() as stack:
+            programs = None
+            if layout.deployment.devices == 1:
+                programs = ProgramsAhead(config, dtype, own_options, prepared[:places])
+                stack.enter_context(closing(programs))
+            with self.timeline.span("load the backbone"):
+                model = processes.together(
+                    lambda: load_on(
+                        layout.deployment,
+                        self.backbone,
+                        dtype,
+                        config,
+                        options.backbone_cache,
+                        console.say,
+                    )
+                )
+            admission, *others = layout.admissions or (None,)
+            make = partial(QueuedEngine, places=places, brackets=brackets) if queued else Engine
+            engine = make(model, own_options, admission, programs, others)
+            goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
+            with self.timeline.span("register the tasks"):
+                engine.register_tasks(prepared, begin=not goes_on)
+            engine.refuse_implementations()
+            checkpoints = processes.on_first(lambda: self._begin(layout))
+            if checkpoints:
+                stack.enter_context(closing(checkpoints))
+            stack.enter_context(closing(engine))
+            position = self._restore(engine, checkpoints, goes_on)
+            attempt.has_trained = position.rounds > 0
+            files = None
+            if checkpoints:
+                run = TrackedRun(
+                    directory.path.name,
+                    directory.path,
+                    position.rounds,
+                    configuration_of(self.backbone, [p.task for p in prepared], options),
+                )
+                trackers = RunTrackers(options.trackers, run, console.say)
+                metrics = MetricsWriter(directory, position, trackers, console.say)
+                stack.enter_context(closing(metrics))
+                files = RunFiles(directory, checkpoints, metrics)
+            recorder = Recorder(engine, files, position, processes, console)
+            with self.timeline.span("measure held-out losses"):
+                recorder.record(engine.drain())
+            seconds = self._train(engine, recorder, attempt)
+            summary = recorder.finish(
+                seconds,
+                self.sweeps,
+                predicted_memory_bytes=_predicted_memory(engine, admission, places),
+                predicted_round_seconds=layout.round_seconds,
+            )
+            adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
+        return Results(summary, adapters, model)
+
+    def _begin(self, layout: RunLayout) -> Checkpoints:
+        """Begins to write the run directory; returns its checkpoints."""
+        directory, inputs = self.directory, self.inputs
+        directory.begin(
+            inputs.fingerprints,
+            layout.added_to(directory.shapes),
+            self.config_text,
+            inputs.samples,
+            inputs.rendering,
+        )
+        return Checkpoints(directory.checkpoints, self.options.keep_checkpoints, self.console.say)
+
+    def _restore(
+        self, engine: Engine, checkpoints: Checkpoints | None, goes_on: bool
+    ) -> RunPosition:
+        """Restores the newest checkpoint; without one, begins to measure the losses before
+        training.
+
+        Args:
+          engine: an engine with the tasks; without their initial adapters, if `goes_on`.
+          checkpoints: the checkpoints; None in a process that reads none.
+          goes_on: whether checkpoints are expected.
+        """
+        found = self.processes.on_first(lambda: newest_run(checkpoints, engine))
+        # The arrays travel by themselves, task by task.
+        described = self.processes.agree(found and found._replace(arrays={}))
+        if described is None:
+            if goes_on:
+                engine.begin_tasks()
+            engine.begin_evaluation(engine.names)
+            return RunPosition()
+        specs = array_specs(engine, described.tasks)
+        own = found.arrays if found else dict.fromkeys(specs)
+        arrays = {name: self.processes.share_arrays(own[name], specs[name]) for name in specs}
+        described._replace(arrays=arrays).restore(engine)
+        if not engine.finished:
+            self.console.say(f"going on from the checkpoint after round {engine.rounds}")
+        return described.position
+
+    def _train(self, engine: Engine, recorder: Recorder, attempt: _Attempt) -> float | None:
+        """Trains until every task has ended, and records the progress. Returns the median seconds
+        from one round to the next, in the later half of the rounds; None if there were too few."""
+        ends: list[float] = []
+        # The number of the signal that stops all processes.
+        signal = 0
+
+        def stopped() -> bool:
+            nonlocal signal
+            signal = signal or self.processes.stop_number(self.stop.number)
+            return bool(signal)
+
+        self.console.start(engine)
+        try:
+            with self.stop.deferred(self.console.say):
+                while not engine.finished:
+                    saves = (engine.rounds + 1) % self.options.checkpoint_every == 0
+                    with nullcontext() if ends else self.timeline.span("first round"):
+                        updates = engine.train_round(stopped, stream=bool(ends) and not saves)
+                        if not ends:
+                            # The first results are shown at once, although the devices wait.
+                            updates += engine.drain()
+                            attempt.has_trained = True
+                    recorder.record(updates)
                     if not ends:
-                        # The first results are shown at once, although the devices wait meanwhile.
-                        updates += engine.drain()
-                        attempt.has_trained = True
-                recorder.record(updates)
-                if not ends:
-                    recorder.record_start(timeline)
-                ends.append(time.monotonic())
-                if stopped():
-                    recorder.save()
-                    recorder.wait()
-                    # No process leaves before the checkpoint is on disk.
-                    processes.gather(None)
-                    raise Interrupted(signal, saved=True)
-                if engine.rounds % checkpoint_every == 0:
-                    recorder.save()
-                processes.end_round()
-            recorder.save()
-    finally:
-        console.stop()
-    later = ends[len(ends) // 2 :]
-    return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
+                        recorder.record_start(self.timeline)
+                    ends.append(time.monotonic())
+                    if stopped():
+                        recorder.save()
+                        recorder.wait()
+                        # No process leaves before the checkpoint is on disk.
+                        self.processes.gather(None)
+                        raise Interrupted(signal, saved=True)
+                    if engine.rounds % self.options.checkpoint_every == 0:
+                        recorder.save()
+                    self.processes.end_round()
+                recorder.save()
+        finally:
+            self.console.stop()
+        later = ends[len(ends) // 2 :]
+        return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
 
 
 def _predicted_memory(engine: Engine, admission: Admission | None, places: int) -> int | None:
