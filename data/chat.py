@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Words with which answers begin, and which most tokenizers join with a space before them.
 _FIRST_WORDS = ("I", "The", "a", "is")
 
-_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 def read_chat(

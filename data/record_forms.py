@@ -28,6 +28,8 @@ CONTEXT_FIELDS = (
 _WORDS = 3
 # Keys of messages whose values are rewritten before templates see them.
 _PARTS_OF_CALLS = ("tool_calls", "function_call")
+# Keys of messages that say in other trainers what counts in the loss, as `weight` does here.
+_LOSS_KEYS = ("train", "training", "train_detail", "training_detail", "loss", "mask", "masked")
 
 
 class TextRange(NamedTuple):
@@ -173,8 +175,9 @@ def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[st
     give models context: fields that are none of the form, and parts of messages that the chat
     template does not render.
 
-    Fields are left out if the rendered text has all of their texts, or if a text of theirs has
-    everything that is learned, as a field does that holds the record already rendered.
+    Fields are left out if the rendered text has all of their texts. A field that is no context is
+    left out too if a text of it has all texts of the form's required fields, because it holds the
+    record already rendered.
 
     Args:
       record: the record.
@@ -182,12 +185,13 @@ def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[st
       rendered: the text of the record.
     """
     known = fields_of(form)
-    ranges = rendered.target_ranges or ()
-    learned = [rendered.text[start:end].strip() for start, end in ranges]
+    required = [record.fields[name] for name in REQUIRED_FIELDS[form]]
+    if form in CHAT_FORMS:
+        required = [own.get("content") or own.get("value") for own in required[0]]
     found = [
         name
         for name, value in record.fields.items()
-        if name not in known and value and _is_unread(name, value, rendered.text, learned)
+        if name not in known and value and _is_unread(name, value, rendered.text, required)
     ]
     if form in CHAT_FORMS:
         field = REQUIRED_FIELDS[form][0]
@@ -204,6 +208,8 @@ def _of_messages(messages: Sequence[Any]) -> Mapping[str, list[str]]:
     found: dict[str, list[str]] = {}
     for message in messages:
         for key, value in message.items():
+            if key in _LOSS_KEYS and value is not None:
+                found.setdefault(key, [])
             if not isinstance(value, str) or not value.strip():
                 continue
             if key in ("content", "value"):
@@ -216,12 +222,14 @@ def _of_messages(messages: Sequence[Any]) -> Mapping[str, list[str]]:
     return found
 
 
-def _is_unread(name: str, value: Any, text: str, learned: Sequence[str]) -> bool:
+def _is_unread(name: str, value: Any, text: str, required: Sequence[Any]) -> bool:
     texts = list(_texts(value))
-    if name not in CONTEXT_FIELDS and all(len(own.split(None, _WORDS)) < _WORDS for own in texts):
-        return False
-    if any(learned and all(part in own for part in learned) for own in texts):
-        return False
+    if name not in CONTEXT_FIELDS:
+        if all(len(own.split(None, _WORDS)) < _WORDS for own in texts):
+            return False
+        parts = [part.strip() for part in _texts(required)]
+        if any(all(part in own for part in parts) for own in texts):
+            return False
     return not texts or not all(own.strip() in text for own in texts)
 
 

@@ -45,9 +45,10 @@ def test_assistant_turns_are_found_by_rendering_prefixes(gpt):
     assert learned(render_chat(record(TURNS), gpt, "completion")) == LEARNED
 
 
-def test_generation_blocks_and_prefixes_agree(gpt):
+@pytest.mark.parametrize("mark", ["{% generation %}", "{%- generation -%}", "{%+generation+%}"])
+def test_generation_blocks_and_prefixes_agree(gpt, mark):
     by_prefix = render_chat(record(TURNS), gpt, "completion")
-    gpt.chat_template = GENERATION_TEMPLATE
+    gpt.chat_template = GENERATION_TEMPLATE.replace("{% generation %}", mark)
     assert render_chat(record(TURNS), gpt, "completion") == by_prefix
 
 

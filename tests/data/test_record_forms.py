@@ -170,6 +170,24 @@ CHAT = [
             {"instruction": "Say b.", "output": "b!", "text": "Below is: Say b.\n### Response: b!"},
             [],
         ),
+        # An answer that stands in the passage which was to be read, as in extractive tasks.
+        (
+            "alpaca",
+            {"instruction": "Who?", "output": "Ada", "context": "Ada wrote it."},
+            ["context"],
+        ),
+        (
+            "prompt_completion",
+            {"prompt": "Who?", "completion": "Ada", "passage": "It was Ada who wrote it."},
+            ["passage"],
+        ),
+        ("messages", {"messages": CHAT, "page": "They said Hi to all"}, ["page"]),
+        # Keys that leave messages out of the loss elsewhere.
+        (
+            "messages",
+            {"messages": [CHAT[0], CHAT[1] | {"train": False}]},
+            ["messages: train"],
+        ),
         # Parts of messages that the template leaves out.
         (
             "messages",
