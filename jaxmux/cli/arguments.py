@@ -8,7 +8,7 @@ from pathlib import Path
 from . import help_texts
 from .generate_options import add_generate_options, check_generate_options
 from .option_parsing import add_config, command_parser, parse_options, parse_with_bindings
-from .option_types import count, in_range, not_negative, not_negative_integer, port, seed
+from .option_types import count, in_range, not_negative, not_negative_integer, path, port, seed
 
 # `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
 _FORMATS = ("float8", "int8", "nf4")
@@ -25,7 +25,9 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
     parser = command_parser(prog, help_texts.TRAIN, epilog=help_texts.CONFIG)
     add_config(parser)
-    parser.add_argument("--run_dir", metavar="DIR", help="default: runs/NAME of the last config")
+    parser.add_argument(
+        "--run_dir", type=path, metavar="DIR", help="default: runs/NAME of the last config"
+    )
     parser.add_argument(
         "--restart", action="store_true", help="delete the files of earlier training first"
     )
@@ -124,7 +126,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="write plan.json, schedule.png and trace.json here, or with --fits fits.json",
     )
@@ -178,7 +180,7 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     backbone.add_argument("--config", metavar="FILE", help="a config.json")
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="the profile to write, or with --check the comparison; required without --check",
     )
@@ -266,7 +268,7 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="most tokens of a completion, 0 to measure losses only; default: as many as the "
         "longest reference has",
     )
-    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    parser.add_argument("--out", type=path, metavar="FILE", help="write the results as JSON")
     other = parser.add_argument_group("without --run_dir")
     other.add_argument("--backbone", metavar="DIR", help="checkpoint folder")
     other.add_argument(
@@ -300,10 +302,18 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         prog, "Writes Hugging Face PEFT adapters from the checkpoints of training."
     )
     parser.add_argument(
-        "--run_dir", required=True, metavar="DIR", help="run directory of `jaxmux train`"
+        "--run_dir",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="run directory of `jaxmux train`",
     )
     parser.add_argument(
-        "--out", required=True, metavar="DIR", help="a folder for each task is written here"
+        "--out",
+        type=path,
+        required=True,
+        metavar="DIR",
+        help="a folder for each task is written here",
     )
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
     parser.add_argument(

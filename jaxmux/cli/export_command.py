@@ -37,12 +37,14 @@ def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     # Orbax logs a warning for every folder that it may read but not write.
     logging.getLogger("absl").setLevel(logging.ERROR)
-    run_dir, out = Path(options.run_dir), Path(options.out)
+    run_dir, out = options.run_dir, options.out
     record = read_record(run_dir)
     names = options.task or list(record["tasks"])
     if unknown := [name for name in names if name not in record["tasks"]]:
         known = ", ".join(record["tasks"])
         raise RunDirectoryError(f"{run_dir}: no task {unknown[0]!r}; its tasks are {known}")
+    if out.exists() and not out.is_dir():
+        raise RunDirectoryError(f"{out}: is no folder; choose another --out")
     _refuse_existing([out / name for name in names], options)
     config = BackboneConfig.from_folder(record["backbone"], record.get("backbone_format"))
     specs = {}

@@ -31,7 +31,7 @@ BASE = "base"
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
     if options.out:
-        require_output(Path(options.out), "file of completions", holds_completions)
+        require_output(options.out, "file of completions", holds_completions)
     folders = _adapter_folders(options)
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
     # Templates that write the date write that of training, and the same one in all prompts.
@@ -69,7 +69,7 @@ def _answer(
     ]
     with closing(generator.stream(requests, **given)) as pieces:
         if options.out:
-            with CompletionFile(Path(options.out), prompts, list(tokenizers)) as file:
+            with CompletionFile(options.out, prompts, list(tokenizers)) as file:
                 file.write(pieces)
         else:
             print_completions(pieces, prompts, list(tokenizers))

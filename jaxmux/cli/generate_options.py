@@ -2,7 +2,7 @@
 
 import argparse
 
-from .option_types import count, in_range, not_negative, seed
+from .option_types import count, in_range, not_negative, path, seed
 
 _top_p = in_range(float, 1e-9, 1, "a number in (0, 1]")
 _top_k = in_range(int, 0, 2**31, "an integer of at least 0")
@@ -63,7 +63,10 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
         "--chat", action="store_true", help="chat: read messages from the terminal and answer them"
     )
     prompts.add_argument(
-        "--out", metavar="FILE", help="write the completions to this JSON-lines file"
+        "--out",
+        type=path,
+        metavar="FILE",
+        help="write the completions to this JSON-lines file",
     )
     tokens = parser.add_argument_group("tokens")
     tokens.add_argument("--max_new_tokens", type=count, metavar="N", help="default: 64; chats: 512")

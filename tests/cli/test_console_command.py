@@ -72,6 +72,9 @@ def test_the_version_is_that_of_the_package(capsys):
             ["generate", "--backbone=x", "--prompt=y", "--zzz=1"],
             "unknown argument --zzz=1; --help lists the options",
         ),
+        (["export", "--run_dir=x", "--out="], "argument --out: should be a path, found nothing"),
+        (["eval", "--run_dir=x", "--out="], "argument --out: should be a path, found nothing"),
+        (["generate", "--backbone=x", "--prompt=y", "--out="], "should be a path, found nothing"),
     ],
 )
 def test_unusable_arguments_exit_with_two_and_a_message(arguments, message, capsys):

@@ -306,6 +306,9 @@ def test_export_of_what_is_not_there_is_refused(
 def test_a_missing_checkpoint_is_answered_with_the_rounds_and_folders_that_there_are(
     summary, run_dir, tmp_path, capsys
 ):
+    (tmp_path / "file").write_text("precious")
+    assert export([f"--run_dir={run_dir}", f"--out={tmp_path / 'file'}"]) == 2
+    assert "file: is no folder" in capsys.readouterr().err
     assert export([f"--run_dir={run_dir}", f"--out={tmp_path}", "--round=999"]) == 2
     named = re.findall(r"(\d+) \(in checkpoints/(\d+)\)", capsys.readouterr().err)
     folders = {path.name: path for path in (run_dir / "checkpoints").iterdir() if path.is_dir()}
