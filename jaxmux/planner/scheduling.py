@@ -94,38 +94,40 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
     passed: list[str] = []
 
     def names(*more: Candidate) -> list[str]:
-        return [own.name for own in (*chosen, *more)]
+        return [task.name for task in (*chosen, *more)]
 
-    ordered = sorted(candidates, key=lambda own: (-own.priority, own.arrival, own.name))
-    for _, level in groupby(ordered, key=lambda own: own.priority):
+    ordered = sorted(candidates, key=lambda task: (-task.priority, task.arrival, task.name))
+    for _, level in groupby(ordered, key=lambda task: task.priority):
         level = list(level)
-        begun = tuple(own.name for own in chosen if not own.runs)
-        for own in (own for own in level if own.runs):
-            if reason := refusal(names(own)):
-                waits[own.name] = reason
+        begun = tuple(task.name for task in chosen if not task.runs)
+        for task in (task for task in level if task.runs):
+            if reason := refusal(names(task)):
+                waits[task.name] = reason
                 if begun:
-                    takers[own.name] = begun
+                    takers[task.name] = begun
             else:
-                chosen.append(own)
-        waiting, blocked = [own for own in level if not own.runs], []
+                chosen.append(task)
+        waiting, blocked = [task for task in level if not task.runs], []
         while waiting:
-            first_in_line = next((own for own in blocked if own.passes >= MOST_PASSES), None)
+            first_in_line = next((task for task in blocked if task.passes >= MOST_PASSES), None)
             if first_in_line:
-                for own in waiting:
-                    waits[own.name] = f"waits behind task {first_in_line.name!r}, which came before"
+                for task in waiting:
+                    waits[task.name] = (
+                        f"waits behind task {first_in_line.name!r}, which came before"
+                    )
                 break
-            together = [own for own in waiting if own.arrival == waiting[0].arrival]
-            refusals = {own: refusal(names(own)) for own in together}
-            fitting = [own for own in together if not refusals[own]]
+            together = [task for task in waiting if task.arrival == waiting[0].arrival]
+            refusals = {task: refusal(names(task)) for task in together}
+            fitting = [task for task in together if not refusals[task]]
             if not fitting:
-                waits |= {own.name: reason for own, reason in refusals.items()}
+                waits |= {task.name: reason for task, reason in refusals.items()}
                 blocked += together
                 waiting = waiting[len(together) :]
                 continue
-            best = max(fitting, key=lambda own: worth(names(own)))
+            best = max(fitting, key=lambda task: worth(names(task)))
             chosen.append(best)
             waiting.remove(best)
-            for i, own in enumerate(blocked):
-                passed.append(own.name)
-                blocked[i] = own._replace(passes=own.passes + 1)
-    return Schedule(tuple(own.name for own in chosen), waits, tuple(passed), takers)
+            for i, task in enumerate(blocked):
+                passed.append(task.name)
+                blocked[i] = task._replace(passes=task.passes + 1)
+    return Schedule(tuple(task.name for task in chosen), waits, tuple(passed), takers)

@@ -289,9 +289,9 @@ def device_models(
     """
     found = {p: read_profile(p) for p in sorted(Path(resolve_path(profiles)).glob("*.json"))}
     serving = {
-        path: own.backbone.backbone_format == size.backbone_format
-        for path, own in found.items()
-        if (own.device, own.dtype) == (device, dtype) and not _differs(own, size)
+        path: profile.backbone.backbone_format == size.backbone_format
+        for path, profile in found.items()
+        if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size)
     }
     if serving:
         # The first one in the backbone's own format; otherwise the first one.

@@ -111,7 +111,7 @@ def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) 
       room: bytes for the layers of one stage.
     """
     fullest = fill_layers(sizes, max(layers), room)
-    return tuple(policy for own in layers for policy in fullest[len(fullest) - own :])
+    return tuple(policy for count in layers for policy in fullest[len(fullest) - count :])
 
 
 def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[str, ...]]:
@@ -122,7 +122,7 @@ def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[s
       layers: number of layers of each stage.
     """
     rest = iter(policies)
-    return [tuple(islice(rest, own)) for own in layers]
+    return [tuple(islice(rest, count)) for count in layers]
 
 
 # Ridge penalty of the first coefficient; each later coefficient is penalised ten times as much. It
@@ -251,14 +251,14 @@ class MemoryModel:
         )
         states = pool.stage_bytes(size, layers, replica.tp)
         weights = (
-            (own * layer + end) / replica.fsdp for own, end in zip(layers, outside, strict=True)
+            (count * layer + end) / replica.fsdp for count, end in zip(layers, outside, strict=True)
         )
         gradients = _FLOAT32 * pool.parameters(size) / size.layers
         return [
-            (own + gathered + size.decoded_bytes) / replica.tp
+            (weight_bytes + gathered + size.decoded_bytes) / replica.tp
             + state
             + exchanged_bytes(count * gradients, self.replicas)
-            for own, state, count in zip(weights, states, layers, strict=True)
+            for weight_bytes, state, count in zip(weights, states, layers, strict=True)
         ]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
@@ -343,8 +343,10 @@ class MemoryModel:
         kept = self._kept_by_stages(shape, pool, remat, replica)
         working = max(self._packed(shape, replica), self._learnt(shape))
         return [
-            held + count * own + working
-            for held, count, own in zip(self._resident(pool, replica), in_flight, kept, strict=True)
+            held + count * kept_bytes + working
+            for held, count, kept_bytes in zip(
+                self._resident(pool, replica), in_flight, kept, strict=True
+            )
         ]
 
     def policies(
@@ -469,7 +471,7 @@ class MemoryModel:
         of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
         stages = split_stages(policies, self.backbone.stage_layers(replica))
         kept = (sum(of_layer[policy] for policy in stage) for stage in stages)
-        return [own + _bytes_at_head(shape, pool) for own in kept]
+        return [layer_bytes + _bytes_at_head(shape, pool) for layer_bytes in kept]
 
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
         """Returns the bytes that one layer keeps, with those of attention in rows of several
@@ -477,7 +479,7 @@ class MemoryModel:
         kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
         # Counted whole on every tensor-parallel device.
-        of_kinds = sum(own.work.kept for own in pool.others) * self.backbone.stream_bytes
+        of_kinds = sum(kind.work.kept for kind in pool.others) * self.backbone.stream_bytes
         kept += shape.tokens * of_kinds / self.backbone.layers * keeps_attention(remat)
         return kept + packed / replica.tp * keeps_attention(remat)
 
@@ -515,7 +517,7 @@ class MemoryModel:
 
 def _bytes_at_head(shape: ShapeClass, pool: PoolSpec) -> float:
     """Returns the bytes of the values and gradients that chunks have for the head."""
-    return 2 * 4 * shape.chunks * sum(own.at_head for own in pool.others)
+    return 2 * 4 * shape.chunks * sum(kind.at_head for kind in pool.others)
 
 
 def working_features(tokens: int, row_len: int) -> np.ndarray:

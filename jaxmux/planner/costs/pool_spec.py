@@ -144,9 +144,9 @@ class PoolSpec(NamedTuple):
         """The largest rank that an adapter in the pool may have, of whatever kind; 0 if their sizes
         do not depend on a rank."""
         ranks = [
-            own.rank
-            for own in self.others
-            if any(p.trained_per_rank or p.frozen_per_rank for p in own.points)
+            kind.rank
+            for kind in self.others
+            if any(p.trained_per_rank or p.frozen_per_rank for p in kind.points)
         ]
         return max(ranks + [self.rank] * (self.modules != ()), default=0)
 
@@ -182,7 +182,7 @@ class PoolSpec(NamedTuple):
           PlanningError: the backbone has no linear of a module path in `modules`.
         """
         width = round(self.share(backbone) * backbone.adapter_width)
-        of_slot = backbone.layers * self.rank * width + sum(own.trained for own in self.others)
+        of_slot = backbone.layers * self.rank * width + sum(kind.trained for kind in self.others)
         return self.slots * of_slot
 
     def state_bytes(self, backbone: BackboneSize) -> int:
@@ -223,21 +223,21 @@ class PoolSpec(NamedTuple):
         copies = 2 + OPTIMIZERS[self.optimizer].moments
         factors = self._factors(backbone, tp)
         of_layers, whole, of_ends = copies * factors, 0, {0: 0, len(layers) - 1: 0}
-        for own in self.others:
-            for point in own.points:
+        for kind in self.others:
+            for point in kind.points:
                 values = self.slots * (
-                    copies * (point.trained_per_rank * own.rank + point.trained)
-                    + (point.frozen_per_rank * own.rank + point.frozen)
+                    copies * (point.trained_per_rank * kind.rank + point.trained)
+                    + (point.frozen_per_rank * kind.rank + point.frozen)
                 )
-                everywhere = self.slots * (point.whole_per_rank * own.rank + point.whole)
+                everywhere = self.slots * (point.whole_per_rank * kind.rank + point.whole)
                 whole += everywhere
                 if point.end is None:
                     of_layers += values - everywhere
                 else:
                     of_ends[range(len(layers))[point.end]] += values
         return [
-            _FLOAT32 * (of_layers * own // backbone.layers + whole + of_ends.get(stage, 0))
-            for stage, own in enumerate(layers)
+            _FLOAT32 * (of_layers * count // backbone.layers + whole + of_ends.get(stage, 0))
+            for stage, count in enumerate(layers)
         ]
 
     def _factors(self, backbone: BackboneSize, tp: int) -> int:
@@ -265,7 +265,9 @@ def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None 
       PlanningError: a pool cannot be trained with so many stages.
     """
     for what, pool in pools.items():
-        if (parts or stages) > 1 and any(p.at_both_ends for own in pool.others for p in own.points):
+        if (parts or stages) > 1 and any(
+            p.at_both_ends for kind in pool.others for p in kind.points
+        ):
             raise PlanningError(
                 f"{what}: the adapter changes the backbone's embedding and its head, which are one "
                 f"table (tie_word_embeddings), but of {numbered(stages, 'stage')} of a pipeline "
@@ -294,18 +296,18 @@ def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -
         modules=None if any(pool.modules is None for pool in everything) else tuple(modules),
         dropout=any(pool.dropout for pool in everything),
         optimizer=max((pool.optimizer for pool in pools or everything), key=_moments),
-        others=_merged_kinds([own for pool in everything for own in pool.others]),
+        others=_merged_kinds([kind for pool in everything for kind in pool.others]),
     )
 
 
 def _merged_kinds(sizes: Sequence[KindSize]) -> tuple[KindSize, ...]:
     """For each kind, the largest rank and all points."""
     merged: dict[str, KindSize] = {}
-    for own in sizes:
-        before = merged.get(own.kind, own)
-        points = {point.point: point for point in (*before.points, *own.points)}
+    for size in sizes:
+        before = merged.get(size.kind, size)
+        points = {point.point: point for point in (*before.points, *size.points)}
         ordered = tuple(points[name] for name in sorted(points))
-        merged[own.kind] = KindSize(own.kind, max(before.rank, own.rank), ordered)
+        merged[size.kind] = KindSize(size.kind, max(before.rank, size.rank), ordered)
     return tuple(merged[name] for name in sorted(merged))
 
 

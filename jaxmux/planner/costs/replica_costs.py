@@ -238,8 +238,8 @@ class ReplicaCosts:
         passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
         # Each pass gathers the layer's weights, and sums two outputs or two gradients of inputs.
         fsdp = self.replica.fsdp
-        own = self.times.backbone.layer_bytes / tp / fsdp
-        gather = self.times.collective("all_gather", fsdp, own, "outer")
+        layer_bytes = self.times.backbone.layer_bytes / tp / fsdp
+        gather = self.times.collective("all_gather", fsdp, layer_bytes, "outer")
         summed = 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
         return np.array(passes) + gather + summed
 

@@ -155,10 +155,10 @@ def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> 
       chunk_len: tokens of a chunk.
     """
     flops = 0.0
-    for own in pool.others:
-        work = own.work
+    for kind in pool.others:
+        work = kind.work
         moved = backbone.stream_bytes * work.moved
-        moved += _OF_CHUNK * (own.trained + own.frozen) / chunk_len
+        moved += _OF_CHUNK * (kind.trained + kind.frozen) / chunk_len
         flops += (work.flops + _FLOPS_OF_BYTE * moved) / backbone.layers
     # Forward, and backward only to the inputs: two FLOPs each for every weight.
     return flops / (4 * sum(k * n for k, n in backbone.linears.values()))
@@ -508,13 +508,13 @@ class TimeModel:
         # empty chunks, might have more of it than there is.
         passes = Passes(
             *(
-                max(0.0, own - old * total / tp) + new * total / tp
-                for own, old, new in zip(rest, within, instead, strict=True)
+                max(0.0, seconds - old * total / tp) + new * total / tp
+                for seconds, old, new in zip(rest, within, instead, strict=True)
             )
         )
         # Tensor-parallel devices compute most kinds on the whole stream.
         kinds = share_of_linears(pool, self.backbone, shape.chunk_len) * self.base(total)
-        decoding = Passes(*(own / tp for own in self._decoding(remat)))
+        decoding = Passes(*(seconds / tp for seconds in self._decoding(remat)))
         return Passes(
             passes.forward + kinds + decoding.forward,
             passes.backward + BACKWARD * kinds + decoding.backward,
@@ -533,8 +533,8 @@ class TimeModel:
     @property
     def _predicted_format(self) -> str | None:
         """The format of the weights if `base` was measured without it."""
-        own = self.backbone.backbone_format
-        return None if own == self.base_format else own
+        stored = self.backbone.backbone_format
+        return None if stored == self.base_format else stored
 
     def _decoding(self, remat: str) -> Passes:
         """Returns the seconds in which the weights of one layer are decoded, at an H200's rates,

@@ -530,11 +530,11 @@ def candidate_groupings(
     """
     most = 2 * len(stages)
     batches = _batches(rounds)
-    lengths = {slot: [n for batch in own for n in batch.lengths] for slot, own in batches.items()}
+    lengths = {slot: [n for batch in cuts for n in batch.lengths] for slot, cuts in batches.items()}
     # By slot, how many microbatches a global batch fills, the mean over the task's rounds.
     microbatches = {
-        slot: float(np.mean([chunks_of(batch) for batch in own])) / shape.chunks
-        for slot, own in batches.items()
+        slot: float(np.mean([chunks_of(batch) for batch in cuts])) / shape.chunks
+        for slot, cuts in batches.items()
     }
     # `fusions` numbers the tasks from 0.
     slots = sorted(lengths)
@@ -556,8 +556,8 @@ def candidate_groupings(
     )
     candidates = [Grouping(alone, buckets) for buckets in buckets_of_tasks]
     for htasks in fused:
-        own = [sum(microbatches[slot] for slot in htask) for htask in htasks]
-        candidates += [Grouping(htasks, buckets) for buckets in candidate_buckets(own, most)]
+        latencies = [sum(microbatches[slot] for slot in htask) for htask in htasks]
+        candidates += [Grouping(htasks, buckets) for buckets in candidate_buckets(latencies, most)]
     candidates += [Grouping(alone, buckets) for buckets in _every_division(len(alone), most)]
     found: dict[frozenset[tuple[int, ...]], Grouping] = {}
     for grouping in candidates:
@@ -633,8 +633,8 @@ def most_promising(
     for i, grouping in enumerate(groupings):
         groups = grouping.groups
         turns = [
-            [sum(own.get(slot, 0) for slot in group) / shape.chunks for group in groups]
-            for own in chunks
+            [sum(of_slots.get(slot, 0) for slot in group) / shape.chunks for group in groups]
+            for of_slots in chunks
         ]
         length = stream_length(turns, stages)
         keys.append((length, alike[length, len(groups)], i))

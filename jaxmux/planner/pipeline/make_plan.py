@@ -60,8 +60,8 @@ def baselines(
     """
     separate = []
     for slot in rounds[0]:
-        own = [{slot: batches[slot]} for batches in rounds]
-        separate.append(plan_with(one_htask([slot]), own, shape, costs))
+        alone = [{slot: batches[slot]} for batches in rounds]
+        separate.append(plan_with(one_htask([slot]), alone, shape, costs))
     if costs.replica.pp == 1:
         methods = {"one task at a time": separate}
     else:
@@ -217,7 +217,7 @@ def plan_rounds(
     in_flight = int(pipeline.simulation.peak_buffers.max())
     update = costs.update()
 
-    def placed(i: int, own: PackedMicrobatch) -> tuple[PlacedSample, ...]:
+    def placed(i: int, microbatch: PackedMicrobatch) -> tuple[PlacedSample, ...]:
         return tuple(
             PlacedSample(
                 p.slot,
@@ -227,7 +227,7 @@ def plan_rounds(
                 p.offset,
                 rounds[i][p.slot][p.sample],
             )
-            for p in own.placements(shape)
+            for p in microbatch.placements(shape)
         )
 
     return Plan(
@@ -241,8 +241,8 @@ def plan_rounds(
         htasks=grouping.htasks,
         buckets=grouping.buckets,
         microbatches=tuple(
-            placed(filled[i], own)
-            for i, own in zip(pipeline.rounds, pipeline.microbatches, strict=True)
+            placed(filled[i], microbatch)
+            for i, microbatch in zip(pipeline.rounds, pipeline.microbatches, strict=True)
         ),
         forward_seconds=tuple(forward.tolist()),
         backward_seconds=tuple(backward.tolist()),
@@ -368,8 +368,8 @@ def try_smaller_microbatches(
     """
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None
-    lengths, own = round_lengths(tasks, plan.rounds), plan.prediction
-    best = SmallerMicrobatches(request.tokens, own.round_seconds, own.bubble_ratio)
+    lengths, predicted = round_lengths(tasks, plan.rounds), plan.prediction
+    best = SmallerMicrobatches(request.tokens, predicted.round_seconds, predicted.bubble_ratio)
     tokens = request.tokens // 2
     while tokens >= max(task.longest for task in tasks):
         shape = choose_shape_class(tasks, request._replace(tokens=tokens), costs)
@@ -378,12 +378,12 @@ def try_smaller_microbatches(
             break
         grouping = grouping_of_tasks([task.batches for task in tasks], shape, plan.replica.pp)
         simulation = plan_with(grouping, lengths, shape, costs).simulation
-        seconds = simulation.makespan / plan.rounds + own.update_seconds
+        seconds = simulation.makespan / plan.rounds + predicted.update_seconds
         if seconds > best.round_seconds:
             break
         best = SmallerMicrobatches(tokens, seconds, simulation.bubble_ratio())
         tokens //= 2
-    return best if best.round_seconds < _NOTABLE * own.round_seconds else None
+    return best if best.round_seconds < _NOTABLE * predicted.round_seconds else None
 
 
 def _useful_share(plan: Plan) -> float:

@@ -294,7 +294,7 @@ def grouping_of_tasks(
         return together
     steps = min(map(len, tasks))
     rounds = sample_rounds([_First(batches, steps) for batches in tasks])
-    rounds = [{slot: own for slot, own in batches.items() if own} for batches in rounds]
+    rounds = [{slot: lengths for slot, lengths in batches.items() if lengths} for batches in rounds]
     rounds = _enough([batches for batches in rounds if batches], shape, stages)
     # A task of which these rounds have no samples could be in any group.
     if len(set().union(*rounds)) < len(tasks):
@@ -458,9 +458,9 @@ class _Packings:
 def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> PipelinePlan:
     turns = take_turns(packings.rounds, grouping.groups)
     microbatches, rounds, first_turn = [], [], 0
-    for i, (count, own) in enumerate(packings.in_groups(grouping.groups)):
-        microbatches += [microbatch.after(first_turn) for microbatch in own]
-        rounds += [i] * len(own)
+    for i, (count, packed) in enumerate(packings.in_groups(grouping.groups)):
+        microbatches += [microbatch.after(first_turn) for microbatch in packed]
+        rounds += [i] * len(packed)
         first_turn += count
     workload = stream_workload(microbatches, turns, grouping.groups, costs.stage_seconds)
     schedule = streaming(workload)
@@ -487,14 +487,14 @@ def stream_workload(
     bucket_of = {slot: i for i, group in enumerate(groups) for slot in group}
     scheduled, seconds = [], []
     for microbatch in microbatches:
-        own = sorted(set(microbatch.turns().values()))
+        begun_turns = sorted(set(microbatch.turns().values()))
         # All tasks of a turn are updated together.
-        batches = [(slot, steps[turn][slot]) for turn in own for slot in turns[turn]]
+        batches = [(slot, steps[turn][slot]) for turn in begun_turns for slot in turns[turn]]
         scheduled.append(
             ScheduledMicrobatch(
                 tasks=tuple(slot for slot, _ in batches),
                 steps=tuple(step for _, step in batches),
-                bucket=bucket_of[next(iter(turns[own[0]]))],
+                bucket=bucket_of[next(iter(turns[begun_turns[0]]))],
             )
         )
         seconds.append(stage_seconds(sequence_lengths(microbatch, turns)))

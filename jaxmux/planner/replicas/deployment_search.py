@@ -380,10 +380,13 @@ def replan(
       PlanningError: there are no sequences or no configurations, or the new tasks have a sequence
         that fits no configuration of at most `devices` devices.
     """
-    given = (bins, model, sampled_rounds, gap, time_limit)
-    best = plan_replicas(devices, configurations, *given)
+    best = plan_replicas(
+        devices, configurations, bins, model, sampled_rounds, gap=gap, time_limit=time_limit
+    )
     try:
-        kept = evaluate_replicas(current, *given)
+        kept = evaluate_replicas(
+            current, bins, model, sampled_rounds, gap=gap, time_limit=time_limit
+        )
     except PlanningError:
         return Replan(best, True, math.inf)
     if kept.devices > devices:

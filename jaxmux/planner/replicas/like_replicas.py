@@ -106,5 +106,6 @@ def plan_sequential(
     The other arguments, and errors, are those of `plan_fused`.
     """
     return {
-        task: plan_fused(devices, configurations, own, model, rng) for task, own in rounds.items()
+        task: plan_fused(devices, configurations, lengths, model, rng)
+        for task, lengths in rounds.items()
     }

@@ -118,9 +118,11 @@ def make_deployment_plan(
     for replica, shares in shares_of_rounds(lengths, deployment, priced):
         whole, samples = lengths_of(shares, lengths), first_shard(shares, replica)
         tokens.append(sum(sum(map(sum, batches.values())) for batches in whole) / rounds)
-        own = lengths_of(samples, lengths)
-        given = shapes[replica], grouping, costs[replica], source, samples
-        plans.append(plan_rounds(tasks, own, *given) if any(own) else None)
+        planned, shape = lengths_of(samples, lengths), shapes[replica]
+        plan = None
+        if any(planned):
+            plan = plan_rounds(tasks, planned, shape, grouping, costs[replica], source, samples)
+        plans.append(plan)
     return DeployedPlans(deployment, tuple(plans), tuple(tokens))
 
 
@@ -139,12 +141,12 @@ def predicted_round_seconds(
     lengths, slowest = sample_rounds(tasks), 0.0
     grouping = grouping_of_deployment(tasks, deployment, costs)
     for replica, shares in shares_of_rounds(lengths, deployment, costs):
-        own, shape = costs[replica]
+        replica_costs, shape = costs[replica]
         samples = first_shard(shares, replica)
         if filled := [batches for batches in lengths_of(samples, lengths) if batches]:
-            seconds = plan_with(grouping, filled, shape, own).simulation.makespan
+            seconds = plan_with(grouping, filled, shape, replica_costs).simulation.makespan
             seconds /= len(lengths) * sampled_part(tasks)
-            slowest = max(slowest, seconds + own.update())
+            slowest = max(slowest, seconds + replica_costs.update())
     return slowest
 
 
@@ -184,7 +186,7 @@ def first_shard(shares: Sequence[Share], replica: Replica) -> list[Share]:
 def lengths_of(samples: Sequence[Share], rounds: Sequence[RoundLengths]) -> list[RoundLengths]:
     """Returns, for each round, the stream lengths of some of its samples."""
     return [
-        {slot: [batches[slot][i] for i in own] for slot, own in share.items()}
+        {slot: [batches[slot][i] for i in indices] for slot, indices in share.items()}
         for share, batches in zip(samples, rounds, strict=True)
     ]
 
@@ -200,7 +202,11 @@ def _shape_of_share(
 
     def choose(longest: int) -> ShapeClass:
         batches = [PartOfBatches(task.batches, parts, longest) for task in tasks]
-        rounds = [own for own in sample_rounds(batches) if any(own.values())]
+        rounds = [
+            batches_by_slot
+            for batches_by_slot in sample_rounds(batches)
+            if any(batches_by_slot.values())
+        ]
         kept = at_most(longest, lengths)
         return choose_shape(rounds or [{0: kept}], request, costs.microbatch, kept).shape
 

@@ -119,18 +119,20 @@ def exchange_sequences(
             break
         others = np.concatenate([kind[np.argsort(busy[kind])[:_PARTNERS]] for kind in replicas])
         gives = np.flatnonzero(held[slowest])
-        own, theirs = seconds[slowest], seconds[others]
-        takes = np.column_stack([held[others] > 0, np.ones(len(others), bool)]) & np.isfinite(own)
+        of_slowest, of_others = seconds[slowest], seconds[others]
+        takes = np.column_stack([held[others] > 0, np.ones(len(others), bool)])
+        takes &= np.isfinite(of_slowest)
         # [others, gives, takes]: seconds of the slower of the two replicas after the exchange.
-        back = np.where(takes, theirs, 0)[:, None, :]
-        ours = busy[slowest] - own[gives][:, None] + np.where(takes, own, np.inf)[:, None, :]
-        slower = np.maximum(ours, busy[others, None, None] + theirs[:, gives, None] - back)
-        partner, given, taken = np.unravel_index(slower.argmin(), slower.shape)
-        if slower[partner, given, taken] >= busy[slowest] * (1 - 1e-9):
+        back = np.where(takes, of_others, 0)[:, None, :]
+        taken_on = np.where(takes, of_slowest, np.inf)[:, None, :]
+        ours = busy[slowest] - of_slowest[gives][:, None] + taken_on
+        slower = np.maximum(ours, busy[others, None, None] + of_others[:, gives, None] - back)
+        partner, gift, taken = np.unravel_index(slower.argmin(), slower.shape)
+        if slower[partner, gift, taken] >= busy[slowest] * (1 - 1e-9):
             break
-        other, given = others[partner], gives[given]
-        held[slowest, given] -= 1
-        held[other, given] += 1
+        other, moved = others[partner], gives[gift]
+        held[slowest, moved] -= 1
+        held[other, moved] += 1
         if taken < held.shape[1]:
             held[other, taken] -= 1
             held[slowest, taken] += 1
@@ -257,12 +259,14 @@ def _dispatch(
     if few and found.round_seconds > (1 + gap) * bound:
         # Every replica is a configuration of its own, so that nothing is divided evenly.
         each = np.repeat(np.arange(len(number)), number)
-        given = costs.of(each), np.ones_like(each), demand, found.round_seconds
+        costs_of_each = costs.of(each)
         more_time = {**limits, "time_limit": _MORE_TIME * limits["time_limit"]}
-        counts, proven = _solve(*given, more_time)
+        counts, proven = _solve(
+            costs_of_each, np.ones_like(each), demand, found.round_seconds, more_time
+        )
         bound = max(bound, proven)
         if counts is not None:
-            seconds = float((costs.constant[each] + given[0].seconds_of(counts)).max())
+            seconds = float((costs.constant[each] + costs_of_each.seconds_of(counts)).max())
             if seconds < found.round_seconds:
                 split = np.split(counts, np.cumsum(number)[:-1])
                 found = SampleDispatch(
@@ -398,7 +402,7 @@ def assign_samples(
     Raises:
       PlanningError: a sample fits no replica.
     """
-    every = [(length, task, i) for task, own in lengths.items() for i, length in enumerate(own)]
+    every = [(length, task, i) for task, sizes in lengths.items() for i, length in enumerate(sizes)]
     bins = round_bins([length for length, *_ in every])
     found = dispatch_samples(
         Counter(replicas),
@@ -417,7 +421,7 @@ def assign_samples(
         members = [sample for sample, at in zip(every, of_bin, strict=True) if at == j]
         for replica, (_, task, i) in zip(_dealt(shares[:, j]), members, strict=True):
             assigned[replica].setdefault(task, []).append(i)
-    return [{task: sorted(own) for task, own in each.items()} for each in assigned]
+    return [{task: sorted(indices) for task, indices in each.items()} for each in assigned]
 
 
 def _dealt(counts: Sequence[int]) -> list[int]:

@@ -104,7 +104,9 @@ def _rounds(workload: Workload) -> list[int]:
     for microbatch in workload.microbatches:
         for task, step in microbatch.global_batches:
             steps[task].add(step)
-    number = {(task, step): i for task, own in steps.items() for i, step in enumerate(sorted(own))}
+    number = {
+        (task, step): i for task, numbers in steps.items() for i, step in enumerate(sorted(numbers))
+    }
     return [
         max((number[batch] for batch in microbatch.global_batches), default=0)
         for microbatch in workload.microbatches

@@ -132,31 +132,33 @@ def _update_problems(schedule: PipelineSchedule, ticks: _Ticks) -> Iterator[str]
         if step not in members[task]:
             yield f"task {task}: updates after step {step}, of which there is no microbatch"
     for task, steps in members.items():
-        for step, own in steps.items():
+        for step, microbatches in steps.items():
             found = updates[task, step]
             if len(found) != 1 or len(found[0].ticks) != schedule.stages:
                 yield (
-                    f"task {task}, step {step} (microbatches {own}): {len(found)} updates, "
-                    f"expected one with a tick for each of {schedule.stages} stages"
+                    f"task {task}, step {step} (microbatches {microbatches}): "
+                    f"{len(found)} updates, expected one with a tick for each of "
+                    f"{schedule.stages} stages"
                 )
                 continue
             later = [m for other, of_step in steps.items() if other > step for m in of_step]
-            yield from _order_problems(schedule, ticks, found[0], own, later)
+            yield from _order_problems(schedule, ticks, found[0], microbatches, later)
 
 
 def _order_problems(
     schedule: PipelineSchedule,
     ticks: _Ticks,
     update: Update,
-    own: Sequence[int],
+    microbatches: Sequence[int],
     later: Sequence[int],
 ) -> Iterator[str]:
-    """Microbatches of the update's own step that come too late, and of later ones too early."""
+    """Microbatches of the update's step that come too late, and those of later steps that come too
+    early."""
     for v in range(schedule.virtual_stages):
         stage = v % schedule.stages
         at = update.ticks[stage]
         name = f"stage {stage}, tick {at}: update of task {update.task} after step {update.step}"
-        for m in own:
+        for m in microbatches:
             if ticks["B", v, m] > at:
                 yield f"{name} comes before B of its microbatch {m} in tick {ticks['B', v, m]}"
         for m in later:
