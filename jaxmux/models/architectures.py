@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+import math
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,9 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
             raise BackboneError(f"{where}: {key} should be a positive integer, found {value!r}")
         return value
 
+    def optional(key: str) -> int | None:
+        return None if raw.get(key) is None else required(key)
+
     def flag(key: str, settings: dict[str, Any] = raw) -> bool:
         value = settings.get(key)
         if value is not None and type(value) is not bool:
@@ -343,7 +347,7 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
 
     heads = required("num_attention_heads")
     hidden = required("hidden_size")
-    head_dim = raw.get("head_dim") or hidden // heads
+    head_dim = optional("head_dim") or hidden // heads
     if head_dim % 2:
         raise BackboneError(
             f"{where}: a head has {head_dim} dimensions (head_dim, or hidden_size / "
@@ -361,12 +365,14 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
         intermediate_size=required("intermediate_size"),
         num_layers=required("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        num_kv_heads=optional("num_key_value_heads") or heads,
         head_dim=head_dim,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta", raw.get("rope_theta", 10000.0))),
+        rms_norm_eps=_positive(raw.get("rms_norm_eps", 1e-6), "rms_norm_eps", where),
+        rope_theta=_positive(
+            rope.get("rope_theta", raw.get("rope_theta", 10000.0)), "rope_theta", where
+        ),
         rope_scaling=_rope_scaling(rope, where),
-        max_position_embeddings=raw.get("max_position_embeddings", 4096),
+        max_position_embeddings=optional("max_position_embeddings") or 4096,
         sliding_window=_sliding_window(raw, architecture, where),
         attention_bias=attention_bias,
         output_bias=attention_bias,
@@ -431,14 +437,29 @@ def _rope_scaling(rope: dict[str, Any], where: str) -> Llama3Rope | None:
     names = [f.name for f in dataclasses.fields(Llama3Rope)]
     if missing := [name for name in names if name not in rope]:
         raise BackboneError(f"{where}: rope type 'llama3' lacks {', '.join(missing)}")
-    return Llama3Rope(**{name: rope[name] for name in names})
+    numbers = {name: _positive(rope[name], f"{name} of the rope type", where) for name in names}
+    length = int(numbers.pop("original_max_position_embeddings"))
+    return Llama3Rope(**numbers, original_max_position_embeddings=length)
+
+
+def _positive(value: Any, key: str, where: str) -> float:
+    if type(value) not in (int, float) or not 0 < value < math.inf:
+        raise BackboneError(f"{where}: {key} should be a positive number, found {value!r}")
+    return float(value)
 
 
 def _sliding_window(raw: dict[str, Any], architecture: str, where: str) -> int | None:
-    window = raw.get("sliding_window")
+    # Llama has no windows in transformers, whatever its config.json says.
+    window = None if architecture == "LlamaForCausalLM" else raw.get("sliding_window")
+    if not window:
+        return None
+    if type(window) is not int or window < 0:
+        raise BackboneError(
+            f"{where}: sliding_window should be a positive integer, found {window!r}"
+        )
     if architecture == "MistralForCausalLM":
         return window
-    if not window or not raw.get("use_sliding_window", False):
+    if not raw.get("use_sliding_window", False):
         return None
     layers = raw["num_hidden_layers"]
     full = min(layers, raw["max_window_layers"])

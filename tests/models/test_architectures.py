@@ -122,6 +122,7 @@ def test_rope_theta_defaults_to_ten_thousand():
             {"sliding_window": 128, "use_sliding_window": True, "max_window_layers": 0},
             128,
         ),
+        ("LlamaForCausalLM", {"sliding_window": 128, "use_sliding_window": True}, None),
         (
             "Qwen3ForCausalLM",
             {
@@ -147,6 +148,17 @@ QWEN_WINDOW = {"sliding_window": 128, "use_sliding_window": True}
         ({"architectures": None}, "unknown architecture"),
         ({"hidden_size": None}, "hidden_size should be a positive integer"),
         ({"vocab_size": "512"}, "vocab_size should be a positive integer, found '512'"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads should be a positive integer"),
+        ({"head_dim": "16"}, "head_dim should be a positive integer, found '16'"),
+        ({"max_position_embeddings": 1e6}, "max_position_embeddings should be a positive integer"),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps should be a positive number, found '1e-5'"),
+        ({"rope_theta": 0}, "rope_theta should be a positive number, found 0"),
+        ({"rope_parameters": {"rope_theta": -1.0}}, "rope_theta should be a positive number"),
+        (
+            {"rope_scaling": LLAMA3 | {"factor": "8"}},
+            "factor of the rope type should be a positive",
+        ),
+        ({"sliding_window": "4096"}, "sliding_window should be a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads=8.*num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
