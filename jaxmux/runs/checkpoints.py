@@ -169,15 +169,23 @@ class Checkpoints:
             self._folder, max_to_keep=self._keep, create=False, cleanup_tmp_directories=True
         )
 
+    def set_aside(self, number: int, name: str) -> None:
+        """Renames a checkpoint to "NAME.NUMBER", so that it is none any more.
+
+        Args:
+          number: its number.
+          name: the name.
+        """
+        self._manager.close()
+        del self._manager
+        aside = self._folder / f"{name}.{number}"
+        shutil.rmtree(aside, ignore_errors=True)
+        (self._folder / str(number)).rename(aside)
+
     def _set_newer_aside(self, step: int) -> None:
-        newer = [other for other in self._manager.all_steps() if other > step]
-        if newer:
-            self._manager.close()
-            del self._manager
-            for other in newer:
-                aside = self._folder / f"damaged.{other}"
-                shutil.rmtree(aside, ignore_errors=True)
-                (self._folder / str(other)).rename(aside)
+        for other in self._manager.all_steps():
+            if other > step:
+                self.set_aside(other, "damaged")
 
 
 def read_task(
@@ -214,10 +222,9 @@ def read_task(
         if not steps:
             raise empty
         if not wanted:
-            # The number of a folder also counts microbatches, because a stop within a round saves
-            # another checkpoint after the same round.
+            # Earlier versions numbered folders in another way; training renames them.
             kept = ", ".join(
-                f"{found} (in {folder.name}/{step})"
+                str(found) if found == step else f"{found} (in {folder.name}/{step})"
                 for step, found in sorted(steps.items())
                 if found is not None
             )

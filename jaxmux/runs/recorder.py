@@ -67,6 +67,10 @@ class Recorder:
         self._engine, self._files = engine, files
         self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
+        # The rounds and microbatches before the newest checkpoint; None without one.
+        self._saved: tuple[int, int] | None = None
+        if position != RunPosition():
+            self._saved = position.rounds, position.microbatches
         self._started = self._recorded = time.monotonic()
         # The content of tasks.json.
         self._ended: Mapping[str, Any] | None = None
@@ -129,8 +133,9 @@ class Recorder:
         position.train_seconds = self._before + time.monotonic() - self._started
         if files:
             files.metrics.tell(position)
-        if self._processes.agree(files is not None and files.checkpoints.has(position.number)):
+        if (saved := (engine.rounds, engine.microbatches)) == self._saved:
             return
+        self._saved = saved
         arrays = {name: engine.task_arrays(name) for name in engine.begun}
         if files:
             save_run(files.checkpoints, engine, position, arrays)

@@ -1,7 +1,10 @@
 """What the checkpoints of a training run hold."""
 
 import dataclasses
+import json
+import shutil
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.engine import BEST, Engine, TaskProgress, train_on
@@ -9,6 +12,9 @@ from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
 from .checkpoints import Checkpoints
+
+# What is before the number in the name of a checkpoint that another one replaces.
+REPLACED = "replaced"
 
 
 @dataclasses.dataclass
@@ -32,12 +38,6 @@ class RunPosition:
     rounds_bytes: int = 0
     computed_tokens: int = 0
     train_seconds: float = 0.0
-
-    @property
-    def number(self) -> int:
-        """The number of the checkpoint of this position: every microbatch and every update makes a
-        new one."""
-        return self.microbatches + self.rounds
 
 
 class SavedRun(NamedTuple):
@@ -96,7 +96,9 @@ def save_run(
     position: RunPosition,
     arrays: Mapping[str, SlotArrays],
 ) -> None:
-    """Starts to save everything that a training run needs to continue from here.
+    """Starts to save everything that a training run needs to continue from here. The number of the
+    checkpoint is that of the completed rounds. A stop within a round replaces the checkpoint that
+    was taken at the beginning of the round.
 
     Args:
       checkpoints: the checkpoints of the training run.
@@ -113,7 +115,41 @@ def save_run(
         for name in arrays
     }
     record = {"position": dataclasses.asdict(position), "tasks": tasks}
-    checkpoints.save(position.number, record, arrays)
+    if checkpoints.has(position.rounds):
+        checkpoints.set_aside(position.rounds, REPLACED)
+    checkpoints.save(position.rounds, record, arrays)
+
+
+def number_by_rounds(folder: Path) -> None:
+    """Gives each checkpoint of a training run the number of the rounds that it had completed.
+
+    Earlier versions added the number of microbatches. Of two checkpoints after the same round, the
+    later one stays. A checkpoint that another one of its number was to replace comes back if the
+    process ended before that was complete.
+
+    Args:
+      folder: the folder of the checkpoints. Nothing else may use it.
+    """
+    for replaced in folder.glob(f"{REPLACED}.*"):
+        number = folder / replaced.name.removeprefix(f"{REPLACED}.")
+        if number.exists():
+            shutil.rmtree(replaced, ignore_errors=True)
+        else:
+            replaced.rename(number)
+    # With microbatches, numbers are larger than those of the rounds, and so in the same order.
+    for number in sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal()):
+        rounds = _rounds_of(folder / str(number))
+        if rounds not in (None, number):
+            shutil.rmtree(folder / str(rounds), ignore_errors=True)
+            (folder / str(number)).rename(folder / str(rounds))
+
+
+def _rounds_of(checkpoint: Path) -> int | None:
+    """The rounds completed before a checkpoint; None if its record is damaged."""
+    try:
+        return int(json.loads((checkpoint / "run" / "metadata").read_bytes())["position"]["rounds"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:

@@ -31,7 +31,7 @@ from .places import layout_with_places
 from .processes import Processes
 from .recorder import Recorder, RunFiles
 from .replica_fit import pool_with_places
-from .run_checkpoint import RunPosition, array_specs, newest_run
+from .run_checkpoint import RunPosition, array_specs, newest_run, number_by_rounds
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, engine_options, load_on
@@ -256,6 +256,7 @@ class Training:
             inputs.samples,
             inputs.rendering,
         )
+        number_by_rounds(directory.checkpoints)
         return Checkpoints(directory.checkpoints, self.options.keep_checkpoints, self.console.say)
 
     def _restore(

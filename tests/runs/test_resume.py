@@ -4,6 +4,7 @@ import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from jaxmux import Interrupted
 from jaxmux.cli.main import run_command
 from jaxmux.engine import EngineOptions, single_device
 from jaxmux.engine.rounds import pack_tightly
-from jaxmux.runs import RunDirectoryError
+from jaxmux.runs import RunDirectoryError, read_task
 
 main = partial(run_command, "train", prog="jaxmux train")
 
@@ -190,6 +191,49 @@ def test_run_stopped_within_a_round_goes_on_within_it(
 
     train(tmp_path / "stopped", *tasks, **options)
     assert_same_result(tmp_path / "stopped", tmp_path / "whole", adapter_bytes)
+
+
+def numbers_of(checkpoints: Path) -> dict[int, tuple[int, int]]:
+    """By number of a checkpoint, the rounds and microbatches before it."""
+    records = {
+        int(path.parts[-3]): json.loads(path.read_text())["position"]
+        for path in checkpoints.glob("*/run/metadata")
+        if path.parts[-3].isdecimal()
+    }
+    return {n: (own["rounds"], own["microbatches"]) for n, own in records.items()}
+
+
+def test_checkpoints_have_the_numbers_of_rounds_those_of_earlier_versions_too(
+    train, make_task, tmp_path, adapter_bytes, monkeypatch
+):
+    tasks = [make_task("a", steps=6, batch_size=14), make_task("b", steps=3, batch_size=8)]
+    options = {"tokens_per_microbatch": 128, "checkpoint_every": 2}
+    train(tmp_path / "whole", *tasks, **options)
+    assert numbers_of(tmp_path / "whole" / "checkpoints").keys() == {2, 4, 6}
+
+    raise_signal_at_microbatch(8, signal.SIGTERM, monkeypatch)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", *tasks, **options)
+    monkeypatch.undo()
+    # Two of three microbatches of the round after the second one.
+    assert numbers_of(tmp_path / "stopped" / "checkpoints") == {2: (2, 8)}
+    for case in ("killed", "earlier version"):
+        shutil.copytree(tmp_path / "stopped", tmp_path / case)
+    killed, earlier = (tmp_path / own / "checkpoints" for own in ("killed", "earlier version"))
+    # Before a checkpoint was complete that replaces another one of its number.
+    shutil.rmtree(killed / "2")
+    # Earlier versions added microbatches, and kept both.
+    (earlier / "2").rename(earlier / "10")
+    (earlier / "replaced.2").rename(earlier / "8")
+    rounds, progress, _ = read_task(earlier, "a", 2)
+    assert (rounds, progress.step) == (2, 2)
+    with pytest.raises(RunDirectoryError, match=r"rounds 2 \(in checkpoints/8\), 2 \(in check"):
+        read_task(earlier, "a", 3)
+    for case in ("stopped", "killed", "earlier version"):
+        train(tmp_path / case, *tasks, **options)
+        assert_same_result(tmp_path / case, tmp_path / "whole", adapter_bytes)
+        names = {path.name for path in (tmp_path / case / "checkpoints").iterdir()}
+        assert names == {"2", "4", "6"}, case
 
 
 def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, times: int = 1):
