@@ -1,5 +1,6 @@
 """When held-out losses are measured, and when tasks stop because of their time."""
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor as Threads
 
@@ -10,6 +11,7 @@ from jaxmux.data.stored_samples import stream_lengths
 
 from .executor import Executor
 from .results import DispatchedEvaluation, Results
+from .round_record import EVALUATION, DeviceTime
 from .rounds import RoundPlan
 from .slot import Measuring, Slot
 from .slots import Slots
@@ -32,6 +34,7 @@ class HeldOut:
         executor: Executor,
         copies: Threads,
         most_tokens: int | None,
+        device_time: DeviceTime,
     ):
         """Starts without measurements.
 
@@ -41,10 +44,11 @@ class HeldOut:
           executor: runs the measurements.
           copies: the thread that waits for copies on their way to the host.
           most_tokens: most tokens of a turn, as for `Turns`.
+          device_time: takes note of when the devices measure.
         """
         self._slots, self._results = slots, results
         self._executor, self._copies = executor, copies
-        self._most_tokens = most_tokens
+        self._most_tokens, self._device_time = most_tokens, device_time
 
     @property
     def unfinished(self) -> list[int]:
@@ -121,7 +125,9 @@ class HeldOut:
         measured = {n: slot.measuring for n, slot in tasks.items()}
         turns = {n: self._next_turn(slot) for n, slot in tasks.items()}
         prepared = {n: slot.prepared for n, slot in tasks.items()}
+        begun = time.monotonic()
         dispatched = self._executor.evaluate(prepared, turns)
+        losses = self._device_time.add(EVALUATION, begun, dispatched.losses).result
         ended, adapters = [], {}
         for n, slot in tasks.items():
             slot.measuring.samples = turns[n].stop
@@ -133,7 +139,9 @@ class HeldOut:
                 adapters[n] = self._copies.submit(copied).result
             slot.measuring = None
         self._results.add_evaluation(
-            DispatchedEvaluation(rounds, tasks, measured, frozenset(ended), adapters, *dispatched)
+            DispatchedEvaluation(
+                rounds, tasks, measured, frozenset(ended), adapters, losses, dispatched.tokens
+            )
         )
 
     def _next_turn(self, slot: Slot) -> range:

@@ -1,9 +1,11 @@
 """Trains round after round: plans them, has them run, and fetches their results."""
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from functools import partial
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ from jaxmux.sharding import PlacedBackbone, consecutive_parts
 
 from .compile_ahead import ProgramsAhead
 from .computed_tokens import Computed
-from .due_updates import DueUpdates, no_updates
+from .due_updates import DueUpdates, UpdateStats, no_updates
 from .engine_options import EngineOptions
 from .executor import Executor
 from .held_out import HeldOut
@@ -25,7 +27,7 @@ from .progress import TaskEvaluation, TaskUpdate
 from .renewal import slots_to_renew
 from .results import DispatchedTurns, DispatchedUpdate, Results
 from .round_position import RoundPosition
-from .round_record import RoundRecord
+from .round_record import COMPILING, TRAINING, DeviceTime, RoundRecord
 from .round_stream import RoundStream
 from .rounds import RoundPlan, all_samples
 from .single_device import SingleDevice
@@ -47,6 +49,7 @@ class RoundLoop:
       rounds: number of rounds dispatched so far.
       microbatches: number of microbatches dispatched so far, those of all data shards together.
       computed_tokens: number of tokens of these microbatches, with padding.
+      device_time: where the time of the devices goes.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class RoundLoop:
         self.rounds = 0
         self.microbatches = 0
         self.computed_tokens = 0
+        self.device_time = DeviceTime()
         if isinstance(backbone, Backbone):
             self._replicas, self.backbone = None, backbone
             stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
@@ -104,7 +108,7 @@ class RoundLoop:
     def _measure_held_out(self) -> HeldOut:
         """What measures held-out losses with the present options and executor."""
         given = self._slots, self._results, self._executor, self._copies
-        return HeldOut(*given, self.options.round_tokens)
+        return HeldOut(*given, self.options.round_tokens, self.device_time)
 
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
@@ -131,9 +135,11 @@ class RoundLoop:
     def _warm_up(self) -> None:
         """Compiles all programs for the state as it is, and runs them once."""
         own = self._slots
-        own.warm_up()
-        none_due = no_updates(own.layout, self.backbone.config.num_layers, own.optimizers)
-        if not self._executor.warm_up(none_due, own.pool.dropout):
+        with self.device_time.waiting(COMPILING):
+            own.warm_up()
+            none_due = no_updates(own.layout, self.backbone.config.num_layers, own.optimizers)
+            kept = self._executor.warm_up(none_due, own.pool.dropout)
+        if not kept:
             self._lose_gradients()
 
     @property
@@ -195,17 +201,22 @@ class RoundLoop:
                 self.rounds += 1
                 self._held_out.go_on(self.rounds)
             return drained
+        ends: list[UpdateStats] = []
+        begun = None
         while True:
             current = position.begin(self._live())
+            begun = begun or time.monotonic()
             done, before = position.done, len(position.done)
+            compiles = self._executor.remat is None
             try:
-                outcome = self._executor.run(
-                    current,
-                    done,
-                    stop,
-                    self._due,
-                    self._plan_following if stream else lambda: None,
-                )
+                with self.device_time.waiting(COMPILING) if compiles else nullcontext():
+                    outcome = self._executor.run(
+                        current,
+                        done,
+                        stop,
+                        self._due,
+                        self._plan_following if stream else lambda: None,
+                    )
             except OutOfDeviceMemory:
                 # No program fits any more, and the accumulators are empty. (If an earlier round has
                 # failed, its results raise this again.)
@@ -216,6 +227,10 @@ class RoundLoop:
             finally:
                 self._count(current, done[before:])
             self._count(position.following, outcome.ahead)
+            if compiles:
+                # What the devices do meanwhile is little.
+                begun = time.monotonic()
+            ends += outcome.updates.values()
             for slots, stats in outcome.updates.items():
                 rates = self._learning_rates.pop(slots)
                 tasks = {number: self._slots[number] for number in slots if number in rates}
@@ -239,6 +254,8 @@ class RoundLoop:
                 return self._results.take()
             stop = lambda: False  # noqa: E731
         self._end_turns(current)
+        waited_for = ends or self._executor.marker()
+        self.device_time.add(TRAINING, begun, partial(jax.block_until_ready, waited_for))
         self._note_round(current)
         position.end(outcome.ahead)
         self._clear_left_slots()
@@ -493,3 +510,4 @@ class RoundLoop:
         self._stream.close()
         self._executor.release()
         self._copies.shutdown()
+        self.device_time.close()

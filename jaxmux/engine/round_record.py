@@ -1,7 +1,15 @@
-"""What a round held, and the order in which the stages of a pipeline got its passes."""
+"""What a round held, the order in which the stages of a pipeline got its passes, and where the time
+of the devices went."""
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+import dataclasses
+import math
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from .replica_input import ReplicaInput
 from .rounds import RoundPlan
@@ -102,3 +110,117 @@ class RoundRecord(NamedTuple):
             for own in plan.microbatches
         ]
         return cls(index, microbatches, passes, plan.steps)
+
+
+# What the devices compute.
+TRAINING, EVALUATION = "training", "evaluation"
+# What the devices wait for; "idle" stands for all else.
+COMPILING, CHECKPOINTS, IDLE = "compiling", "checkpoints", "idle"
+# Spans that are kept where nobody asks where the time went.
+_MOST_SPANS = 4096
+
+
+@dataclasses.dataclass
+class _Span:
+    """A span of time, on `time.monotonic`; its end is infinite until it is known."""
+
+    kind: str
+    begin: float
+    end: float = math.inf
+
+
+class DeviceTime:
+    """Where the time of the devices goes. They compute in the order in which work was dispatched,
+    so a piece of work begins when it has been dispatched and the one before has ended. A thread
+    notes when it has ended, and nobody else waits.
+    """
+
+    def __init__(self):
+        """Starts with idle devices."""
+        self._watch: ThreadPoolExecutor | None = None
+        self._lock = threading.Lock()
+        self._work: deque[_Span] = deque(maxlen=_MOST_SPANS)
+        self._waits: deque[_Span] = deque(maxlen=_MOST_SPANS)
+        # When the work ended of which nothing is known any more.
+        self._ended = -math.inf
+
+    def add(self, kind: str, begin: float, wait: Callable[[], Any]) -> Future[Any]:
+        """Takes note of work that has been dispatched.
+
+        Args:
+          kind: "training" or "evaluation".
+          begin: when its dispatch began, on `time.monotonic`.
+          wait: function that returns when the work has ended. It dispatches nothing.
+
+        Returns:
+          A future of what `wait` returns.
+        """
+        span = _Span(kind, begin)
+        with self._lock:
+            self._work.append(span)
+
+        def watched() -> Any:
+            try:
+                return wait()
+            finally:
+                with self._lock:
+                    span.end = time.monotonic()
+
+        self._watch = self._watch or ThreadPoolExecutor(1)
+        return self._watch.submit(watched)
+
+    def close(self) -> None:
+        """Ends the thread when the work has ended; `add` starts another one."""
+        if self._watch is not None:
+            self._watch.shutdown()
+            self._watch = None
+
+    @contextmanager
+    def waiting(self, kind: str) -> Iterator[None]:
+        """Takes note of what the host does within this context, for which the devices may wait.
+
+        Args:
+          kind: "compiling" or "checkpoints".
+        """
+        span = _Span(kind, time.monotonic())
+        self._waits.append(span)
+        try:
+            yield
+        finally:
+            span.end = time.monotonic()
+
+    def spent(self, since: float, now: float) -> dict[str, float]:
+        """Where the time went between two moments, in seconds by kind. The sum is the time between
+        them. What was before the second one is forgotten.
+
+        Args:
+          since, now: the moments, on `time.monotonic`.
+        """
+        with self._lock:
+            work = [dataclasses.replace(own) for own in self._work]
+            self._work = _unended(self._work, now)
+        waits, self._waits = self._waits, _unended(self._waits, now)
+        found: Counter[str] = Counter()
+        ended = max(since, self._ended)
+        for own in (*work, _Span(IDLE, now, now)):
+            begin = min(max(own.begin, ended), now)
+            for kind, seconds in _idle(ended, begin, waits):
+                found[kind] += seconds
+            ended, before = max(ended, min(own.end, now)), max(ended, begin)
+            found[own.kind] += max(0.0, ended - before)
+        self._ended = max((own.end for own in work if own.end <= now), default=self._ended)
+        return {kind: seconds for kind, seconds in found.items() if seconds > 0}
+
+
+def _unended(spans: Iterable[_Span], now: float) -> deque[_Span]:
+    return deque((own for own in spans if own.end > now), maxlen=_MOST_SPANS)
+
+
+def _idle(begin: float, end: float, waits: Iterable[_Span]) -> Iterator[tuple[str, float]]:
+    """What the devices waited for between two moments, and for how many seconds."""
+    left = max(0.0, end - begin)
+    for own in waits:
+        seconds = max(0.0, min(own.end, end) - max(own.begin, begin))
+        left -= seconds
+        yield own.kind, seconds
+    yield IDLE, max(0.0, left)

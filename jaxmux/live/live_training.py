@@ -412,7 +412,8 @@ class LiveTraining:
         """Writes down what the round held that was dispatched last, unless that has been done."""
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
-            self._store.tell_round(record, now - self._dispatched_at)
+            spent = self._engine.device_time.spent(self._dispatched_at, now)
+            self._store.tell_round(record, spent)
         self._dispatched_at = now
 
     def _leave_slots(self, error: OutOfDeviceMemory) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 
 from jaxmux.engine import Engine
+from jaxmux.engine.round_record import CHECKPOINTS
 from jaxmux.peft import SlotArrays
 
 from .live_task import LiveTask
@@ -62,11 +63,12 @@ class Saving:
         left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
         has_time = self._engine.rounds - self._began_at < self._engine.size.slots
         begun: dict[str, Callable[[], SlotArrays]] = {}
-        for name in left:
-            is_enough = len(begun) == _COPIED_AT_ONCE or self._engine.snapshot_waits(name)
-            if has_time and begun and is_enough:
-                break
-            begun[name] = self._engine.snapshot(name)
+        with self._engine.device_time.waiting(CHECKPOINTS):
+            for name in left:
+                is_enough = len(begun) == _COPIED_AT_ONCE or self._engine.snapshot_waits(name)
+                if has_time and begun and is_enough:
+                    break
+                begun[name] = self._engine.snapshot(name)
         return begun
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
@@ -77,9 +79,10 @@ class Saving:
           snapshots: from `begin`; all results from before have been fetched.
         """
         if self._copied is not None:
-            self._note(self._tasks.saved(snapshots))
-            if all(self._copy_of(self._tasks[name]) for name in self._tasks.running):
-                self._finish(wait=False)
+            with self._engine.device_time.waiting(CHECKPOINTS):
+                self._note(self._tasks.saved(snapshots))
+                if all(self._copy_of(self._tasks[name]) for name in self._tasks.running):
+                    self._finish(wait=False)
 
     def save(self, wait: bool) -> None:
         """Saves all tasks as they are, if anything has changed. All results have been fetched.

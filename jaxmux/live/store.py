@@ -1,6 +1,6 @@
 """Where a live training keeps what has to survive it."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from jaxmux.engine import TaskEvaluation, TaskUpdate, TrainedTask
@@ -116,12 +116,13 @@ class Store(Protocol):
         """
         ...
 
-    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+    def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
         """Writes down what a round held. It raises no error.
 
         Args:
           record: what it held.
-          seconds: seconds since the round before, or since there was something to train again.
+          spent: where the time went since the round before, or since there was something to train
+            again, in seconds by kind.
         """
         ...
 
@@ -179,7 +180,7 @@ class MemoryStore:
     def tell(self, event: Event) -> None:
         pass
 
-    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+    def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
         pass
 
     def track(

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate, TrainedTask
+from jaxmux.engine.round_record import CHECKPOINTS
 from jaxmux.models import checkpoint_tensors, devices_bytes
 from jaxmux.peft import export_adapter
 from jaxmux.printable import shown_state
@@ -89,7 +90,8 @@ class Recorder:
         self._console.show(self._engine, updates, evaluations)
         for update in updates:
             if self._engine.progress(update.task).status == "succeeded":
-                self.export(update.task)
+                with self._engine.device_time.waiting(CHECKPOINTS):
+                    self.export(update.task)
 
     def record_start(self, timeline: StartTimeline) -> None:
         """Writes and, if the user asks for it, shows where the time until now went."""
@@ -103,9 +105,10 @@ class Recorder:
         """Writes the line of the round that was dispatched last, unless that has been done."""
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
-            seconds, self._recorded = now - self._recorded, now
+            spent = self._engine.device_time.spent(self._recorded, now)
+            self._recorded = now
             memory, is_detailed = devices_bytes(), has_details(record.index)
-            metrics.write_round(round_line(record, seconds, memory, host_bytes(), is_detailed))
+            metrics.write_round(round_line(record, spent, memory, host_bytes(), is_detailed))
 
     def _record_ends(self, directory: RunDirectory) -> None:
         """Writes which tasks have ended before the others, if there are new ones."""
@@ -126,6 +129,10 @@ class Recorder:
     def save(self) -> None:
         """Fetches all results, records them, and starts to save a checkpoint, unless there is one
         of this position."""
+        with self._engine.device_time.waiting(CHECKPOINTS):
+            self._save()
+
+    def _save(self) -> None:
         engine, position, files = self._engine, self._position, self._files
         self.record(engine.drain())
         position.rounds, position.microbatches = engine.rounds, engine.microbatches

@@ -26,7 +26,7 @@ def has_details(index: int) -> bool:
 
 def round_line(
     record: RoundRecord,
-    seconds: float,
+    spent: Mapping[str, float],
     memory: Sequence[DeviceBytes],
     host_bytes: int | None,
     detailed: bool,
@@ -35,25 +35,27 @@ def round_line(
 
     Args:
       record: what the round held.
-      seconds: seconds since the round before, from which the time of a round is seen although the
-        devices are one round behind.
+      spent: where the time since the round before went, from `DeviceTime.spent`. The time of a
+        round is seen from it although the devices are one round behind.
       memory: memory of the local devices; empty if they do not report it.
       host_bytes: bytes of the host's memory that this process uses; None if that is not known.
       detailed: whether the line tells what each microbatch held, as `has_details` advises.
 
     Returns:
-      A dict with round, seconds, microbatches (their number), tokens (with padding), chunk_tokens
-      (of the chunks that hold samples), read_tokens (without padding), memory_in_use and
-      memory_peak (bytes by device), host_bytes; and with details, held and passes.
-      "held" has for each of the first 256 microbatches its replica, its tokens with padding, and
-      by task the tokens of its chunks and those that the model reads. "passes" has for each of the
-      first 4096 passes the milliseconds since the first one, replica, stage, part, round,
-      microbatch, and "F" or "B".
+      A dict with round, seconds, spent (seconds by kind; their sum is `seconds`), microbatches
+      (their number), tokens (with padding), chunk_tokens (of the chunks that hold samples),
+      read_tokens (without padding), memory_in_use and memory_peak (bytes by device), host_bytes;
+      and with details, held and passes. "held" has for each of the first 256 microbatches its
+      replica, its tokens with padding, and by task the tokens of its chunks and those that the
+      model reads.
+      "passes" has for each of the first 4096 passes the milliseconds since the first one, replica,
+      stage, part, round, microbatch, and "F" or "B".
     """
     tasks = [own for microbatch in record.microbatches for own in microbatch.tasks.values()]
     line = {
         "round": record.index,
-        "seconds": round(seconds, 4),
+        "seconds": round(sum(spent.values()), 4),
+        "spent": {kind: round(seconds, 4) for kind, seconds in spent.items()},
         "microbatches": len(record.microbatches),
         "tokens": sum(own.capacity for own in record.microbatches),
         "chunk_tokens": sum(own.chunks for own in tasks),

@@ -7,7 +7,7 @@ import math
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -223,13 +223,13 @@ class ServerStore:
             it = "it" if count == 1 else "them"
             self._say(f"{event.task}: {numbered(count, 'warning')}; its status tells {it}")
 
-    def tell_round(self, record: RoundRecord, seconds: float) -> None:
+    def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
         # Tasks come and go, so what microbatches hold is told now and then in any case.
         now = time.monotonic()
         is_detailed = has_details(record.index) or now - self._detailed_at > _DETAILS_EVERY
         if is_detailed:
             self._detailed_at = now
-        line = round_line(record, seconds, devices_bytes(), host_bytes(), is_detailed)
+        line = round_line(record, spent, devices_bytes(), host_bytes(), is_detailed)
         self._rounds.append({**line, "time": round(time.time(), 3)})
 
     def track(

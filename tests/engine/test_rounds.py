@@ -1,11 +1,16 @@
 """Rounds hold every sample once and update every task once, however samples are divided."""
 
 from collections import Counter
+from contextlib import ExitStack
 from functools import partial
+from random import Random
+from threading import Event
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from jaxmux.engine import round_record
 from jaxmux.engine.replica_input import ReplicaInput
 from jaxmux.engine.rounds import training_rounds
 from jaxmux.engine.task_groups import TaskGroups
@@ -146,3 +151,48 @@ def test_when_most_tasks_are_new_groups_are_searched_at_once(pipeline_tasks):
     groups_of({0: tasks[0], 1: tasks[1]})
     groups_of.begin_anew(tasks)
     assert groups_of(tasks) == TaskGroups([groups_of._longest])(tasks)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_each_moment_of_the_devices_is_counted_once_by_what_they_do(seed, monkeypatch):
+    """Against a walk through the moments: the devices work in the order of dispatch, and what they
+    wait for is what the host does meanwhile."""
+    random, end, now = Random(seed), 400, 0
+    monkeypatch.setattr(round_record, "time", SimpleNamespace(monotonic=lambda: now))
+    works, begin, free = [], 0, 0
+    while begin < end:
+        begin += random.randrange(12)
+        kind = random.choice(["training", "training", "evaluation"])
+        free = max(begin, free) + random.randrange(1, 15)
+        works.append((kind, begin, free, Event()))
+    kinds = "compiling", "checkpoints"
+    waits = [(random.choice(kinds), begin, begin + 20) for begin in range(5, end, 40)]
+    expected, found, since = Counter(), Counter(), 0
+    device_time, contexts = round_record.DeviceTime(), ExitStack()
+    ended = []
+    for now in range(end + 1):
+        if now in {end_of for *_, end_of in waits}:
+            contexts.close()
+        for kind, begin, _ in waits:
+            if begin == now:
+                contexts.enter_context(device_time.waiting(kind))
+        for kind, begin, end_of, done in works:
+            if begin == now:
+                ended.append((end_of, done, device_time.add(kind, now, done.wait)))
+        for end_of, done, future in ended:
+            if end_of == now:
+                done.set()
+                future.result()
+        if random.random() < 0.1 or now == end:
+            part = device_time.spent(since, now)
+            assert sum(part.values()) == pytest.approx(now - since)
+            found.update(part)
+            since = now
+        if now < end:
+            busy = [kind for kind, begin, end_of, _ in works if begin <= now < end_of]
+            waited = [kind for kind, begin, end_of in waits if begin <= now < end_of]
+            expected[(busy or waited or ["idle"])[0]] += 1
+    for _, done, _ in ended:
+        done.set()
+    device_time.close()
+    assert found == pytest.approx(expected)

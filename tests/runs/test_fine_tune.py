@@ -149,12 +149,16 @@ def test_rounds_hold_the_tokens_of_the_metrics(metrics, run_dir):
         assert line["read_tokens"] == sum(m["tokens"] for m in own)
         assert line["chunk_tokens"] == sum(m["computed_tokens"] for m in own)
         assert line["seconds"] > 0 and line["host_bytes"] > 0
+        assert sum(line["spent"].values()) == pytest.approx(line["seconds"], abs=1e-3)
         held = [tasks for _, _, tasks in line["held"]]
         assert len(held) == line["microbatches"]
         assert sum(capacity for _, capacity, _ in line["held"]) == line["tokens"]
         for m in own:
             found = [tasks[m["task"]] for tasks in held if m["task"] in tasks]
             assert [sum(n) for n in zip(*found, strict=True)] == [m["computed_tokens"], m["tokens"]]
+    assert "compiling" in lines[0]["spent"] and "compiling" not in lines[-1]["spent"]
+    kinds = {kind for line in lines for kind in line["spent"]}
+    assert kinds == {"training", "evaluation", "checkpoints", "compiling", "idle"}
 
 
 def test_summary_adds_up_the_metrics(summary, metrics):
