@@ -71,7 +71,8 @@ class Task:
         target modules) must equal `adapter`. Only the weights are read, so the optimizer and the
         data begin anew. None starts from a new adapter.
       sample_prompt: a prompt that the backbone completes after training, once without and once with
-        the adapter. `fine_tune` prints both completions if the task succeeded. None prints nothing.
+        the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
+        to samples.jsonl. None prints nothing.
 
     Raises:
       TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`

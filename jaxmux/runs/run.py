@@ -1,5 +1,6 @@
 """A training run, from a backbone's folder and tasks to exported adapters."""
 
+import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,6 +12,7 @@ from jaxmux.sweeps import Sweep, expanded, sweeps_of
 from jaxmux.tasks import Task
 
 from .console import RunConsole
+from .json_lines import json_line
 from .processes import Processes
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs, check_arguments, described, identity_of, read_inputs
@@ -57,9 +59,10 @@ def fine_tune(
         of all its configurations.
       run_dir: folder of the training run. It gets metrics.jsonl (one line for each task and round,
         which is one global batch of every task), held_out.jsonl, rounds.jsonl (one line for each
-        round), the files of trackers such as tensorboard, checkpoints, adapters/<task> (Hugging
-        Face PEFT folders of the tasks that succeeded), loss.png, summary.json, run.json (the record
-        of what is trained), and for sweeps sweep.json and sweep.png.
+        round), samples.jsonl (one line for each completion of a `sample_prompt`), the files of
+        trackers such as tensorboard, checkpoints, adapters/<task> (Hugging Face PEFT folders of the
+        tasks that have an adapter), loss.png, summary.json, run.json (the record of what is
+        trained), and for sweeps sweep.json and sweep.png.
       options: sizes of microbatches, memory, checkpoints and other settings.
       restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
         anew.
@@ -124,7 +127,7 @@ def fine_tune(
         )
         results = training.run()
         if results.adapters and processes.is_first:
-            _complete_prompts(backbone, inputs, results, options, console)
+            _complete_prompts(backbone, inputs, results, options, directory, console)
         if directory:
             console.summarise(results.summary, directory, inputs.config, sweeps)
             console.suggest(results.summary, directory, tasks, sweeps)
@@ -147,9 +150,15 @@ def _finished_summary(directory: RunDirectory | None, console: RunConsole) -> Su
 
 
 def _complete_prompts(
-    backbone: str, inputs: RunInputs, results: Results, options: RunOptions, console: RunConsole
+    backbone: str,
+    inputs: RunInputs,
+    results: Results,
+    options: RunOptions,
+    directory: RunDirectory,
+    console: RunConsole,
 ) -> None:
-    """Completes the tasks' prompts with the bare backbone and with their adapters."""
+    """Completes the tasks' prompts with the bare backbone and with their adapters, and writes the
+    completions to samples.jsonl."""
     model, adapters = results.model, results.adapters
     if not isinstance(model, Backbone):
         model = load_beside(backbone, backbone_dtype(options.dtype), inputs.config)
@@ -162,3 +171,10 @@ def _complete_prompts(
     texts = complete(model, inputs.tokenizer, before + after, max_new_tokens=options.sample_tokens)
     for task, old, new in zip(tasks, texts, texts[len(tasks) :], strict=False):
         console.samples(task.name, task.sample_prompt, old, new)
+        done = results.summary.tasks[task.name]
+        step = (task.keep_best and done["best_step"]) or done["steps"]
+        with open(directory.samples, "ab") as file:
+            for task_step, text in ((0, old), (step, new)):
+                fields = {"task": task.name, "task_step": task_step}
+                fields |= {"prompt": task.sample_prompt, "completion": text}
+                file.write(json_line(fields | {"time": round(time.time(), 3)}))

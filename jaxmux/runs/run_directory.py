@@ -30,6 +30,7 @@ _OWN = {
     "metrics.jsonl": False,
     "held_out.jsonl": False,
     "rounds.jsonl": False,
+    "samples.jsonl": False,
     "start.json": False,
     "tasks.json": False,
     "loss.png": False,
@@ -99,6 +100,7 @@ class RunDirectory:
         task).
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       rounds: path of rounds.jsonl, one line for each round.
+      samples: path of samples.jsonl, one line for each completion of a task's `sample_prompt`.
       start: path of start.json, where the time before the first round of the last start went.
       ended: path of tasks.json, the tasks that have ended while others still train.
       summary: path of summary.json.
@@ -134,6 +136,7 @@ class RunDirectory:
         self.metrics = self.path / "metrics.jsonl"
         self.held_out = self.path / "held_out.jsonl"
         self.rounds = self.path / "rounds.jsonl"
+        self.samples = self.path / "samples.jsonl"
         self.start = self.path / "start.json"
         self.ended = self.path / "tasks.json"
         self.summary = self.path / "summary.json"

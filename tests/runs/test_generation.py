@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from jaxmux import LoRA, export_adapter, import_adapter, load_backbone
+from jaxmux import AdamW, LoRA, export_adapter, import_adapter, load_backbone
 from jaxmux.cli import generate_chat, generate_prompts
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
@@ -227,6 +227,28 @@ def test_all_adapters_of_a_run_answer_with_the_base(run_dir, write_lines, tmp_pa
     printed = capsys.readouterr().out
     first = "".join(f"[{r['adapter']}]\n{r['completion']}\n" for r in found[:3])
     assert printed.startswith("red apple\n" + first)
+
+
+def test_a_run_keeps_the_completions_of_its_prompts(train, make_task, tmp_path, capsys):
+    """Those that `jaxmux generate` gives; another call with more steps adds its own."""
+    run_dir, prompt = tmp_path / "run", "red\napple"
+    expected = []
+    for steps in (2, 3):
+        others = make_task("other", steps=1, optimizer=AdamW(0.3))
+        task = make_task("one", steps=steps, sample_prompt=prompt, optimizer=AdamW(0.3))
+        train(run_dir, task, others, sample_tokens=6)
+        out = tmp_path / f"{steps}.jsonl"
+        arguments = [f"--run_dir={run_dir}", f"--prompt={prompt}", "--with_base", f"--out={out}"]
+        assert main([*arguments, "--max_new_tokens=6"]) == 0
+        answers = {
+            own["adapter"]: own["completion"]
+            for own in map(json.loads, out.read_text().split("\n")[:-1])
+        }
+        expected += [(0, answers["base"]), (steps, answers["one"])]
+    assert len({text for _, text in expected}) > 1
+    lines = [json.loads(line) for line in (run_dir / "samples.jsonl").read_text().splitlines()]
+    assert {(line["task"], line["prompt"]) for line in lines} == {("one", prompt)}
+    assert [(line["task_step"], line["completion"]) for line in lines] == expected
 
 
 def test_a_chat_keeps_its_history_and_begins_anew(
