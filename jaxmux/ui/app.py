@@ -46,8 +46,11 @@ def run_app(reader: RunReader) -> Starlette:
 
     Args:
       reader: the run; while the application runs, it follows the run's files.
+
+    Returns:
+      The application; `state.changes` are the `Changes` that it streams.
     """
-    changes = _Changes(reader)
+    changes = Changes(reader)
 
     async def page(request: Request) -> FileResponse:
         return FileResponse(STATIC / "index.html")
@@ -83,7 +86,7 @@ def run_app(reader: RunReader) -> Starlette:
             with contextlib.suppress(asyncio.CancelledError):
                 await task
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/", page),
             Route("/api/state", state),
@@ -95,15 +98,18 @@ def run_app(reader: RunReader) -> Starlette:
         middleware=[Middleware(_Guard), Middleware(GZipMiddleware, minimum_size=2048)],
         lifespan=following,
     )
+    app.state.changes = changes
+    return app
 
 
-class _Changes:
+class Changes:
     """The newest changes of a run, for any number of pages."""
 
     def __init__(self, reader: RunReader):
         self._reader = reader
         self._changed = asyncio.Condition()
         self._newest: deque[dict[str, Any]] = deque(maxlen=_KEPT)
+        self._has_ended = False
 
     async def follow(self) -> None:
         """Looks at the files until it is cancelled."""
@@ -121,10 +127,16 @@ class _Changes:
             if not self._reader.unread:
                 await asyncio.sleep(_EVERY)
 
+    async def end(self) -> None:
+        """Ends the streams of all pages."""
+        async with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
     async def after(self, version: int) -> AsyncIterator[str]:
         """The changes after a version, as server-sent events."""
         yield "retry: 2000\n\n"
-        while True:
+        while not self._has_ended:
             found = [change for change in self._newest if change["version"] > version]
             if self._reader.version < version or (found and found[0]["version"] > version + 1):
                 # The page has missed some, or comes from an earlier process.
@@ -134,7 +146,8 @@ class _Changes:
             if found:
                 version = found[-1]["version"]
             async with self._changed:
-                if not self._newest or self._newest[-1]["version"] <= version:
+                nothing_new = not self._newest or self._newest[-1]["version"] <= version
+                if nothing_new and not self._has_ended:
                     try:
                         await asyncio.wait_for(self._changed.wait(), _ALIVE)
                     except TimeoutError:

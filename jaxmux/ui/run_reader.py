@@ -180,7 +180,8 @@ class RunReader:
         Returns:
           A dict with name, specification (as in run.json, or as a server has accepted it; None if
           there is none), rate and norm (points of the learning rate and of the gradient's norm, as
-          in `Series.points`), skips (the last skipped updates as pairs of step and reason), result
+          in `Series.points`), skips (the last skipped updates as pairs of step and reason), samples
+          (step, prompt and completion of each), result
           (its entry in summary.json or tasks.json, or None), adapter (the path of its folder; None
           before it is written).
         """
@@ -195,6 +196,7 @@ class RunReader:
                 "rate": view.rate.points(),
                 "norm": view.norm.points(),
                 "skips": list(view.skips),
+                "samples": sorted((*key, text) for key, text in view.samples.items()),
                 "result": results.get(name),
                 "adapter": self._inner("adapters", name, stat.S_ISDIR),
             }
@@ -233,7 +235,9 @@ class RunReader:
     def _paths(self) -> list[list[Path]]:
         """By log, its files. A server sets files aside, perhaps before they have been read."""
         # Rounds come first: without them, the updates tell of rounds.
-        names = ("rounds", "events") if self._view.server else ("rounds", "metrics", "held_out")
+        names = ("rounds", "events")
+        if not self._view.server:
+            names = ("rounds", "metrics", "held_out", "samples")
         return [self._parts(name) for name in names]
 
     @property
@@ -262,6 +266,7 @@ class RunReader:
         """Reads a piece of a file; returns the number of lines."""
         add = {"rounds": partial(self._view.add_round, file.path)}
         add |= {"metrics": self._view.add_metric, "held_out": self._view.add_held_out}
+        add |= {"samples": self._view.add_sample}
         add |= {"events": self._view.add_event}
         before, lines = file.damaged, 0
         for line in file.read():

@@ -2,7 +2,7 @@
 
 import math
 from array import array
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,10 @@ _DETAILED = 2048
 _AHEAD = 4096
 # A task's speed is that of so many of its last updates.
 _PACED = 32
+# What the devices do in the time of a round besides training.
+_OTHERS = ("evaluation", "checkpoints", "compiling", "idle")
+# Completions of a task's prompt that are shown.
+_MOST_SAMPLES = 16
 # Skipped updates of a task of which the page tells one by one.
 _MOST_SKIPS = 64
 
@@ -43,6 +47,7 @@ class TaskView:
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
+      samples: by step (0 is the bare backbone) and prompt, the completion of the prompt.
       skips: step and reason of the last updates that were skipped.
       trained: number of steps of which it has told.
       held_out: step, loss and whether it is the best one, of each measurement.
@@ -79,6 +84,7 @@ class TaskView:
         } | fields
         self.loss, self.rate, self.norm = Series(1), Series(1), Series(1)
         self.skips: deque[tuple[int, str]] = deque(maxlen=_MOST_SKIPS)
+        self.samples: dict[tuple[int, str], str] = {}
         # Round and step of the last updates.
         self.paced: deque[tuple[int, int]] = deque(maxlen=_PACED)
         self.trained = 0
@@ -120,8 +126,13 @@ class RunView:
         self._ended: deque[TaskView] = deque()
         # Whether rounds.jsonl tells of rounds; otherwise the updates do.
         self._has_rounds = False
-        # By round, its seconds and its tokens with padding; 0 of those that are not known.
-        self._seconds, self._tokens = array("d"), array("d")
+        # By round, its seconds, those of training among them, and its tokens with padding; 0 of
+        # those that are not known.
+        self._seconds, self._training, self._tokens = array("d"), array("d"), array("d")
+        # The seconds of rounds that were spent on other things than training.
+        self._spent: Counter[str] = Counter()
+        # Whether the line of a round did not tell what its time was spent on.
+        self._has_untold = False
         # By round whose line has yet to be read, the tokens of its tasks.
         self._ahead: dict[int, dict[str, int]] = {}
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
@@ -144,6 +155,10 @@ class RunView:
         """Adds a line of held_out.jsonl; returns False if it is damaged."""
         return self._guarded(self._evaluation, line.fields)
 
+    def add_sample(self, line: Line) -> bool:
+        """Adds a line of samples.jsonl; returns False if it is damaged."""
+        return self._guarded(self._sample, line.fields)
+
     def add_event(self, line: Line) -> bool:
         """Adds a line of events.jsonl; returns False if it is damaged."""
         kinds = {"state": self._state, "update": self._update, "evaluation": self._evaluation}
@@ -160,11 +175,15 @@ class RunView:
             memory = [max(fields.get(n) or [0]) for n in ("memory_in_use", "memory_peak")]
             memory.append(fields.get("host_bytes") or 0)
             numbers = [fields["time"], *values, *memory, fields["microbatches"]]
+            spent = dict(fields.get("spent", {"training": fields["seconds"]}))
+            spent = {kind: _finite(seconds) for kind, seconds in spent.items()}
             if not self._has_rounds:
                 self._has_rounds, self.rounds = True, Series(9)
                 self.trained = dict.fromkeys(self.trained, 0.0)
             self._add_round(number, numbers)
-            self._share(number, *map(float, values[:2]))
+            self._has_untold |= "spent" not in fields
+            self._spent.update({kind: spent.get(kind, 0.0) for kind in _OTHERS})
+            self._share(number, *map(float, values[:2]), spent.get("training", 0.0))
             if "held" in fields:
                 self.details[number] = path, line.offset, line.length
                 self._new["details"].append(number)
@@ -285,6 +304,14 @@ class RunView:
             self._tell(fields["time"], name, "held-out", f"loss {loss:.4g} at step {step}{mark}")
         self._new["tasks"][name] = None
 
+    def _sample(self, fields: dict[str, Any]) -> None:
+        name, key = _name(fields), (int(fields["task_step"]), str(fields["prompt"]))
+        samples = self.task(name).samples
+        samples[key] = str(fields["completion"])
+        if len(samples) > _MOST_SAMPLES:
+            del samples[next(iter(samples))]
+        self._new["tasks"][name] = None
+
     def _state(self, fields: dict[str, Any]) -> None:
         name, state = _name(fields), str(fields["state"])
         before = self.tasks.get(name)
@@ -322,9 +349,10 @@ class RunView:
         self.events.append(event)
         self._new["events"].append(event)
 
-    def _share(self, number: int, seconds: float, tokens: float) -> None:
+    def _share(self, number: int, seconds: float, tokens: float, training: float) -> None:
         """Notes the time of a round, and shares it among its tasks."""
-        for own, value in ((self._seconds, seconds), (self._tokens, tokens)):
+        numbers = self._seconds, self._tokens, self._training
+        for own, value in zip(numbers, (seconds, tokens, training), strict=True):
             # Numbers ascend from line to line; a damaged one takes no memory.
             if len(own) <= number < len(own) + _AHEAD:
                 own.extend([0.0] * (number + 1 - len(own)))
@@ -343,22 +371,29 @@ class RunView:
         return 0 <= number < len(self._tokens) and self._tokens[number] > 0
 
     def time_parts(self) -> dict[str, float] | None:
-        """Where the time of the rounds went, in seconds: "read", "padding" (in chunks) and "unused"
-        (chunks) at the usual time of a token, the median over the rounds, by their numbers of
-        tokens; "first", what the first round took beyond that; and "beyond", what the others took
-        beyond it. None without rounds.jsonl."""
+        """Where the time of the rounds went, in seconds. Training, that is forward and backward
+        passes and updates, is divided by tokens into "read", "padding" (in chunks) and "unused"
+        (chunks); "evaluation", "checkpoints", "compiling" and "idle" as the lines of rounds tell.
+
+        Rounds of earlier versions tell of their seconds alone. The usual time of a token, the
+        median over the rounds, then counts as training, "first" is what the first round took beyond
+        that, and "beyond" what the others did. None without rounds.jsonl."""
         tokens = np.array(self._tokens)
         used = tokens > 0
         if not used.any():
             return None
-        seconds, tokens = np.array(self._seconds)[used], tokens[used]
-        usual = np.minimum(seconds, np.median(seconds / tokens) * tokens)
-        beyond, total = seconds - usual, max(self.trained["tokens"], 1.0)
+        training, tokens = np.array(self._training)[used], tokens[used]
+        others = dict(self._spent)
+        if self._has_untold:
+            usual = np.minimum(training, np.median(training / tokens) * tokens)
+            beyond, training = training - usual, usual
+            first = float(beyond[0]) if used[0] else 0.0
+            others |= {"first": first, "beyond": float(beyond.sum()) - first}
         read, chunks = self.trained["read"], self.trained["chunks"]
-        first = float(beyond[0]) if used[0] else 0.0
+        total = max(self.trained["tokens"], 1.0)
         shares = {"read": read, "padding": chunks - read, "unused": total - chunks}
-        parts = {name: float(usual.sum()) * own / total for name, own in shares.items()}
-        return parts | {"first": first, "beyond": float(beyond.sum()) - first}
+        parts = {name: float(training.sum()) * own / total for name, own in shares.items()}
+        return parts | others
 
     def _count_round(self, fields: dict[str, Any]) -> None:
         """Counts the tokens of a round by its updates, for runs without rounds.jsonl."""

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import ipaddress
+import logging
 import os
 import signal
 import socket
@@ -46,8 +47,9 @@ def serve_run(
 
     reader = RunReader(run_dir, wait=child)
     listening = _listen(host, port)
+    app = run_app(reader)
     config = uvicorn.Config(
-        run_app(reader),
+        app,
         log_level="warning",
         access_log=False,
         lifespan="on",
@@ -55,7 +57,15 @@ def serve_run(
         timeout_graceful_shutdown=1,
         server_header=False,
     )
-    server = uvicorn.Server(config)
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            await app.state.changes.end()
+            # Of a page that does not read its stream, uvicorn would print a traceback.
+            logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
+            await super().shutdown(sockets)
+
+    server = Server(config)
     if child:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, args=(server,), daemon=True).start()

@@ -2,10 +2,13 @@
 
 import json
 import os
+import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -540,6 +543,27 @@ def test_stream_of_a_real_server(run_dir):
         assert process.wait(timeout=20) == 0
 
 
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+def test_server_ends_quietly_while_pages_are_open(run_dir, end):
+    """Also one that does not read what it has asked for."""
+    command = [sys.executable, "-m", "jaxmux.ui", str(run_dir), "--port=0"]
+    synthetic.append(
+        run_dir / "metrics.jsonl",
+        *(synthetic.update(i, f"{'long' * 20}-{i}", 0.5, 5.0) for i in range(5000)),
+    )
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process, ExitStack() as stack:
+        port = int(process.stdout.readline().strip().rpartition(":")[2].strip("/"))
+        for path in ("/api/stream?since=0", "/api/stream?since=99999", "/api/state"):
+            page = stack.enter_context(socket.create_connection(("127.0.0.1", port)))
+            page.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            page.sendall(f"GET {path} HTTP/1.1\r\nHost: localhost\r\n\r\n".encode())
+            assert page.recv(15) == b"HTTP/1.1 200 OK"
+        process.send_signal(end)
+        error = process.communicate(timeout=20)[1]
+    assert "Traceback" not in error and "Error" not in error and len(error.splitlines()) <= 1
+
+
 def test_time_of_rounds_is_shared_by_tokens_and_what_is_unusual_is_told(run_dir):
     lines = [json.loads(line) for line in (run_dir / "rounds.jsonl").read_text().splitlines()]
     # One round takes ten seconds more, as with a checkpoint.
@@ -608,3 +632,47 @@ def test_time_left_is_that_of_the_last_rounds_while_the_task_trains(tmp_path):
     assert rows["legal_0"]["left"] == pytest.approx(38 * lines[1]["seconds"])
     lock.close()
     assert {row["left"] for row in read_all(reader)["tasks"]} == {None}
+
+
+def test_time_is_divided_as_the_lines_of_rounds_tell(run_dir):
+    path = run_dir / "rounds.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    kinds = ("training", "evaluation", "checkpoints", "compiling", "idle")
+    for i, line in enumerate(lines):
+        line["spent"] = {
+            kind: line["seconds"] * (n + i % 3) / sum(n + i % 3 for n in range(5))
+            for n, kind in enumerate(kinds)
+        }
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    parts = client(run_dir).get("/api/state").json()["run"]["parts"]
+    whole = {kind: sum(line["spent"][kind] for line in lines) for kind in kinds}
+    for kind in kinds[1:]:
+        assert parts.pop(kind) == pytest.approx(whole[kind])
+    assert parts.keys() == {"read", "padding", "unused"}
+    assert sum(parts.values()) == pytest.approx(whole["training"])
+    # Rounds of an earlier version that the run began with.
+    for line in lines[:20]:
+        del line["spent"]
+    damaged = [lines[-1] | {"spent": own} for own in ([1], 3, {"idle": "x"}, {"idle": 1e999})]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (*lines, *damaged)))
+    run = client(run_dir).get("/api/state").json()["run"]
+    assert sum(run["parts"].values()) == pytest.approx(sum(line["seconds"] for line in lines))
+    assert {"first", "beyond", "idle"} < run["parts"].keys()
+    assert run["damaged"] == {"rounds.jsonl": 4}
+
+
+def test_page_of_a_task_holds_its_sample_answers(run_dir):
+    reader = RunReader(run_dir)
+    read_all(reader)
+    assert reader.task("legal_0")["samples"] == []
+    fields = {"task": "legal_0", "prompt": "a\nb", "time": synthetic.BEGUN}
+    lines = [
+        fields | {"task_step": step, "completion": f"{step} <b>"} for step in (0, 60, 0, 90, 60)
+    ]
+    synthetic.append(run_dir / "samples.jsonl", *lines, fields)
+    change = reader.poll()
+    assert [row["name"] for row in change["tasks"]] == ["legal_0"]
+    samples = [(step, "a\nb", f"{step} <b>") for step in (0, 60, 90)]
+    assert reader.task("legal_0")["samples"] == samples
+    assert reader.task("support_0")["samples"] == []
+    assert change["run"]["damaged"] == {"samples.jsonl": 1}

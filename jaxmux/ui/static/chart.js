@@ -313,19 +313,26 @@ export class LineChart {
   }
 }
 
-// A moving mean over the last twenty-fifth of the steps. Its weights, exp(-distance / span), are
-// divided by their sum, so the first values are not drawn to zero or to the first one, and a
-// constant stays as it is.
+// A moving mean of the neighbours on both sides, so that it does not lag where values fall. The
+// weights fall off by e with each fiftieth of the steps and are divided by their sum, so the first
+// values are not drawn to zero, and a constant stays as it is.
 export function smoothed(xs, ys) {
-  const span = Math.max(1, (xs.at(-1) - xs[0]) / 25);
-  let [sum, weight, before] = [0, 0, xs[0]];
-  return ys.map((y, i) => {
-    const keep = Math.exp(-(xs[i] - before) / span);
-    before = xs[i];
-    sum = sum * keep + y;
-    weight = weight * keep + 1;
-    return sum / weight;
-  });
+  const span = Math.max(1, (xs.at(-1) - xs[0]) / 50);
+  const sums = ys.map(() => 0);
+  const weights = ys.map(() => 0);
+  // From the left up to each value, then from the right up to the one beside it.
+  for (const [from, to, by, own] of [[0, ys.length, 1, true], [ys.length - 1, -1, -1, false]]) {
+    let [sum, weight, before] = [0, 0, xs[from]];
+    for (let i = from; i !== to; i += by) {
+      const keep = Math.exp(-Math.abs(xs[i] - before) / span);
+      before = xs[i];
+      [sum, weight] = [sum * keep, weight * keep];
+      sums[i] += own ? sum + ys[i] : sum;
+      weights[i] += own ? weight + 1 : weight;
+      [sum, weight] = [sum + ys[i], weight + 1];
+    }
+  }
+  return sums.map((sum, i) => sum / weights[i]);
 }
 
 export function nearest(xs, at) {

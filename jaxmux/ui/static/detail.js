@@ -1,6 +1,7 @@
 // All about one task, in a window over the page.
 import { LineChart, smoothed } from "./chart.js";
 import { colour, count, duration, make, number } from "./format.js";
+import { isIll } from "./tasks.js";
 
 const $ = (id) => document.getElementById(id);
 // While a task trains, its curves are asked for again after so many milliseconds.
@@ -31,6 +32,7 @@ export class TaskDetail {
     if (name === null) return this.dialog.close();
     Object.assign(this, { name, more: null, askedAt: 0, asked: null });
     $("detail-specification").replaceChildren();
+    this.samples([]);
     if (!this.dialog.open) this.dialog.showModal();
     // What is not in the window is beneath it.
     this.dialog.append($("tip"));
@@ -63,6 +65,7 @@ export class TaskDetail {
     this.more = await response.json();
     if (name !== this.name) return;
     this.specification(this.more.specification);
+    this.samples(this.more.samples);
     this.show(state);
   }
 
@@ -71,12 +74,12 @@ export class TaskDetail {
     const at = skips.slice(-3).map(([step, why]) => `step ${step}: ${why}`);
     const ill = [row.error, row.reason, row.skipped ? `${count(row.skipped)} ${row.skipped === 1 ? "update" : "updates"} skipped${at.length ? `, the last at ${at.join("; ")}` : ""}.` : null];
     $("detail-ill").textContent = ill.filter(Boolean).join(" · ");
+    $("detail-ill").classList.toggle("calm", !isIll(row));
     $("detail-ill").hidden = !$("detail-ill").textContent;
     const figures = [
       ["State", row.state],
       ["Adapter", [row.kind === "lora" ? "LoRA" : row.kind, row.rank && `rank ${row.rank}`].filter(Boolean).join(", ") || "–"],
-      ["Step", count(row.step), row.steps ? `of ${count(row.steps)}` : null],
-      ["Time left", row.left === null ? "–" : duration(row.left)],
+      ["Step", count(row.step), [row.steps && `of ${count(row.steps)}`, row.left !== null && `${duration(row.left)} left`].filter(Boolean).join(", ")],
       ["Loss", row.nan ? "nan" : number(row.loss)],
       ["Held-out loss", number(result?.eval_loss ?? row.held_out), result?.eval_loss_first ? `${number(result.eval_loss_first)} before` : null],
       ["Best step", result?.best_step ?? row.best ?? "–"],
@@ -100,6 +103,14 @@ export class TaskDetail {
     this.loss.show([...series, held]);
     this.rate.show([line(this.more?.rate ?? [], { name: "learning rate" })]);
     this.norm.show([line(this.more?.norm ?? [], { name: "norm" })]);
+  }
+
+  // Each prompt with its completions, that of the bare backbone first.
+  samples(samples) {
+    $("detail-answers").hidden = !samples.length;
+    const prompts = Map.groupBy(samples, ([, prompt]) => prompt);
+    const answer = ([step, , text]) => [make("dt", {}, step ? `after step ${count(step)}` : "without the adapter"), make("dd", {}, text)];
+    $("detail-samples").replaceChildren(...[...prompts].map(([prompt, own]) => make("dl", { className: "answers" }, make("dt", {}, "prompt"), make("dd", {}, prompt), ...own.flatMap(answer))));
   }
 
   specification(specification) {

@@ -42,6 +42,20 @@ export function fieldName(path, paths) {
   return paths.filter((own) => own.split(".").at(-1) === end).length > 1 ? path : end;
 }
 
+// By name of a task that is a configuration of a sweep, its swept values in words.
+export function configurations(sweeps) {
+  const several = Object.keys(sweeps).length > 1;
+  const found = new Map();
+  for (const [sweep, { values }] of Object.entries(sweeps)) {
+    for (const [name, own] of Object.entries(values)) {
+      const paths = Object.keys(own);
+      const text = paths.map((path) => `${fieldName(path, paths)} ${shownValue(own[path])}`).join(", ");
+      found.set(name, several ? `${sweep}: ${text}` : text);
+    }
+  }
+  return found;
+}
+
 // By name of a task, a label of at most so many characters, and different ones for different
 // names. Configurations of a sweep are told by the values that differ; other names are cut in their
 // middles, or, if that makes them equal, where they are equal.

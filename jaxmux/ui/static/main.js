@@ -1,6 +1,6 @@
 // The page of a run: asks for its state, then follows the stream of changes.
 import { LineChart, prepared, smoothed } from "./chart.js";
-import { MOST_COLOURS, clock, colour, count, css, dash, duration, isDark, labelsOf, make, number, onThemeChange } from "./format.js";
+import { MOST_COLOURS, clock, colour, configurations, count, css, dash, duration, isDark, labelsOf, make, number, onThemeChange } from "./format.js";
 import { TaskDetail } from "./detail.js";
 import { Microbatches, Schedule } from "./rounds.js";
 import { Sweeps } from "./sweeps.js";
@@ -155,7 +155,7 @@ function draw() {
 function drawNow() {
   const { tasks } = page.state;
   const colours = places();
-  list.show(tasks, colours);
+  list.show(tasks, colours, configurations(page.state.sweeps));
   detail.show(page.state);
   sweeps.show(page.state);
   page.labels = labels(tasks.map((row) => row.name));
@@ -169,7 +169,7 @@ function drawNow() {
   const times = `${page.state.version} ${$("time-details").open} ${isDark()}`;
   if (page.times !== times) drawTime();
   page.times = times;
-  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), { colours, order: tasks.map((row) => row.name), labels: page.labels, hot: page.hot });
+  held.show(page.details?.held ?? (page.state.details.length ? page.details && [] : null), { colours, order: tasks.map((row) => row.name), labels: page.labels, hot: page.hot, trained: page.state.rounds.length > 0 });
 }
 
 // Short names of tasks for the charts; found again only when there are other tasks.
@@ -208,7 +208,7 @@ function drawLoss() {
   const parts = [];
   if (pressed("held") && colours.size) parts.push("Circles: held-out loss.");
   if (others > 0) parts.push(colours.size ? `Grey: the other ${others} tasks; select them in the list, up to ${MOST_COLOURS}.` : "Select tasks in the list to colour them.");
-  if (pressed("smooth")) parts.push("Bold: moving mean over a twenty-fifth of the steps.");
+  if (pressed("smooth")) parts.push("Bold: moving mean of the neighbours on both sides.");
   $("loss-note").textContent = parts.join(" ");
 }
 
@@ -284,7 +284,18 @@ function drawRounds() {
 }
 
 // [part, its name, index of its colour; -1 for grey]
-const PARTS = [["read", "tokens that the model reads", 0], ["padding", "padding in chunks", 5], ["unused", "unused chunks", -1], ["first", "first round, beyond the usual", 4], ["beyond", "other rounds, beyond the usual", 1]];
+// Files of earlier versions have the last two in place of the four before.
+const PARTS = [
+  ["read", "forward and backward: tokens that the model reads", 0],
+  ["padding", "forward and backward: padding in chunks", 5],
+  ["unused", "forward and backward: unused chunks", 6],
+  ["evaluation", "evaluation: held-out losses", 2],
+  ["checkpoints", "checkpoints and adapters", 3],
+  ["compiling", "compiling", 4],
+  ["idle", "idle: the devices wait for the host", -1],
+  ["first", "first round, beyond the usual", 4],
+  ["beyond", "other rounds, beyond the usual", 1],
+];
 
 function drawTime() {
   const { run, tasks } = page.state;
@@ -294,7 +305,7 @@ function drawTime() {
   const total = Object.values(parts).reduce((sum, seconds) => sum + seconds, 0) || 1;
   const share = (value, whole) => `${((100 * value) / (whole || 1)).toFixed(1)} %`;
   $("time-unit").textContent = `${duration(total)} in rounds`;
-  const shown = PARTS.map(([key, name, index]) => ({ name, seconds: Math.max(0, parts[key]), tint: index < 0 ? css("--idle") : colour(index) })).filter(({ seconds }) => seconds > 0);
+  const shown = PARTS.map(([key, name, index]) => ({ name, seconds: Math.max(0, parts[key] ?? 0), tint: index < 0 ? css("--idle") : colour(index) })).filter(({ seconds }) => seconds > 0);
   const painted = (tag, tint) => {
     const made = make(tag);
     made.style.background = tint;
@@ -307,6 +318,7 @@ function drawTime() {
       return piece;
     }),
   );
+  $("time-note").textContent = "beyond" in parts ? "An earlier version has recorded rounds without what their time was spent on. The first round compiles; evaluations and checkpoints are in the rounds that take longer than usual." : "Updates are part of forward and backward. Saving that goes on beside training takes no time of the devices.";
   $("time-bar").setAttribute("aria-label", shown.map(({ name, seconds }) => `${name}: ${share(seconds, total)}`).join(", "));
   $("time-parts").replaceChildren(...shown.map(({ name, seconds, tint }) => make("li", {}, painted("i", tint), `${name} `, make("b", {}, share(seconds, total)), ` ${duration(seconds)}`)));
   if (!$("time-details").open) return;
@@ -375,7 +387,7 @@ function header() {
     ["Tasks succeeded", `${many("succeeded")}`, `of ${trained}${others}`],
     ["Rounds", rounds.length ? count(rounds.at(-1)[0] + 1) : "–"],
     ["Tokens per second", seconds ? number(read / seconds, 3) : "–", "without padding"],
-    ["Padding", computed ? ((1 - read / computed) * 100).toFixed(1) : "–", "%"],
+    ["Padding", computed ? ((1 - read / computed) * 100).toFixed(1) : "–", computed ? "%" : null],
     ["Time of a round", seconds ? duration(seconds / count_) : "–"],
     ["Device memory, peak", peak ? number(peak / GIB, 3) : "–", peak ? "GiB" : "not reported"],
     ["Time trained", duration(run.summary?.wall_seconds ?? all.seconds)],
@@ -425,7 +437,7 @@ function taskButton(name) {
 function drawEvents(events) {
   const body = $("events");
   const newest = events.at(-1);
-  const key = newest && `${events.length} ${newest.time} ${newest.task} ${newest.text}`;
+  const key = !newest ? "none" : `${events.length} ${newest.time} ${newest.task} ${newest.text}`;
   if (body.dataset.key === key) return;
   body.dataset.key = key;
   if (!newest) return body.replaceChildren(make("tr", {}, make("td", { colSpan: 3, className: "empty" }, "nothing has happened yet")));

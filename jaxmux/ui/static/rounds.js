@@ -25,11 +25,12 @@ export class Microbatches {
   // held: [[replica, capacity, {task: [tokens of chunks, tokens read]}]] of a round, or null.
   // colours: by task, the place that gives its colour; order: the names of all tasks.
   // labels: by task, its short name.
-  show(held, { colours, order, labels, hot }) {
+  // trained: whether rounds are known.
+  show(held, { colours, order, labels, hot, trained }) {
     Object.assign(this, { held, colours, labels, hot });
     this.order = new Map(order.map((name, i) => [name, i]));
     if (!held?.length) {
-      this.element.replaceChildren(make("p", { className: "empty" }, held ? "This round trained no microbatch in this process." : "No round has been recorded. Earlier versions did not record rounds."));
+      this.element.replaceChildren(make("p", { className: "empty" }, held ? "This round trained no microbatch in this process." : trained ? "An earlier version has trained these rounds without recording what they held." : "No round has been trained yet."));
       return;
     }
     if (this.canvas.parentNode !== this.element) this.element.replaceChildren(this.canvas);

@@ -3,6 +3,11 @@ import { colour, dash, duration, make, number } from "./format.js";
 
 const STATES = ["running", "preparing", "stopped", "queued", "paused", "waiting", "refused", "failed", "succeeded", "stopped early", "cancelled"];
 
+// Whether something is wrong with a task.
+export function isIll(row) {
+  return row.skipped > 0 || row.error !== null || row.state === "failed";
+}
+
 function descending(value) {
   const known = (row) => value(row) ?? -Infinity;
   return (a, b) => (known(a) === known(b) ? 0 : known(b) - known(a));
@@ -14,7 +19,7 @@ export class TaskList {
     this.search = document.getElementById("search");
     this.sort = document.getElementById("sort");
     Object.assign(this, { onSelect, onHover, onArrange, onOpen });
-    this.rows = [];
+    Object.assign(this, { rows: [], configurations: new Map() });
     this.items = new Map();
     this.active = null;
     const arrange = () => {
@@ -39,8 +44,9 @@ export class TaskList {
   }
 
   // rows: those of the server. colours: by name of the selected tasks, the place that gives its colour.
-  show(rows, colours) {
-    this.rows = rows;
+  // configurations: by name of a sweep's task, its swept values in words.
+  show(rows, colours, configurations) {
+    Object.assign(this, { rows, configurations });
     const names = new Set(rows.map((row) => row.name));
     for (const [name, item] of this.items) {
       if (!names.has(name)) {
@@ -70,7 +76,9 @@ export class TaskList {
       item.addEventListener("pointerenter", () => this.onHover(row.name));
       this.items.set(row.name, item);
     }
-    const [swatch, , loss, sub, ill, bar] = item.children;
+    const [swatch, name, loss, sub, ill, bar] = item.children;
+    const shown = this.configurations.get(row.name) ?? row.name;
+    if (name.textContent !== shown) name.textContent = shown;
     const place = colours.get(row.name);
     const selected = place !== undefined;
     item.setAttribute("aria-selected", String(selected));
@@ -86,6 +94,8 @@ export class TaskList {
     const skipped = row.skipped ? `${row.skipped} ${row.skipped === 1 ? "update" : "updates"} skipped: not finite` : "";
     const change = row.error && !["refused", "waiting"].includes(row.state) ? `change refused: ${row.error}` : row.error;
     ill.textContent = [skipped, row.reason, change].filter(Boolean).join("; ");
+    // A task that waits, or has stopped early, is well.
+    ill.classList.toggle("calm", !isIll(row));
     ill.hidden = !ill.textContent;
     ill.title = ill.textContent;
     const steps = row.steps ? `${row.step}/${row.steps}` : `step ${row.step}`;
@@ -107,7 +117,7 @@ export class TaskList {
       state: (a, b) => STATES.indexOf(a.state) - STATES.indexOf(b.state),
     };
     const rows = [...this.rows].sort(orders[this.sort.value]);
-    const found = rows.filter((row) => `${row.name} ${row.state} ${row.kind ?? ""}`.toLowerCase().includes(wanted));
+    const found = rows.filter((row) => `${row.name} ${this.configurations.get(row.name) ?? ""} ${row.state} ${row.kind ?? ""}`.toLowerCase().includes(wanted));
     const items = found.map((row) => this.items.get(row.name));
     const same = items.length === this.list.children.length && items.every((item, i) => item === this.list.children[i]);
     if (!same) this.list.replaceChildren(...items);

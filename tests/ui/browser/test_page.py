@@ -252,8 +252,9 @@ def test_colour_of_a_task_does_not_depend_on_what_else_is_selected(tab, many):
     assert alone != colour("search_0", ["search_0", "legal_0"])
 
 
-def test_smoothing_is_a_mean_with_weights_that_sum_to_one(tab, many):
-    """Against the definition, at each point the sum of weights times values by weights."""
+def test_smoothing_is_a_mean_of_both_sides_with_weights_that_sum_to_one(tab, many):
+    """Against the definition, at each point the sum of weights times values by weights. A line
+    stays where it is, but at its ends."""
     import numpy as np
 
     tab.show(many[0])
@@ -261,10 +262,13 @@ def test_smoothing_is_a_mean_with_weights_that_sum_to_one(tab, many):
     xs, ys = np.cumsum(numbers.integers(1, 5, 60)), numbers.normal(2, 1, 60)
     call = "import('/static/chart.js').then((own) => own.smoothed({}, {}))"
     found = tab.value(call.format(xs.tolist(), ys.tolist()))
-    weights = np.tril(np.exp((xs[None] - xs[:, None]).clip(max=0) / ((xs[-1] - xs[0]) / 25)))
+    weights = np.exp(-np.abs(xs[None] - xs[:, None]) / ((xs[-1] - xs[0]) / 50))
     np.testing.assert_allclose(found, weights @ ys / weights.sum(1), rtol=1e-9)
-    assert found[0] == ys[0]
     np.testing.assert_allclose(tab.value(call.format(xs.tolist(), [3.0] * 60)), 3.0)
+    line = np.arange(500)
+    found = tab.value(call.format(line.tolist(), (-line).tolist()))
+    np.testing.assert_allclose(found[200:300], -line[200:300], atol=0.01)
+    assert tab.value(call.format([7], [2.5])) == [2.5]
 
 
 def test_task_is_opened_by_click_or_enter_and_closed_by_escape(tab, many):
