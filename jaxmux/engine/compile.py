@@ -1,11 +1,27 @@
-"""Prepares the compiled programs: the options of their forward pass, and the remat policies."""
+"""Prepares the compiled programs: the options of their forward pass, and the remat policies.
 
+The training step of an engine on one GPU is kept in JAX's cache folder under a key that is computed
+without tracing. So a later process starts without the seconds that tracing and lowering take in
+Python, beside the compilation by XLA, which JAX's own cache saves.
+"""
+
+import functools
+import logging
+import os
+import pickle
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import xxhash
+from jax.experimental import serialize_executable
 
+import jaxmux
+from jaxmux import data, pallas_kernels
 from jaxmux.data.microbatch import Microbatch
+from jaxmux.errors import first_line
 from jaxmux.models import (
     Backbone,
     ForwardOptions,
@@ -25,6 +41,10 @@ from .programs import accumulate, accumulate_arguments
 from .remat_choice import choose_remat, step_room
 from .rounds import empty_microbatch, slot_table
 from .train_state import TrainState
+
+_log = logging.getLogger("jaxmux")
+# Training steps that are kept; that of an 8B model takes 50 MB.
+_MOST_STEPS = 16
 
 
 def forward_options(
@@ -88,10 +108,13 @@ class TrainingStep(NamedTuple):
     Attributes:
       forward: the options of its forward pass.
       program: the program.
+      is_read: whether it was read from the cache. Then it has not been traced, and JAX does not
+        find it by its function and arguments.
     """
 
     forward: ForwardOptions
     program: jax.stages.Compiled
+    is_read: bool = False
 
     @property
     def scratch_bytes(self) -> int:
@@ -127,6 +150,10 @@ def compile_accumulate(
     """
     forward = forward_options(backbone, options, state.adapters, dropout)
     remat, memory = options.remat, options.memory or device_memory()
+    arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
+    key = _step_key(arguments, remat, memory, leaner_by)
+    if key and (step := _read_step(key, arguments)):
+        return step
     if remat == "auto" and memory is None:
         remat = "dots"
     elif remat == "auto":
@@ -138,4 +165,107 @@ def compile_accumulate(
             raise microbatch_too_large(options.shape.tokens)
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    return TrainingStep(forward, compiled(accumulate.lower(*arguments)))
+    step = TrainingStep(forward, compiled(accumulate.lower(*arguments)))
+    if key:
+        _keep_step(key, step)
+    return step
+
+
+def _step_key(arguments: tuple[Any, ...], *choices: Any) -> str | None:
+    """A digest of everything on which the compiled training step depends: source code, packages,
+    device, settings of JAX and XLA, static arguments, and shapes and dtypes of the others.
+
+    Args:
+      arguments: those of `accumulate`, with a forward pass whose remat policy is not yet chosen.
+      *choices: what else decides the remat policies.
+
+    Returns:
+      The digest; None where the program is not kept.
+    """
+    if _step_folder() is None:
+        return None
+    config, forward, *arrays = arguments
+    # An op is described by its kind's name and the source code.
+    forward = forward._replace(adapter_ops=tuple(name for name, _ in forward.adapter_ops))
+    leaves, tree = jax.tree.flatten(arrays)
+    described = (
+        _sources(),
+        sorted(path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")),
+        [(device.device_kind, device.client.platform_version) for device in jax.devices()],
+        sorted((key, str(value)) for key, value in jax.config.values.items()),
+        sorted(
+            (key, value) for key, value in os.environ.items() if key.startswith(("XLA_", "JAX_"))
+        ),
+        config,
+        forward,
+        choices,
+        str(tree),
+        [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in leaves],
+    )
+    text = repr(described)
+    if " at 0x" in text:
+        raise AssertionError("an argument of the training step has no stable description")
+    return xxhash.xxh3_128_hexdigest(text.encode())
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the package's source code and of its tables."""
+    digest = xxhash.xxh3_128()
+    for folder in (Path(package.__file__).parent for package in (jaxmux, data, pallas_kernels)):
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.json"))):
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _step_folder() -> Path | None:
+    """The folder of kept training steps; None if none are kept. That is so on a CPU, where programs
+    of one machine may not run on another with the same folder, and if JAX has no cache in a local
+    folder."""
+    cache = jax.config.jax_compilation_cache_dir
+    if jax.default_backend() != "gpu" or not cache or "://" in cache:
+        return None
+    return Path(cache) / "training_steps"
+
+
+def _read_step(key: str, arguments: tuple[Any, ...]) -> TrainingStep | None:
+    """The training step that was kept under this key; None if there is none."""
+    path = _step_folder() / key
+    if not path.exists():
+        return None
+    # Kernels find the runtime of Mosaic GPU only after this import, which lowering them does too.
+    import jax.experimental.mosaic.gpu  # noqa: F401
+
+    _, forward, *arrays = arguments
+    _, _, accumulators, loss, *_ = arrays
+    try:
+        remat, content = pickle.loads(path.read_bytes())
+        program = serialize_executable.deserialize_and_load(
+            content,
+            in_tree=jax.tree.structure((tuple(arrays), {})),
+            out_tree=jax.tree.structure((accumulators, loss)),
+            execution_devices=jax.devices()[:1],
+        )
+        os.utime(path)
+    except Exception as e:  # A damaged file may fail in any way, and compiling mends it.
+        _log.warning("%s: %s; the training step is compiled again", path, first_line(e))
+        return None
+    return TrainingStep(forward._replace(remat=remat), program, is_read=True)
+
+
+def _keep_step(key: str, step: TrainingStep) -> None:
+    """Keeps a training step under this key, and deletes those that were not used for longest."""
+    # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.
+    content, _, _ = serialize_executable.serialize(step.program)
+    folder = _step_folder()
+    partial = folder / f".{key}.{os.getpid()}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(pickle.dumps((step.forward.remat, content)))
+        partial.replace(folder / key)
+        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
+        for path in kept[:-_MOST_STEPS]:
+            path.unlink(missing_ok=True)
+    except OSError as e:
+        _log.warning("%s: the compiled training step is not kept: %s", folder / key, e.strerror)

@@ -6,10 +6,11 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import jax
 import jax.numpy as jnp
 
-from jaxmux.models import Backbone, BackboneConfig, ForwardOptions
+from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.models.modules import abstract_weights
 from jaxmux.peft import Layout
 
+from .compile import TrainingStep
 from .engine_options import EngineOptions
 from .pool_sizes import pool_of
 from .prepared_task import PreparedTask
@@ -70,8 +71,8 @@ class ProgramsAhead:
         wait([*self._evaluation, *self._training] if self._on_gpu else self._evaluation)
         self._compile_training()
 
-    def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
-        """The options of the forward pass for which the training step is compiled.
+    def training_step(self, layout: Layout, dropout: bool) -> TrainingStep | None:
+        """The compiled training step.
 
         Returns when all programs are compiled.
 
@@ -80,15 +81,14 @@ class ProgramsAhead:
           dropout: whether any task has dropout.
 
         Returns:
-          The options; None if the training step is compiled for another layout or could not be
-          compiled.
+          The training step; None if it is compiled for another layout or could not be compiled.
         """
         self._compile_training()
         wait([*self._evaluation, *self._training])
         compiled_for = self._programs.layout, self._programs.pool.dropout
         if (layout, dropout) != compiled_for or self._training[0].exception():
             return None
-        return self._training[0].result().forward
+        return self._training[0].result()
 
     def close(self) -> None:
         """Compiles no further program."""

@@ -9,7 +9,6 @@ import numpy as np
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.models import (
     Backbone,
-    ForwardOptions,
     SlotTable,
     Weights,
     keep_small_arrays_together,
@@ -17,7 +16,12 @@ from jaxmux.models import (
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 
-from .compile import compile_accumulate, forward_options, refuse_implementations
+from .compile import (
+    TrainingStep,
+    compile_accumulate,
+    forward_options,
+    refuse_implementations,
+)
 from .compile_ahead import ProgramsAhead
 from .due_updates import DueUpdates
 from .engine_options import EngineOptions
@@ -71,8 +75,8 @@ class SingleDevice:
         self._options = options
         self._stored = stored
         self._programs = programs
-        # The forward pass that training is compiled for, and for which state.
-        self._forward: ForwardOptions | None = None
+        # The compiled training step, and for which state it is compiled.
+        self._step: TrainingStep | None = None
         self._compiled_for: tuple[Layout, bool] | None = None
         # How often the device ran out of memory, and the rounds until the program counts as tried.
         self._leaner_by = 0
@@ -83,9 +87,9 @@ class SingleDevice:
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        if self._forward is None or self._compiled_for[0] != self._stored.layout:
+        if self._step is None or self._compiled_for[0] != self._stored.layout:
             return None
-        return self._forward.remat
+        return self._step.forward.remat
 
     @property
     def _state(self) -> TrainState:
@@ -146,30 +150,35 @@ class SingleDevice:
     def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
         """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
         wanted = self._stored.layout, dropout
-        if self._forward is None or self._compiled_for != wanted:
+        if self._step is None or self._compiled_for != wanted:
             self._trial_rounds = _TRIAL_ROUNDS
             if self._guard is None:
                 self._guard = keep_small_arrays_together()
-            self._forward = self._compiled_ahead(dropout) or self._compile(
-                microbatch, slots, dropout
+            self._step = self._compiled_ahead(dropout) or compile_accumulate(
+                self._backbone,
+                self._options,
+                dropout,
+                self._state,
+                microbatch,
+                slots,
+                self._leaner_by,
             )
             self._compiled_for = wanted
-        accumulators, loss = accumulate(
-            *accumulate_arguments(self._backbone, self._forward, self._state, microbatch, slots)
+        arguments = accumulate_arguments(
+            self._backbone, self._step.forward, self._state, microbatch, slots
         )
+        if self._step.is_read:
+            _, _, *arrays = arguments
+            accumulators, loss = self._step.program(*arrays)
+        else:
+            accumulators, loss = accumulate(*arguments)
         self._stored.states = [self._state._replace(accumulators=accumulators, loss=loss)]
 
-    def _compile(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> ForwardOptions:
-        """Compiles the training step; returns the options of its forward pass."""
-        own, state = self._options, self._state
-        given = self._backbone, own, dropout, state, microbatch, slots, self._leaner_by
-        return compile_accumulate(*given).forward
-
-    def _compiled_ahead(self, dropout: bool) -> ForwardOptions | None:
-        """The options of the forward pass for which the training step has been compiled ahead."""
+    def _compiled_ahead(self, dropout: bool) -> TrainingStep | None:
+        """The training step that has been compiled ahead."""
         if self._programs is None or self._leaner_by:
             return None
-        return self._programs.forward_options(self._stored.layout, dropout)
+        return self._programs.training_step(self._stored.layout, dropout)
 
     def take_passes(self) -> list[DispatchedPass]:
         return []
@@ -182,7 +191,7 @@ class SingleDevice:
 
     def recover(self) -> None:
         self._leaner_by += 1
-        self._forward = None
+        self._step = None
         self._stored.empty_accumulators()
 
     def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:

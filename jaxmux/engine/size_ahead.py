@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmux.models import Backbone, ForwardOptions
+from jaxmux.models import Backbone
 from jaxmux.peft import Layout
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -75,10 +75,9 @@ class DeviceSizeAhead(SizeAhead):
         self._programs = ProgramsOfShapes(backbone, options, pool, kinds)
         super().__init__(sizes, partial(self._compile, before))
 
-    def forward_options(self, layout: Layout, dropout: bool) -> ForwardOptions | None:
-        """The options of the forward pass for which the training step is compiled, like those of
-        `ProgramsAhead`."""
-        return self._compiled.result().step.forward if self._serve(layout, dropout) else None
+    def training_step(self, layout: Layout, dropout: bool) -> TrainingStep | None:
+        """The compiled training step, like that of `ProgramsAhead`."""
+        return self._compiled.result().step if self._serve(layout, dropout) else None
 
     def wait_for_evaluation(self) -> None:
         """Returns when held-out samples can be evaluated, as `ProgramsAhead` does."""

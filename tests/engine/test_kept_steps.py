@@ -1,0 +1,97 @@
+"""Training steps that are kept on disk for later processes. On a CPU no engine keeps them."""
+
+import logging
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jaxmux.engine import compile as compilation
+from jaxmux.planner.packing import ShapeClass
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The folder in which engines keep training steps during the test. JAX's own cache is off: XLA
+    for CPUs cannot write a program again that it has read."""
+    folder = tmp_path / "steps"
+    monkeypatch.setattr(compilation, "_step_folder", lambda: folder)
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()
+    yield folder
+    jax.config.update("jax_enable_compilation_cache", True)
+    compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def refuse_tracing(monkeypatch):
+    """Lets every engine fail that traces its training step."""
+
+    def refuse():
+        class Untraceable:
+            def lower(self, *_):
+                raise AssertionError("the training step is lowered")
+
+        monkeypatch.setattr(compilation, "accumulate", Untraceable())
+
+    return refuse
+
+
+@pytest.fixture
+def tasks(make_task):
+    return make_task("a"), make_task("b", dropout=0.1, steps=3)
+
+
+def test_a_kept_step_trains_to_the_same_bits_and_is_not_traced(
+    folder, refuse_tracing, tasks, make_engine, train, assert_same_bits
+):
+    first = make_engine(*tasks)
+    updates = train(first)
+    assert len(list(folder.iterdir())) == 1
+    refuse_tracing()
+    second = make_engine(*tasks)
+    assert train(second) == updates
+    for name in ("a", "b"):
+        assert_same_bits(second.adapter(name), first.adapter(name))
+
+
+@pytest.mark.parametrize("change", ["rank", "shape", "remat", "source", "flags", "memory"])
+def test_another_program_is_another_step(change, folder, tasks, make_engine, train, monkeypatch):
+    train(make_engine(*tasks), rounds=1)
+    options = {}
+    if change == "rank":
+        options = {"rank": 16}
+    elif change == "shape":
+        options = {"shape": ShapeClass(3, 128, 64, 8)}
+    elif change == "remat":
+        options = {"remat": "full"}
+    elif change == "memory":
+        options = {"memory": 2**32}
+    elif change == "source":
+        monkeypatch.setattr(compilation, "_sources", lambda: "another version")
+    else:
+        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+    train(make_engine(*tasks, **options), rounds=1)
+    assert len(list(folder.iterdir())) == 2
+
+
+def test_a_damaged_step_is_compiled_again_and_named(folder, tasks, make_engine, train, caplog):
+    train(make_engine(*tasks), rounds=1)
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2])
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        updates = train(make_engine(*tasks), rounds=1)
+    assert np.isfinite([u.loss for of_task in updates.values() for u in of_task]).all()
+    assert [r for r in caplog.records if str(path) in r.message and "compiled again" in r.message]
+    assert len(path.read_bytes()) == len(whole)
+
+
+def test_only_the_steps_used_last_are_kept(folder, tasks, make_engine, train, monkeypatch):
+    monkeypatch.setattr(compilation, "_MOST_STEPS", 1)
+    train(make_engine(*tasks), rounds=1)
+    (before,) = folder.iterdir()
+    train(make_engine(*tasks, remat="full"), rounds=1)
+    (after,) = folder.iterdir()
+    assert after != before
