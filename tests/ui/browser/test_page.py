@@ -362,3 +362,36 @@ def test_labels_tell_names_apart_wherever_they_differ(tab, many):
         labels = tab.value(call.format(json.dumps(names)))
         assert len(set(labels)) == len(labels) == len(names), labels
         assert all(len(label) <= 17 for label in labels), labels
+
+
+def test_a_failed_run_shows_why_and_a_task_its_answers(tab, tmp_path):
+    from jaxmux.runs.folder_lock import FolderLock
+
+    path = synthetic.write_run(tmp_path / "failed", 3, 30, steps=90)
+    answers = {0: " nothing\n<b>", 30: " a chat"}
+    synthetic.append(
+        path / "samples.jsonl",
+        *(
+            {"task": "legal_0", "task_step": step, "prompt": "le?", "completion": text, "time": 1.0}
+            for step, text in answers.items()
+        ),
+    )
+    FolderLock(path).close(error=MemoryError())
+    with served(path) as address:
+        tab.show(address + "?task=legal_0", 390, 844)
+        text = "document.getElementById('{}').textContent"
+        assert tab.value(text.format("status")) == "failed"
+        why = "The process failed: the host has no memory left"
+        assert tab.value(text.format("failure")) == why
+        states = "[...document.querySelectorAll('#tasks .sub:not(.ill) span:first-child')]"
+        found = tab.value(f"{states}.map((own) => own.textContent.split(' ')[0])")
+        assert found == ["stopped"] * 3
+        tab.wait("!document.getElementById('detail-answers').hidden")
+        cells = "[...document.querySelectorAll('#detail-samples dl > *')]"
+        assert tab.value(f"{cells}.map((own) => own.textContent)") == [
+            *("prompt", "le?"),
+            *("without the adapter", answers[0]),
+            *("after step 30", answers[30]),
+        ]
+        assert no_sideways_scrolling(tab)
+        tab.call("Page.navigate", url="about:blank")
