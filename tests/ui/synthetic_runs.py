@@ -145,9 +145,14 @@ def round_line(index: int, names: list[str], time: float, stages: int) -> dict[s
         microbatches[-1][name] = chunks, chunks - numbers.randint(0, 120)
     chunks = sum(c for own in microbatches for c, _ in own.values())
     read = sum(r for own in microbatches for _, r in own.values())
+    seconds = (2.5 if index else 40) * (1 + 0.05 * numbers.random())
+    spent = {"training": 0.97, "idle": 0.03} if index else {"compiling": 0.94, "training": 0.06}
+    if index % 50 == 49:
+        spent = {"training": 0.6, "evaluation": 0.28, "checkpoints": 0.09, "idle": 0.03}
     line = {
         "round": index,
-        "seconds": (2.5 if index else 40) * (1 + 0.05 * numbers.random()),
+        "seconds": seconds,
+        "spent": {kind: share * seconds for kind, share in spent.items()},
         "microbatches": len(microbatches),
         "tokens": capacity * len(microbatches),
         "chunk_tokens": chunks,
