@@ -158,7 +158,10 @@ QWEN_WINDOW = {"sliding_window": 128, "use_sliding_window": True}
             {"rope_scaling": LLAMA3 | {"factor": "8"}},
             "factor of the rope type should be a positive",
         ),
-        ({"sliding_window": "4096"}, "sliding_window should be a positive integer"),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": "4096"},
+            "sliding_window should be a positive integer",
+        ),
         ({"num_key_value_heads": 3}, "num_attention_heads=8.*num_key_value_heads=3"),
         ({"hidden_act": "gelu"}, "hidden_act='gelu'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope type 'yarn'"),
