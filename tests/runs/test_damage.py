@@ -320,7 +320,7 @@ def test_an_extended_run_that_is_interrupted_is_not_finished(
         raise Interrupted(signal.SIGTERM, saved=False)
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "_restore", stop)
+        patch.setattr(training.Training, "_restore", stop)
         with pytest.raises(Interrupted):
             train(tmp_path, make_task(steps=5))
     assert train(tmp_path, make_task(steps=5)).tasks["tiny"]["steps"] == 5
