@@ -31,6 +31,8 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 # Special tokens that change what is read or where an answer ends.
 _SPECIAL = ("bos_token", "eos_token")
 _SETTINGS = "tokenizer_config.json"
+# The folder of the templates that are not the usual one.
+_ADDITIONAL = "additional_chat_templates"
 
 
 def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
@@ -185,8 +187,14 @@ def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
     """Tokens of which the files beside a vocabulary speak, and which a tokenizer does not have so,
     in words."""
     settings = _settings_in(folder / _SETTINGS)
-    listed = settings.get("added_tokens_decoder", {})
-    added = {token["content"]: int(number) for number, token in listed.items()}
+    try:
+        listed = settings.get("added_tokens_decoder", {})
+        added = {token["content"]: int(number) for number, token in listed.items()}
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise DataError(
+            f"{folder / _SETTINGS}: added_tokens_decoder should be an object of tokens with their "
+            'content, by their numbers, such as {"128256": {"content": "<tool>"}}'
+        ) from None
     for token, number in (added | _settings_in(folder / "added_tokens.json")).items():
         if tokenizer.get_added_vocab().get(token) != number:
             yield f"its tokenizer has the token {token!r} at {number}, which the backbone's has not"
@@ -215,10 +223,33 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def _template_in(folder: Path) -> ChatTemplate | None:
+    """The template of an adapter folder; with several ones, the text is a mapping from their names,
+    as in transformers' tokenizers."""
+    found = {}
     if (folder / TEMPLATE).is_file():
-        return read_template(folder / TEMPLATE)
-    settings = folder / _SETTINGS
-    found = _settings_in(settings).get("chat_template")
-    if not isinstance(found, str):
+        found["default"] = read_template(folder / TEMPLATE).text
+    for file in sorted(folder.glob(f"{_ADDITIONAL}/*.jinja")):
+        found[file.stem] = read_template(file).text
+    where = folder / (TEMPLATE if "default" in found else _ADDITIONAL)
+    if not found:
+        where = folder / _SETTINGS
+        found = _named_templates(where, _settings_in(where).get("chat_template"))
+    if not found:
         return None
-    return compiled(ChatTemplate(found.removeprefix("\ufeff"), str(settings)))
+    return ChatTemplate(found["default"] if found.keys() == {"default"} else found, str(where))
+
+
+def _named_templates(file: Path, setting: Any) -> dict[str, str]:
+    """By name, the chat templates of a tokenizer_config.json, which has one text or a list."""
+    if setting is None:
+        return {}
+    if isinstance(setting, str):
+        setting = [{"name": "default", "template": setting}]
+    try:
+        texts = {own["name"]: own["template"].removeprefix("\ufeff") for own in setting}
+    except (AttributeError, KeyError, TypeError):
+        raise DataError(
+            f"{file}: chat_template should be a text, or a list of objects with 'name' and "
+            "'template'"
+        ) from None
+    return {name: compiled(ChatTemplate(text, str(file))).text for name, text in texts.items()}

@@ -216,6 +216,20 @@ def test_tokenizers_beside_adapters_of_other_programs_are_used(backbone, tmp_pat
         assert end_of_turn(found) == [tokenizer.eos_token_id] and end_of_turn(tokenizer) == []
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+@pytest.mark.parametrize("names", [("default", "rag"), ("rag", "tool_use")])
+def test_all_templates_beside_an_adapter_are_those_that_transformers_reads(
+    names, is_file, backbone, tmp_path
+):
+    """Also without the vocabulary with which transformers reads them."""
+    tokenizer, other = load_tokenizer(backbone), load_tokenizer(backbone)
+    other.chat_template = {name: name + TELL for name in names}
+    other.save_pretrained(tmp_path, save_jinja_files=is_file)
+    expected = AutoTokenizer.from_pretrained(tmp_path).chat_template
+    (tmp_path / "tokenizer.json").unlink()
+    assert adapter_tokenizer(tmp_path, tokenizer).chat_template == expected
+
+
 OTHER = TELL.replace("<|im_start|>", "<|im_start|><|tool|>")
 
 
@@ -326,6 +340,9 @@ def test_an_adapter_with_other_tokens_is_no_start_of_training(
         ("tokenizer_config.json", {"eos_token": "<|im_end|>"}, "eos_token '<|im_end|>'"),
         ("special_tokens_map.json", {"bos_token": {"content": "<|b|>"}}, "bos_token '<|b|>'"),
         ("tokenizer.json", {}, "no tokenizer can be loaded"),
+        ("tokenizer_config.json", {"added_tokens_decoder": ["<t>"]}, "added_tokens_decoder should"),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"3": {}}}, "added_tokens_decoder shou"),
+        ("tokenizer_config.json", {"chat_template": [TELL]}, "chat_template should be a text, or"),
     ],
 )
 def test_settings_of_other_tokens_without_a_vocabulary_are_refused(
