@@ -32,6 +32,10 @@ from .time_limit import TimeLimit, TimeLimitExceeded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# transformers warns otherwise, when it is imported, that torch is missing, which tokenizers do not
+# need. Only functions import it, because that takes seconds, so it comes after this module.
+os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
@@ -136,9 +140,6 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
         not "fast". Only fast tokenizers return the character offsets of tokens, by which the tokens
         that count in the loss are found.
     """
-    # Importing transformers takes seconds, and it warns that torch is missing, which tokenizers do
-    # not need.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     folder = Path(folder)
     if not folder.is_dir():
         raise DataError(f"{folder}: tokenizer folder not found")

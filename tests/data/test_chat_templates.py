@@ -1,6 +1,8 @@
 """A source may bring its own chat template, which counts like the tokenizer's."""
 
 import json
+import subprocess
+import sys
 from datetime import datetime
 
 import numpy as np
@@ -198,3 +200,10 @@ def test_a_template_that_reads_the_clock_gets_the_time_of_the_run(template, gpt,
     # Elsewhere the clock goes on.
     now = gpt.apply_chat_template(TURNS, chat_template="{{ strftime_now('%Y') }}", tokenize=False)
     assert now == str(datetime.now().year)
+
+
+def test_templates_before_tokenizers_let_transformers_warn_of_nothing():
+    program = "from jaxmux.data.chat_templates import TemplateClock; TemplateClock().__enter__()"
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stderr == ""
