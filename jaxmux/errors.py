@@ -48,9 +48,6 @@ def message_of(error: Exception) -> str | None:
             "pip install . (on a GPU: pip install '.[cuda13]')"
         )
     if "RESOURCE_EXHAUSTED" in str(error):
-        if isinstance(error, ValueError):
-            # The library that writes checkpoints says so of a full disk.
-            return f"a checkpoint cannot be written: {first_line(error)}"
         return (
             "the device ran out of memory; the same command continues from the last checkpoint, "
             "with --gin.fine_tune.memory_gib=… below what it has, or a smaller "

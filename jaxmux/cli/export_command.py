@@ -1,7 +1,6 @@
 """The command `jaxmux export`: writes PEFT adapters from the checkpoints of a training run."""
 
 import argparse
-import logging
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -35,8 +34,6 @@ _OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.js
 
 def run(options: argparse.Namespace) -> int:
     """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
-    # Orbax logs a warning for every folder that it may read but not write.
-    logging.getLogger("absl").setLevel(logging.ERROR)
     run_dir, out = options.run_dir, options.out
     record = read_record(run_dir)
     names = options.task or list(record["tasks"])
@@ -54,8 +51,18 @@ def run(options: argparse.Namespace) -> int:
             specs[name] = KINDS[fields.pop("kind")].specification(**fields)
     if options.merge:
         _refuse_unmergeable(specs)
+    damaged: set[str] = set()
+
+    def warn_of_damage(line: str) -> None:
+        # A checkpoint is named once, although each task finds another array of it damaged.
+        if (checkpoint := line.partition(" (")[0]) not in damaged:
+            damaged.add(checkpoint)
+            _warn(line)
+
     for name, spec in specs.items():
-        rounds, progress, arrays = read_task(run_dir / "checkpoints", name, options.round, _warn)
+        rounds, progress, arrays = read_task(
+            run_dir / "checkpoints", name, options.round, warn_of_damage
+        )
         if progress.status != "succeeded":
             state = _state(progress, _steps(run_dir, record, name), lock_state(run_dir))
             _warn(f"task {name}: warning: {state}")

@@ -1,13 +1,11 @@
 """The command `jaxmux train`: trains the tasks of a gin config."""
 
 import argparse
-import logging
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import jax
 
@@ -29,7 +27,6 @@ def run(options: argparse.Namespace) -> int:
 
     Raises `InputError` for input that cannot be used.
     """
-    _quiet_orbax()
     if options.watch:
         with _page(options):
             _serve(options)
@@ -45,26 +42,6 @@ def run(options: argparse.Namespace) -> int:
     except BaseException as e:
         leave(e)
         raise
-
-
-def _quiet_orbax() -> None:
-    """Orbax logs warnings about its own metadata when training resumes, errors when one of its
-    threads reads a file of them that another one is writing, and tracebacks of the threads that
-    write a checkpoint which fails. What fails is raised besides."""
-    logging.getLogger("absl").setLevel(logging.CRITICAL)
-    logging.getLogger("asyncio").addFilter(_is_of_others)
-    sys.unraisablehook = _show_unraisable
-
-
-def _is_of_others(record: logging.LogRecord) -> bool:
-    """Whether a message of asyncio is not about what Orbax or TensorStore could not write."""
-    text = f"{record.getMessage()} {record.exc_info}".lower()
-    return "orbax" not in text and "tensorstore" not in text
-
-
-def _show_unraisable(unraisable: Any) -> None:
-    if str(unraisable.exc_value) != "Event loop is closed":
-        sys.__unraisablehook__(unraisable)
 
 
 def _page(options: argparse.Namespace) -> AbstractContextManager[None]:

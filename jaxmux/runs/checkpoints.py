@@ -8,28 +8,20 @@ import json
 import shutil
 import zlib
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxmux.engine import TaskProgress
-from jaxmux.errors import first_line
 from jaxmux.peft import LeafSpec, SlotArrays
 
+from . import orbax_files
 from .run_directory import RunDirectoryError
-
-if TYPE_CHECKING:
-    import orbax.checkpoint as ocp
 
 # The format of a checkpoint's contents. Checkpoints of older versions have no format number.
 FORMAT = 4
-
-# The items of a checkpoint.
-_RUN, _TASKS = "run", "tasks"
 
 
 class Found(NamedTuple):
@@ -55,78 +47,59 @@ class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
 
-    A checkpoint has an item `run` (JSON) and an item `tasks` with all arrays, because Orbax takes
-    longer for many items. `run` is the record, with the format and a checksum of itself, and with
-    the paths and a checksum of the arrays in the entry of each task.
+    A checkpoint holds a record, with the format and a checksum of itself, and with the paths and a
+    checksum of the arrays in the entry of each task; and the arrays of all tasks.
     """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
-        """Opens the folder of the checkpoints.
+        """Opens the folder of the checkpoints, and deletes what was begun there and not completed.
 
         Args:
           folder: the folder; it is created if it does not exist.
           keep: number of checkpoints to keep; older ones are deleted.
           say: function that prints one line; it is told of damaged checkpoints.
         """
-        self._folder, self._keep, self._say = folder, keep, say
+        self._folder, self._keep, self._say = folder.absolute(), keep, say
         folder.mkdir(exist_ok=True)
+        orbax_files.remove_unfinished(folder)
+        self._writer = ThreadPoolExecutor(1)
+        # The checkpoint that is being written, or whose errors nobody has seen.
+        self._saving: Future[None] | None = None
 
     def has(self, number: int) -> bool:
-        """Whether there is a checkpoint of this number.
+        """Whether there is a checkpoint of this number, when all saves are on disk.
 
         Args:
           number: the number.
+
+        Raises:
+          OSError: as `wait` does.
         """
-        return number in self._manager.all_steps()
+        self.wait()
+        return number in self.numbers
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all checkpoints, ascending."""
-        return sorted(self._manager.all_steps())
+        """The numbers of all checkpoints that are on disk, ascending."""
+        return orbax_files.numbers(self._folder)
 
     def save(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-        """Starts to save a checkpoint.
+        """Starts to save a checkpoint, when the one before is on disk.
 
         Args:
           number: its number, larger than that of any other.
           record: a JSON object. Its entry "tasks" has an object for each name in `arrays`.
-          arrays: by name, the arrays of tasks by path.
+          arrays: by name, the arrays of tasks by path. They are copied.
+
+        Raises:
+          OSError: the checkpoint before could not be written.
         """
+        self.wait()
         arrays = {
-            name: {path: np.asarray(array) for path, array in own.items()}
-            for name, own in arrays.items()
+            name: {path: np.array(array) for path, array in of_task.items()}
+            for name, of_task in arrays.items()
         }
-        with ThreadPoolExecutor() as threads:
-            checksums = list(threads.map(_checksum, arrays.values()))
-        tasks = dict(record["tasks"])
-        for (name, own), checksum in zip(arrays.items(), checksums, strict=True):
-            tasks[name] = {**tasks[name], "paths": [*own], "checksum": checksum}
-        run = {"format": FORMAT, **record, "tasks": tasks}
-        run["checksum"] = _record_checksum(run)
-        ocp = _orbax()
-        items: dict[str, Any] = {_RUN: ocp.args.JsonSave(run)}
-        if arrays:
-            items[_TASKS] = ocp.args.PyTreeSave(arrays)
-        self._manager.save(number, args=ocp.args.Composite(**items))
-
-    def keep_newest(self) -> list[int]:
-        """Deletes what should have been deleted when a checkpoint was begun that then failed, which
-        Orbax forgets. No checkpoint may be under way.
-
-        Returns:
-          The numbers of the checkpoints that are kept, ascending.
-        """
-        numbers = self.numbers
-        for path in self._folder.iterdir():
-            if path.name.isdecimal() and int(path.name) < numbers[0]:
-                shutil.rmtree(path, ignore_errors=True)
-        return numbers
-
-    def remove_incomplete(self) -> None:
-        """Deletes what is left of checkpoints that could not be completed. Orbax does it only when
-        the folder is opened. Threads of one that has just failed may still write a little."""
-        for path in self._folder.glob("*.orbax-checkpoint-tmp*"):
-            shutil.rmtree(path, ignore_errors=True)
+        self._saving = self._writer.submit(self._write, number, record, arrays)
 
     def newest(self, wanted: Wanted, beginning: bool = False) -> Found | None:
         """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
@@ -142,32 +115,37 @@ class Checkpoints:
         Raises:
           RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
-        if not any(self._folder.iterdir()):
-            return None
-        steps = self._manager.all_steps()
-        found = _newest_intact(self._manager, wanted, self._say, steps, beginning)
+        found = _newest_intact(self._folder, wanted, self._say, self.numbers, beginning)
         self._set_newer_aside(found.number if found else 0)
         return found
 
     def wait(self) -> None:
-        """Waits until all saves are on disk."""
-        if self._is_open:
-            self._manager.wait_until_finished()
+        """Waits until all saves are on disk.
+
+        Raises:
+          OSError: one could not be written. It is raised once.
+        """
+        saving, self._saving = self._saving, None
+        if saving:
+            saving.result()
 
     def close(self) -> None:
-        """Releases the folder."""
-        if self._is_open:
-            self._manager.close()
+        """Waits until all saves are on disk, as `wait` does, and ends the thread that writes."""
+        self._writer.shutdown()
+        self.wait()
 
-    @property
-    def _is_open(self) -> bool:
-        return "_manager" in vars(self)
-
-    @cached_property
-    def _manager(self) -> "ocp.CheckpointManager":
-        return _open(
-            self._folder, max_to_keep=self._keep, create=False, cleanup_tmp_directories=True
-        )
+    def _write(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
+        """Writes a checkpoint, and deletes those that are not kept any more."""
+        with ThreadPoolExecutor() as threads:
+            checksums = list(threads.map(_checksum, arrays.values()))
+        tasks = dict(record["tasks"])
+        for (name, of_task), checksum in zip(arrays.items(), checksums, strict=True):
+            tasks[name] = {**tasks[name], "paths": [*of_task], "checksum": checksum}
+        run = {"format": FORMAT, **record, "tasks": tasks}
+        run["checksum"] = _record_checksum(run)
+        orbax_files.write(self._folder / str(number), run, arrays)
+        for old in self.numbers[: -self._keep]:
+            orbax_files.delete(self._folder / str(old))
 
     def set_aside(self, number: int, name: str) -> None:
         """Renames a checkpoint to "NAME.NUMBER", so that it is none any more.
@@ -176,16 +154,14 @@ class Checkpoints:
           number: its number.
           name: the name.
         """
-        self._manager.close()
-        del self._manager
         aside = self._folder / f"{name}.{number}"
         shutil.rmtree(aside, ignore_errors=True)
         (self._folder / str(number)).rename(aside)
 
-    def _set_newer_aside(self, step: int) -> None:
-        for other in self._manager.all_steps():
-            if other > step:
-                self.set_aside(other, "damaged")
+    def _set_newer_aside(self, number: int) -> None:
+        for newer in self.numbers:
+            if newer > number:
+                self.set_aside(newer, "damaged")
 
 
 def read_task(
@@ -216,128 +192,120 @@ def read_task(
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
         raise empty
-    with _open(folder.absolute(), read_only=True) as manager:
-        steps = {step: _rounds_of(manager, step) for step in manager.all_steps()}
-        wanted = [step for step, found in steps.items() if rounds is None or found == rounds]
-        if not steps:
-            raise empty
-        if not wanted:
-            # Earlier versions numbered folders in another way; training renames them.
-            kept = ", ".join(
-                str(found) if found == step else f"{found} (in {folder.name}/{step})"
-                for step, found in sorted(steps.items())
-                if found is not None
-            )
+    folder = folder.absolute()
+    rounds_of = {number: _rounds_of(folder / str(number)) for number in orbax_files.numbers(folder)}
+    if not rounds_of:
+        raise empty
+    candidates = [
+        number
+        for number, found in rounds_of.items()
+        if rounds is None or rounds == (number if found is None else found)
+    ]
+    # Earlier versions numbered folders in another way; training renames them.
+    others = [
+        str(found) if found == number else f"{found} (in {folder.name}/{number})"
+        for number, found in rounds_of.items()
+        if found is not None and number not in candidates
+    ]
+    if not candidates:
+        raise RunDirectoryError(
+            f"{folder}: no checkpoint after round {rounds}; there are those after rounds "
+            f"{', '.join(others) or 'none'}"
+        )
+
+    def only(run: dict[str, Any]) -> dict[str, None]:
+        if name not in run["tasks"]:
             raise RunDirectoryError(
-                f"{folder.absolute()}: no checkpoint after round {rounds}; there are those after "
-                f"rounds {kept or 'none'}"
+                f"{folder}: task {name!r} was still waiting for a place after round "
+                f"{run['position']['rounds']}"
             )
+        return {name: None}
 
-        def own(run: dict[str, Any]) -> dict[str, None]:
-            if name not in run["tasks"]:
-                raise RunDirectoryError(
-                    f"{folder.absolute()}: task {name!r} was still waiting for a place after round "
-                    f"{run['position']['rounds']}"
-                )
-            return {name: None}
-
-        _, run, arrays = _newest_intact(manager, own, say, wanted)
-        progress = TaskProgress.from_json(run["tasks"][name]["progress"])
-        return run["position"]["rounds"], progress, arrays[name]
+    way_out = f"give --round for one of those after rounds {', '.join(others)}" if others else None
+    found = _newest_intact(folder, only, say, candidates, way_out=way_out)
+    run = found.record
+    progress = TaskProgress.from_json(run["tasks"][name]["progress"])
+    return run["position"]["rounds"], progress, found.arrays[name]
 
 
-def _rounds_of(manager: "ocp.CheckpointManager", step: int) -> int | None:
+def _rounds_of(folder: Path) -> int | None:
     """The rounds completed before a checkpoint; None if it is damaged."""
     try:
-        return _read_record(manager, step)["position"]["rounds"]
+        return int(orbax_files.read_record(folder)["position"]["rounds"])
     except MemoryError:
         raise
-    except Exception:  # orbax passes on the errors of many libraries
+    except Exception:  # Orbax passes on the errors of many libraries
         return None
 
 
 def _newest_intact(
-    manager: "ocp.CheckpointManager",
+    folder: Path,
     wanted: Wanted,
     say: Callable[[str], None],
-    steps: Iterable[int],
+    numbers: Iterable[int],
     beginning: bool = False,
+    way_out: str | None = None,
 ) -> Found | None:
     """Reads the newest checkpoint that is not damaged; None if there is no checkpoint.
 
     Args:
-      manager: the checkpoints.
+      folder: the folder of the checkpoints.
       wanted: tells which arrays to read.
       say: function that prints one line.
-      steps: the numbers of the checkpoints to try.
+      numbers: the numbers of the checkpoints to try.
       beginning: whether training can begin anew if every checkpoint is damaged.
+      way_out: what the user may do if every checkpoint is damaged, besides to restore the folder.
     """
     problems = []
-    for step in sorted(steps, reverse=True):
+    for number in sorted(numbers, reverse=True):
         try:
-            found = _read(manager, step, wanted)
+            found = _read(folder, number, wanted)
         except (RunDirectoryError, MemoryError):
             raise
-        except Exception as e:  # orbax passes on the errors of many libraries
-            problems.append(f"the checkpoint of step {step} is damaged ({first_line(e)[:200]})")
+        except Exception as e:  # Orbax passes on the errors of many libraries
+            reason = orbax_files.reason(e)
+            problems.append(f"the checkpoint of step {number} is damaged ({reason})")
             continue
         for problem in problems:
-            say(f"{manager.directory}: {problem}; the one of step {step} takes its place")
+            say(f"{folder}: {problem}; the one of step {number} takes its place")
         return found
     if beginning:
         for problem in problems:
-            say(f"{manager.directory}: {problem}; training begins anew with all commands")
+            say(f"{folder}: {problem}; training begins anew with all commands")
         return None
     if problems:
+        others = "" if way_out else ", and no other can be read"
         raise RunDirectoryError(
-            f"{manager.directory}: {problems[0]}, and no other can be read; restore the folder "
-            "from a backup, or begin anew with --restart"
+            f"{folder}: {problems[0]}{others}; restore the folder from a backup, or "
+            f"{way_out or 'begin anew with --restart'}"
         )
     return None
 
 
-def _read(manager: "ocp.CheckpointManager", step: int, wanted: Wanted) -> Found:
+def _read(folder: Path, number: int, wanted: Wanted) -> Found:
     """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
-    run = _read_record(manager, step)
+    run = orbax_files.read_record(folder / str(number))
     if "checksum" in run and run["checksum"] != _record_checksum(run):
         raise ValueError("the checksum of its item run differs")
     if (found := run.get("format", 1)) != FORMAT:
         raise RunDirectoryError(
-            f"{manager.directory}: the checkpoint of step {step} has format {found}, this version "
-            f"of jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
-            "begin anew with --restart"
+            f"{folder}: the checkpoint of step {number} has format {found}, this version of jaxmux "
+            f"reads format {FORMAT}; finish the run with the version that began it, or begin anew "
+            "with --restart"
         )
     specs = wanted(run)
     if missing := specs.keys() - run["tasks"].keys():
         raise RunDirectoryError(
-            f"{manager.directory}: no task {min(missing)!r} in the checkpoint of step {step}"
+            f"{folder}: no task {min(missing)!r} in the checkpoint of step {number}"
         )
     paths = {name: run["tasks"][name]["paths"] for name in specs}
-    arrays = _read_arrays(manager, step, paths) if paths else {}
+    arrays = orbax_files.read_arrays(folder / str(number), paths) if paths else {}
     for name, leaves in arrays.items():
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
         if specs[name] is not None and (path := _other_array(leaves, specs[name])):
             raise ValueError(f"array {path!r} of task {name!r} is not what this version expects")
-    return Found(step, run, arrays)
-
-
-def _read_record(manager: "ocp.CheckpointManager", step: int) -> dict[str, Any]:
-    ocp = _orbax()
-    restored = manager.restore(step, args=ocp.args.Composite(**{_RUN: ocp.args.JsonRestore()}))
-    return restored[_RUN]
-
-
-def _read_arrays(
-    manager: "ocp.CheckpointManager", step: int, paths: Mapping[str, Iterable[str]]
-) -> dict[str, SlotArrays]:
-    """Reads the arrays of some tasks, by name. Those of others stay on disk."""
-    ocp = _orbax()
-    # Orbax takes the type of what it reads from what it is given: any array.
-    any_array = np.zeros(())
-    wanted = {name: dict.fromkeys(own, any_array) for name, own in paths.items()}
-    args = ocp.args.PyTreeRestore(item=wanted, partial_restore=True)
-    return manager.restore(step, args=ocp.args.Composite(**{_TASKS: args}))[_TASKS]
+    return Found(number, run, arrays)
 
 
 def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | None:
@@ -349,29 +317,6 @@ def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | Non
         if (array.shape, array.dtype) != (tuple(spec.shape), np.dtype(spec.dtype)):
             return path
     return None
-
-
-def _open(folder: Path, **options) -> "ocp.CheckpointManager":
-    """Opens a folder of checkpoints.
-
-    Args:
-      folder: the folder.
-      options: those of `CheckpointManagerOptions`.
-    """
-    ocp = _orbax()
-    # Orbax works in process 0 without the others.
-    alone = ocp.options.MultiprocessingOptions(
-        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
-    )
-    options = ocp.CheckpointManagerOptions(**options, multiprocessing_options=alone)
-    return ocp.CheckpointManager(folder, options=options)
-
-
-def _orbax() -> ModuleType:
-    """The package `orbax.checkpoint`. Importing it takes a while, so training begins without it."""
-    import orbax.checkpoint
-
-    return orbax.checkpoint
 
 
 def _checksum(arrays: SlotArrays) -> int:

@@ -242,12 +242,7 @@ class ServerStore:
     def close(self) -> None:
         """Waits until everything is on disk, and closes the files."""
         self._writer.shutdown()
-        try:
-            self._checkpoints.close()
-        except Exception as e:
-            # Orbax raises once more what a checkpoint has raised that could not be written.
-            if _CHECKPOINT not in self._problems:
-                self._say(f"checkpoints: {first_line(e)}")
+        self._checkpoints.close()
         self._journal.close()
         self._events.close()
         self._rounds.close()
@@ -304,21 +299,18 @@ class ServerStore:
             arrays = {own.task.name: own.arrays() for own in tasks if own.arrays}
             record = {"tasks": {own.task.name: _fields(own) for own in tasks}, "rounds": rounds}
             record |= _totals(totals)
-            # What threads of one that failed have written since.
-            self._checkpoints.remove_incomplete()
             self._refuse_too_large(sum(x.nbytes for own in arrays.values() for x in own.values()))
             self._checkpoints.save(number, record, arrays)
             self._checkpoints.wait()
-            numbers = self._checkpoints.keep_newest()
+            numbers = self._checkpoints.numbers
             self._checkpoint_retry.note_success()
             self._problems.pop(_CHECKPOINT, None)
             # Until there are others to fall back on, the beginning takes the place of the first.
             if len(numbers) >= self._keep:
                 self._journal.forget(before=numbers[0])
-        except Exception as e:  # orbax passes on the errors of many libraries
+        except Exception as e:  # of the disk, of the devices, or of what the tasks hold
             self._checkpoint_retry.note_failure()
             self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({_why(e)})")
-            self._checkpoints.remove_incomplete()
 
     def _refuse_gap(self, number: int, segments: Sequence[int]) -> None:
         """RunDirectoryError if commands are missing between a checkpoint, 0 for none, and later
@@ -333,8 +325,8 @@ class ServerStore:
             )
 
     def _refuse_too_large(self, needed: int) -> None:
-        """OSError if the disk has no room for arrays of so many bytes. Orbax would begin to write
-        them, and print what its threads raise."""
+        """OSError if the disk has no room for arrays of so many bytes. Otherwise it would be full
+        until writing them fails, also for commands and adapters."""
         if shutil.disk_usage(self._directory.checkpoints).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -29,10 +29,6 @@ HERE = Path(__file__).parent
 FINISHED = 30
 
 
-# Orbax leaves an event loop behind when it cannot read a checkpoint.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-
-
 @pytest.fixture(autouse=True)
 def quick_disk(monkeypatch):
     """No machine loses power in these tests, and syncing would take most of their time."""

@@ -3,6 +3,7 @@ and says what to do."""
 
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jaxmux import AdamW, Interrupted
+from jaxmux.cli.main import main
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.engine import prepare_task
 from jaxmux.errors import InputError
@@ -126,6 +128,41 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_refused(run_dir, tasks, trai
         flip(largest_file(folder / "tasks"))
     with pytest.raises(InputError, match="checkpoints: .* is damaged .*, and no other can be read"):
         train(run_dir, *tasks)
+
+
+def export(run_dir: Path, out: Path, *arguments: str) -> int:
+    return main(["export", f"--run_dir={run_dir}", f"--out={out}", *arguments])
+
+
+@pytest.mark.parametrize("place", ["tasks/manifest.ocdbt", "run", "tasks"])
+def test_an_export_tells_of_a_damaged_checkpoint_in_one_line(place, run_dir, tmp_path, capfd):
+    folder = run_dir / "checkpoints"
+    older = sorted((int(path.name) for path in folder.glob("[0-9]*")), reverse=True)[1:]
+    rounds, _, _ = checkpoints.read_task(folder, "a")
+    remove(newest(run_dir) / place)
+
+    assert export(run_dir, tmp_path / "out", "--task=a", "--task=b") == 0
+    damage, *warnings = capfd.readouterr().err.splitlines()
+    assert damage.startswith(f"{folder}: the checkpoint of step {newest(run_dir).name} is damaged")
+    assert damage.endswith(f"; the one of step {older[0]} takes its place")
+    assert all(line.startswith("task ") for line in warnings)
+
+    # The checkpoint of a round that is named is not replaced.
+    assert export(run_dir, tmp_path / "other", f"--round={rounds}") == 2
+    (error,) = capfd.readouterr().err.splitlines()
+    assert error.startswith(f"error: {folder}: the checkpoint of step {newest(run_dir).name}")
+    assert "restore the folder from a backup, or give --round for one of those after" in error
+    rounds_of = re.search(r"those after rounds ([\d, ]+)$", error)[1].split(", ")
+    assert sorted(map(int, rounds_of), reverse=True) == older
+
+    for path in folder.glob("[0-9]*"):
+        if path != newest(run_dir):
+            remove(path / place)
+    assert export(run_dir, tmp_path / "none") == 2
+    (error,) = capfd.readouterr().err.splitlines()
+    assert f"{folder}: the checkpoint of step" in error
+    assert error.endswith("restore the folder from a backup, or begin anew with --restart")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_run_without_checkpoints_begins_anew(run_dir, tasks, train, assert_same_adapters):

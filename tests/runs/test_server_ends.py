@@ -162,10 +162,7 @@ def test_a_server_that_cannot_save_says_so(
         def full(*arguments):
             raise OSError(28, "No space left on device")
 
-        checkpoints = server._store._checkpoints
-        monkeypatch.setattr(checkpoints, "save", full)
-        # Orbax raises it once more when it is closed.
-        monkeypatch.setattr(checkpoints, "close", full)
+        monkeypatch.setattr(server._store._checkpoints, "save", full)
         server.save()
         assert server.problem == "checkpoint 1: cannot be written (No space left on device)"
     assert sum("No space left" in line for line in said) == 1

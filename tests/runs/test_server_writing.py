@@ -4,6 +4,7 @@ import shutil
 import threading
 import time
 
+import orbax.checkpoint
 import pytest
 
 from jaxmux.runs import retry, server_store
@@ -143,7 +144,7 @@ def test_a_checkpoint_that_fails_leaves_nothing(
     folder = tmp_path / "server"
     left = folder / "checkpoints" / "1.orbax-checkpoint-tmp"
 
-    def fail(checkpoints, number, *arguments):
+    def fail(checkpointer, folder, args):
         left.mkdir()
         (left / "array").write_bytes(b"half of it")
         raise ValueError("RESOURCE_EXHAUSTED: Error writing 'q_proj': No space left on device")
@@ -152,7 +153,7 @@ def test_a_checkpoint_that_fails_leaves_nothing(
         server.register(task("a"))
         step(server)
         with monkeypatch.context() as patch:
-            patch.setattr(Checkpoints, "save", fail)
+            patch.setattr(orbax.checkpoint.Checkpointer, "save", fail)
             server.save()
         assert server.problem == "checkpoint 1: cannot be written (No space left on device)"
         assert not left.exists()

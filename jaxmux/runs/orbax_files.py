@@ -1,0 +1,231 @@
+"""The files of one checkpoint, as Orbax writes and reads them. Nothing else in jaxmux uses Orbax.
+
+What Orbax does beyond writing and reading files is kept away here; tests/runs/test_orbax_files.py
+shows each of these claims, and fails if another version of Orbax behaves in another way:
+
+- Its `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and repeat an
+  error when they are closed. The plain `Checkpointer` starts none that outlives a call.
+- If one of many arrays cannot be read or written, it closes its event loop while TensorStore still
+  works on the others. Each of those then prints the traceback of an "Event loop is closed".
+  `_array_handler` waits for all arrays before it raises the error of one.
+- It logs the traceback of every thread that fails, although it raises the error too, and warns of
+  files of its own that it can do without. `_orbax` adds a filter that drops what it logs.
+- A checkpoint that could not be written leaves its unfinished folder. `remove_unfinished` deletes
+  it.
+"""
+
+import asyncio
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from jaxmux.errors import first_line
+from jaxmux.peft import SlotArrays
+
+if TYPE_CHECKING:
+    import orbax.checkpoint as ocp
+
+# The items of a checkpoint.
+_RUN, _TASKS = "run", "tasks"
+# What the names of unfinished checkpoints contain.
+_UNFINISHED = ".orbax-checkpoint-tmp"
+
+
+def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
+    """Writes a checkpoint. The folder has its name only when it is complete.
+
+    Args:
+      folder: the folder of the checkpoint, which does not exist yet.
+      record: a JSON object.
+      arrays: by name, the NumPy arrays of tasks by path.
+
+    Raises:
+      OSError: it cannot be written, for example because the disk is full. Nothing of it is left.
+    """
+    args = _orbax().args
+    items: dict[str, Any] = {_RUN: args.JsonSave(record)}
+    if arrays:
+        items[_TASKS] = args.PyTreeSave(arrays)
+    try:
+        with _checkpointer() as checkpointer:
+            checkpointer.save(folder, args=args.Composite(**items))
+    except (OSError, ValueError) as e:
+        raise _os_error(e, folder) from None
+    finally:
+        remove_unfinished(folder.parent)
+
+
+def read_record(folder: Path) -> dict[str, Any]:
+    """The record of a checkpoint.
+
+    Args:
+      folder: the folder of the checkpoint.
+
+    Raises:
+      Exception: it is damaged; Orbax passes on the errors of many libraries.
+    """
+    return _read(folder, **{_RUN: _orbax().args.JsonRestore()})[_RUN]
+
+
+def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, SlotArrays]:
+    """Reads the arrays of some tasks. Those of others stay on disk.
+
+    Args:
+      folder: the folder of the checkpoint.
+      paths: by name of the task, the paths of its arrays.
+
+    Returns:
+      By name, NumPy arrays by path.
+
+    Raises:
+      Exception: it is damaged; Orbax passes on the errors of many libraries.
+    """
+    # Orbax takes the type of what it reads from what it is given: any array.
+    any_array = np.zeros(())
+    item = {name: dict.fromkeys(of_task, any_array) for name, of_task in paths.items()}
+    restore = _orbax().args.PyTreeRestore(item=item, partial_restore=True)
+    return _read(folder, **{_TASKS: restore})[_TASKS]
+
+
+def numbers(folder: Path) -> list[int]:
+    """The numbers of the checkpoints in a folder, ascending. They are the names of their folders.
+
+    Args:
+      folder: the folder of the checkpoints.
+    """
+    with os.scandir(folder) as entries:
+        return sorted(int(e.name) for e in entries if _is_number(e.name) and e.is_dir())
+
+
+def delete(folder: Path) -> None:
+    """Deletes a checkpoint. If it is interrupted, an unfinished checkpoint is left.
+
+    Args:
+      folder: the folder of the checkpoint.
+    """
+    condemned = folder.with_name(f"{folder.name}{_UNFINISHED}-deleted")
+    shutil.rmtree(condemned, ignore_errors=True)
+    folder.rename(condemned)
+    shutil.rmtree(condemned, ignore_errors=True)
+
+
+def remove_unfinished(folder: Path) -> None:
+    """Deletes what is left of checkpoints that were not completed. None may be under way.
+
+    Args:
+      folder: the folder of the checkpoints.
+    """
+    for path in folder.glob(f"*{_UNFINISHED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def reason(error: Exception) -> str:
+    """Why a checkpoint could not be read, in one line. TensorStore appends long specifications.
+
+    Args:
+      error: what Orbax raised.
+    """
+    if isinstance(error, KeyError):
+        return f"the key {error} is missing"
+    return first_line(error).partition(" [tensorstore_spec")[0][:200]
+
+
+def _os_error(error: OSError | ValueError, folder: Path) -> OSError:
+    """Why a checkpoint could not be written. TensorStore raises a ValueError that quotes the
+    system."""
+    if isinstance(error, OSError) and error.errno:
+        return OSError(error.errno, os.strerror(error.errno), str(folder))
+    text = str(error)
+    quoted = [code for code in errno.errorcode if os.strerror(code) in text]
+    if quoted:
+        return OSError(quoted[0], os.strerror(quoted[0]), str(folder))
+    return OSError(errno.EIO, reason(error), str(folder))
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdecimal() and str(int(name)) == name
+
+
+def _read(folder: Path, **items: Any) -> Mapping[str, Any]:
+    with _checkpointer() as checkpointer:
+        return checkpointer.restore(folder, args=_orbax().args.Composite(**items))
+
+
+def _checkpointer() -> "ocp.Checkpointer":
+    ocp = _orbax()
+    # Orbax works in process 0 without the others.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
+    )
+    types = ocp.type_handlers.create_type_handler_registry((np.ndarray, _array_handler()))
+    composite = ocp.CompositeCheckpointHandler(
+        composite_options=ocp.CompositeOptions(multiprocessing_options=alone),
+        **{
+            _RUN: ocp.JsonCheckpointHandler(multiprocessing_options=alone),
+            _TASKS: ocp.PyTreeCheckpointHandler(
+                multiprocessing_options=alone, type_handler_registry=types
+            ),
+        },
+    )
+    return ocp.Checkpointer(composite, multiprocessing_options=alone)
+
+
+def _array_handler() -> "ocp.type_handlers.NumpyHandler":
+    """Reads and writes NumPy arrays, for one call of a checkpointer. An error is raised when no
+    array is being read or written any more."""
+    handler = _orbax().type_handlers.NumpyHandler
+
+    class Handler(handler):
+        def __init__(self):
+            # The arrays do not change before `write` returns.
+            super().__init__(deepcopy_host_arrays=False)
+            # Number of arrays that are being written, and whether none is any more.
+            self._writing, self._is_done = 0, asyncio.Event()
+
+        async def deserialize(self, infos, args=None):
+            read = super().deserialize
+            reads = (
+                read([info], None if args is None else [args[i]]) for i, info in enumerate(infos)
+            )
+            results = await asyncio.gather(*reads, return_exceptions=True)
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+            return [array for (array,) in results]
+
+        async def _open_and_write(self, *args, **keywords):
+            self._writing += 1
+            # Until the others have begun too.
+            await asyncio.sleep(0)
+            try:
+                await super()._open_and_write(*args, **keywords)
+            except Exception:
+                self._note_end()
+                await self._is_done.wait()
+                raise
+            self._note_end()
+
+        def _note_end(self):
+            self._writing -= 1
+            if not self._writing:
+                self._is_done.set()
+
+    return Handler()
+
+
+@cache
+def _orbax() -> ModuleType:
+    """The package `orbax.checkpoint`. Importing it takes a while, so training begins without it."""
+    import orbax.checkpoint
+
+    package = f"{Path(orbax.checkpoint.__file__).parent}{os.sep}"
+    logging.getLogger("absl").addFilter(lambda record: not record.pathname.startswith(package))
+    return orbax.checkpoint
