@@ -103,7 +103,9 @@ class _Lines:
     """
 
     def __init__(self, path: Path, length: int, say: Callable[[str], None]):
-        """Opens the file and cuts it off at the end of its last line that the checkpoint knows.
+        """Opens the file and cuts it off at the end of its last line that the checkpoint knows. If
+        the file was changed or cut since, that length may lie within a line: such a line is removed
+        as a whole, so the next one never goes on with it.
 
         Args:
           path: the file.
@@ -111,12 +113,13 @@ class _Lines:
           say: function that prints one line; it is told of lost lines.
         """
         self._file = open(path, "a+b")
-        if (size := self._file.seek(0, os.SEEK_END)) < length:
+        size = self._file.seek(0, os.SEEK_END)
+        if (kept := _end_of_line(self._file, min(size, length))) < length:
             say(
-                f"{path}: {length - size} bytes are lost; training is not affected, and later "
+                f"{path}: {length - kept} bytes are lost; training is not affected, and later "
                 "metrics are appended"
             )
-            length = _end_of_line(self._file, size)
+            length = kept
         self._file.seek(length)
         removed = [line.get("step") for line in objects(self._file.read())]
         self.last_removed = max((s for s in removed if isinstance(s, int)), default=-1)
@@ -180,5 +183,8 @@ def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
 
 def _end_of_line(file: BinaryIO, size: int) -> int:
     """The length of the complete lines in the first `size` bytes of a file."""
+    file.seek(max(size - 1, 0))
+    if file.read(1) == b"\n":
+        return size
     file.seek(0)
     return file.read(size).rfind(b"\n") + 1

@@ -6,7 +6,9 @@ import os
 import re
 import shutil
 import signal
+from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +22,9 @@ from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import is_adapter_folder
 from jaxmux.runs import checkpoints, run_layout, training
+from jaxmux.runs.metrics import MetricsWriter
+from jaxmux.runs.run_checkpoint import RunPosition
+from jaxmux.runs.trackers import RunTrackers, TrackedRun
 
 STEPS = 8
 
@@ -180,6 +185,54 @@ def test_damaged_metrics_do_not_disturb_training(
     assert b"\0" not in (run_dir / "metrics.jsonl").read_bytes()
     assert (run_dir / "loss.png").stat().st_size > 0
     assert_same_adapters(run_dir)
+
+
+@pytest.fixture
+def go_on(tmp_path):
+    """Opens the files of a run with this content at a checkpoint that knows so many bytes of them,
+    and writes one more line. Returns the lines of the file, and what was said."""
+
+    def write(content: bytes, known: int) -> tuple[list[bytes], list[str]]:
+        path, said = tmp_path / "rounds.jsonl", []
+        path.write_bytes(content)
+        files = {name: tmp_path / f"{name}.jsonl" for name in ("metrics", "held_out")}
+        none = RunTrackers((), TrackedRun("run", tmp_path, None, {}), print)
+        directory, position = SimpleNamespace(rounds=path, **files), RunPosition(rounds_bytes=known)
+        with closing(MetricsWriter(directory, position, none, said.append)) as metrics:
+            metrics.write_round({"round": "new"})
+        return path.read_bytes().splitlines(keepends=True), said
+
+    return write
+
+
+LINES = [b'{"round": 0, "seconds": 1.5}\n', b'{"round": 10}\n', b'{"round": 2, "time": 3.25}\n']
+
+
+def test_a_line_never_goes_on_with_one_that_was_cut_off(go_on):
+    """The content is cut off at every byte, and the checkpoint knows any number of its lines."""
+    content = b"".join(LINES)
+    for count in range(len(LINES) + 1):
+        known = len(b"".join(LINES[:count]))
+        for end in range(len(content) + 1):
+            *before, last = go_on(content[:end], known)[0]
+            complete = content[: min(end, known)].count(b"\n")
+            assert before == LINES[:complete]
+            assert json.loads(last)["round"] == "new"
+
+
+@pytest.mark.parametrize("put", [b"mine\n", b"mine", b'{"round": 7}\n', b"\n", b"a\nb", b"x" * 99])
+def test_what_was_put_into_a_file_merges_no_lines(put, go_on):
+    """Wherever it was put: what the checkpoint's length then cuts through is removed as a whole."""
+    content = b"".join(LINES)
+    for count in range(len(LINES) + 1):
+        known = len(b"".join(LINES[:count]))
+        for place in range(len(content) + 1):
+            changed = content[:place] + put + content[place:]
+            (*before, last), said = go_on(changed, known)
+            complete = changed[:known].count(b"\n")
+            assert before == changed.splitlines(keepends=True)[:complete]
+            assert json.loads(last)["round"] == "new"
+            assert len(said) == (len(b"".join(before)) < known)
 
 
 @pytest.mark.parametrize("damage", [truncate, empty, remove], ids=lambda f: f.__name__)
