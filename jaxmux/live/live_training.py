@@ -69,6 +69,7 @@ class LiveTraining:
         commands: Sequence[Command] = (),
         totals: Meter | None = None,
         reached: Mapping[str, int] = MappingProxyType({}),
+        told: Mapping[str, str | None] = MappingProxyType({}),
         rounds: int = 0,
         save_every: int = 50,
         prepared_at_once: int = 2,
@@ -92,6 +93,7 @@ class LiveTraining:
           commands: what its store has recorded since then; they are carried out again.
           totals: what all of its tasks had used when these were saved; None for their sum.
           reached: by name, the number of steps that tasks are known to have trained there.
+          told: by name, the last state of tasks that events have told there.
           rounds: number of rounds that were trained there, from which rounds are counted on.
           save_every: number of rounds from one call of `store.save` to the next.
           prepared_at_once: number of tasks whose data are read at the same time, and of initial
@@ -165,7 +167,9 @@ class LiveTraining:
         changed = {command.task for command in commands}
         for own in self._tasks:
             own.reached = max(own.reached, reached.get(own.name, 0))
-            if own.name in changed or own.state == PREPARING:
+            if own.ended and told.get(own.name) == own.state:
+                self._show(own)
+            elif own.name in changed or own.state == PREPARING:
                 self._show_state(own)
         self._board.show_totals(self._tasks.totals)
         self._saving.changed = bool(commands)

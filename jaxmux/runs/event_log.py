@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from .line_log import LineLog
 
@@ -14,29 +14,46 @@ if TYPE_CHECKING:
 _DIGITS = 3
 
 
+class Told(NamedTuple):
+    """What events tell of a task.
+
+    Attributes:
+      steps: number of steps that it had trained.
+      state: its last state; None if they tell of none.
+    """
+
+    steps: int
+    state: str | None
+
+
 class EventLog(LineLog):
     """The file events.jsonl, with those before it."""
 
-    def reached(self, registered: Mapping[str, float]) -> dict[str, int]:
-        """By task, the number of steps that the kept events tell of.
+    def told(self, registered: Mapping[str, float]) -> dict[str, Told]:
+        """By task, what the kept events tell of it.
 
         Args:
           registered: by name of the tasks of interest, when they were registered, in seconds since
             1970. Earlier events belong to other tasks of the same names.
         """
-        steps: dict[str, int] = {}
+        tasks: dict[str, Told] = {}
         for line in self.lines(min(registered.values(), default=math.inf)):
             try:
                 event = json.loads(line)
-                since = registered.get(event["task"])
-                if event["kind"] == "update" and since is not None:
-                    if event["time"] >= round(since, _DIGITS):
-                        # A task that was started again from an earlier step may not be back yet.
-                        reached = steps.get(event["task"], 0)
-                        steps[event["task"]] = max(reached, event["task_step"])
+                name, kind = event["task"], event["kind"]
+                since = registered.get(name)
+                if since is None or event["time"] < round(since, _DIGITS):
+                    continue
+                before = tasks.get(name, Told(0, None))
+                if kind == "update":
+                    # A task that was started again from an earlier step may not be back yet.
+                    steps = max(before.steps, event["task_step"])
+                    tasks[name] = before._replace(steps=steps)
+                elif kind == "state":
+                    tasks[name] = before._replace(state=event["state"])
             except (ValueError, KeyError, TypeError):
                 pass  # A line that a crash has cut off.
-        return steps
+        return tasks
 
     def write(self, event: "Event") -> None:
         """Appends an event.

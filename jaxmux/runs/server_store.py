@@ -24,7 +24,7 @@ from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import Task, TaskError
 
 from .checkpoints import Checkpoints
-from .event_log import EventLog
+from .event_log import EventLog, Told
 from .journal import Journal
 from .line_log import LOG_BYTES, LineLog
 from .retry import Retry
@@ -50,15 +50,14 @@ class Kept(NamedTuple):
       saved: the tasks of the newest checkpoint.
       commands: the commands since then.
       totals: what all tasks together had used at the checkpoint; None if it does not tell.
-      reached: by name, the number of steps of tasks that have been written down as events, some of
-        them perhaps after the checkpoint.
+      told: by name, what the events tell of tasks, some of it perhaps from after the checkpoint.
       rounds: number of rounds that have been trained, those after the checkpoint included.
     """
 
     saved: list[SavedTask]
     commands: list[Command]
     totals: Meter | None
-    reached: dict[str, int]
+    told: dict[str, Told]
     rounds: int
 
 
@@ -144,10 +143,17 @@ class ServerStore:
         registered |= {own.task: own.time for own in commands if own.kind == "register"}
         for name, registered_at in registered.items():
             self._trackers.register(name, registered_at)
+        # Commands may be about tasks that had ended.
+        began = {own.task.name: own.history[0].time for own in saved}
+        registered |= {
+            own.task: began[own.task]
+            for own in commands
+            if own.task in began and own.task not in registered
+        }
         # Every round is counted once. After a crash, those since the checkpoint were trained too.
         last = self._rounds.last()
         rounds = max(found.record.get("rounds", 0) if found else 0, _after(last))
-        return Kept(saved, commands, totals, self._events.reached(registered), rounds)
+        return Kept(saved, commands, totals, self._events.told(registered), rounds)
 
     @property
     def behind(self) -> bool:

@@ -2,9 +2,14 @@
 
 import os
 import shutil
+from collections import Counter
 from pathlib import Path
 
 from jaxmux.live import saving
+from jaxmux.live.states import ENDED
+from jaxmux.runs.event_log import EventLog
+from jaxmux.runs.journal import Journal
+from jaxmux.runs.json_lines import objects
 
 from .crash_images import copy_now
 from .server_steps import finish, settle, step
@@ -76,3 +81,72 @@ def test_a_task_that_has_begun_outlives_a_moment_without_its_data(
         server.resume("gone")
         finish(server)
         assert {own.state for own in server.statuses()} == {"succeeded"}
+
+
+def ends_of(folder: Path) -> Counter[tuple[str, str]]:
+    """How often events tell that a task has ended, by its name and state."""
+    events = objects((folder / "events.jsonl").read_bytes())
+    return Counter((e["task"], e["state"]) for e in events if e.get("state") in ENDED)
+
+
+def test_every_end_is_told_once_wherever_a_server_is_killed(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """Killed before, within and after each write that is about an end, and killed once more after
+    the restart."""
+    folder, images = tmp_path / "server", []
+
+    def take(cut: Path | None = None, length: int = 0) -> None:
+        images.append(copy_now(folder, tmp_path / f"image{len(images)}"))
+        if cut:
+            os.truncate(images[-1] / cut.relative_to(folder), length)
+
+    def killed_around(write, path, *arguments):
+        take()
+        before = path.stat().st_size
+        write(*arguments)
+        take(path, (before + path.stat().st_size) // 2)
+        take()
+
+    def append(journal, commands, real=Journal.append):
+        if {command.kind for command in commands} & {"end", "cancel", "used"}:
+            path = folder / "journal" / f"{max(journal.numbers)}.jsonl"
+            killed_around(real, path, journal, commands)
+        else:
+            real(journal, commands)
+
+    def tell(events, event, real=EventLog.write):
+        if event.fields.get("state") in ENDED:
+            killed_around(real, folder / "events.jsonl", events, event)
+        else:
+            real(events, event)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", append)
+        patch.setattr(EventLog, "write", tell)
+        with serve(folder, checkpoint_every=1000) as server:
+            for name, steps in (("short", 2), ("saved", 1), ("cancelled", 50)):
+                server.register(task(name, steps=steps))
+            step(server)
+            while server.status("saved").state != "succeeded":
+                step(server)
+            server.save()
+            server.cancel("cancelled")
+            finish(server)
+            take()
+    expected = {("short", "succeeded"): 1, ("saved", "succeeded"): 1, ("cancelled", "cancelled"): 1}
+    assert ends_of(folder) == expected and len(images) > 12
+
+    for image in images:
+        with serve(image) as server:
+            step(server)
+            copy_now(image, again := Path(f"{image}.again"))
+        with serve(again) as server:
+            server.step()
+            if not ends_of(again)["cancelled", "cancelled"]:
+                server.cancel("cancelled")
+            finish(server)
+        assert ends_of(again) == expected, image

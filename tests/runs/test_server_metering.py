@@ -241,9 +241,11 @@ def test_only_known_names_are_kept_of_the_events(tmp_path):
         {"time": time, "task": name, "kind": "update", "task_step": k}
         for name, k, time in (("old", 9, 1.0), ("a", 8, 1.0), ("a", 2, 5.0), ("a", 3, 6.0))
     ]
+    states = (("a", "failed", 1.0), ("b", "queued", 5.0), ("b", "succeeded", 6.0))
+    lines += [{"time": t, "task": n, "kind": "state", "state": state} for n, state, t in states]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 7, "ta')
     log = event_log.EventLog(path, print)
-    assert log.reached({"a": 4.9999, "b": 0.0}) == {"a": 3}
+    assert log.told({"a": 4.9999, "b": 0.0, "c": 0.0}) == {"a": (3, None), "b": (0, "succeeded")}
     log.close()
 
 
