@@ -41,7 +41,8 @@ from jaxmux.runs import check_names
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.places import layout_with_places
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.runs.run_shape import PlannedDevice, run_costs
+from jaxmux.runs.run_shape import PlannedDevice, run_costs, smaller_text
+from jaxmux.runs.sweep_results import brackets_of
 from jaxmux.sweeps import Sweep, expanded
 from jaxmux.tasks import Task
 
@@ -214,6 +215,15 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
         device=device,
     )
     deployment = layout.deployment
+    shrinking = layout.shrinking(prepared, config, run, device) if len(tasks) > 1 else None
+    if shrinking:
+        sweeps = [task for task in run.tasks if isinstance(task, Sweep)]
+        for smaller in shrinking.expected(brackets_of(sweeps, prepared)):
+            shape, padding = smaller.shape.shape, smaller.shape.padding
+            choices.write(
+                f"after step {smaller.step}, "
+                f"{smaller_text(smaller.tasks, len(tasks), shape)} ({padding:.0%} padding)\n"
+            )
     costs = {
         replica: run_costs(
             prepared,

@@ -41,6 +41,14 @@ class Bracket(NamedTuple):
     rungs: tuple[int, ...]
     factor: int
 
+    def kept(self, rung: int) -> int:
+        """The most tasks that go on at a rung.
+
+        Args:
+          rung: index of the rung.
+        """
+        return max(1, len(self.tasks) // self.factor ** (rung + 1))
+
     def decided(
         self, progress: Mapping[str, TaskProgress], awaited: Collection[str] = ()
     ) -> list[Rung]:
@@ -56,8 +64,7 @@ class Bracket(NamedTuple):
                 break
             # Sorting keeps the order of equal losses.
             ranking = tuple(sorted(come, key=lambda name: _loss_at(progress[name], i)))
-            kept = max(1, len(self.tasks) // self.factor ** (i + 1))
-            found.append(Rung(step, ranking, min(kept, len(ranking))))
+            found.append(Rung(step, ranking, min(self.kept(i), len(ranking))))
             come = tuple(name for name in come if name in ranking[: found[-1].kept])
         return found
 

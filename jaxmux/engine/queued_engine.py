@@ -1,20 +1,30 @@
-"""An engine with more tasks than places, and with rungs at which tasks wait for each other."""
+"""An engine whose tasks are all known: there may be more tasks than places, they may wait for each
+other at rungs, and the engine shrinks when they have ended."""
 
+import logging
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
+from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.peft.leaves import named_leaves
 
 from .brackets import Bracket, reason_to_stop, refuse_brackets
 from .engine import Engine
+from .engine_options import EngineSize
 from .prepared_task import PreparedTask
 from .progress import TaskProgress, TaskUpdate, stop_early
+from .shrinking import Shrinking
+from .size_ahead import SizeAhead
 from .slot import Slot
 from .suspended_task import SuspendedTask, best_arrays, without_best
 from .train_state import SlotState
+
+_log = logging.getLogger("jaxmux")
 
 
 class QueuedEngine(Engine):
@@ -24,12 +34,17 @@ class QueuedEngine(Engine):
     neighbours" in docs/design.md).
 
     All methods treat tasks with and without a place alike. A task that has ended keeps its place
-    until another one needs it. `options.reserved` has to have room for every task in any slot, so
-    that programs are compiled once.
+    until another one needs it, or until there are fewer slots. `options.reserved` has to have room
+    for every task in any slot, so that programs are compiled once for each size.
     """
 
     def __init__(
-        self, *arguments: Any, places: int, brackets: Sequence[Bracket] = (), **keywords: Any
+        self,
+        *arguments: Any,
+        places: int,
+        brackets: Sequence[Bracket] = (),
+        shrinking: Shrinking | None = None,
+        **keywords: Any,
     ):
         """Creates an engine without tasks.
 
@@ -38,10 +53,13 @@ class QueuedEngine(Engine):
           places: number of tasks that train at the same time, at most `options.reserved.slots`.
           brackets: tasks that compete in successive halving. Each of them has to be registered
             before training begins.
+          shrinking: decides when the engine gets smaller; None keeps its size.
         """
         super().__init__(*arguments, **keywords)
         self._brackets = tuple(brackets)
         self._places = places
+        self._shrinking = shrinking
+        self._ahead: SizeAhead | None = None
         # By name, the tasks without a place; and the names of all tasks, in their order.
         self._outside: dict[str, SuspendedTask] = {}
         self._order: list[str] = []
@@ -62,6 +80,7 @@ class QueuedEngine(Engine):
             self._new.add(name)
         self._make_room([])
         self._slots.add([])
+        self._slots.coming = {slot.kind.optimizer for slot in map(self._slot, self._order)}
 
     def begin_tasks(self) -> None:
         """Does nothing: initial adapters are made when tasks get their places."""
@@ -82,12 +101,19 @@ class QueuedEngine(Engine):
     def train_round(
         self, stop: Callable[[], bool] = lambda: False, stream: bool = True
     ) -> list[TaskUpdate]:
-        """Decides the rungs that all their tasks have reached, gives places to tasks that wait, and
-        trains a round as `Engine` does."""
-        if self._position.current is None or self._position.begun_ahead:
+        """Decides the rungs that all their tasks have reached, gets smaller if few tasks are left,
+        gives places to tasks that wait, and trains a round as `Engine` does."""
+        if self._is_between_rounds:
             self._decide_rungs()
+            self._shrink()
             self._give_places()
-        return super().train_round(stop, stream)
+        following = self._expected_size()
+        # What has begun of the next round would end before the state moves.
+        stream = stream and (following == self.size or not self._some_end_now())
+        updates = super().train_round(stop, stream)
+        if self._is_between_rounds:
+            self._compile_ahead(following)
+        return updates
 
     @property
     def names(self) -> list[str]:
@@ -172,6 +198,77 @@ class QueuedEngine(Engine):
                 if reason:
                     stop_early(slot.progress, reason, slot.prepared.task.keep_best)
                 slot.pause_after = following
+
+    @property
+    def _is_between_rounds(self) -> bool:
+        return self._position.current is None or self._position.begun_ahead
+
+    def _ended(self) -> dict[str, int]:
+        """By name of every task that trains no more, its number of steps."""
+        slots = {name: self._slot(name) for name in self._order}
+        return {
+            name: slot.steps if slot.running else slot.progress.step
+            for name, slot in slots.items()
+            if not slot.running or (self._steps_of(slot) >= slot.steps and not slot.measuring)
+        }
+
+    def _shrink(self) -> None:
+        """Takes the size that suffices for the tasks that are left."""
+        if self._shrinking is None:
+            return
+        ended = self._ended()
+        size = self._shrinking.size(ended)
+        if size == self.size or size.rows >= self.options.shape.rows:
+            return
+        idle = [slot.name for _, slot in self._slots if slot.name in ended]
+        for name in idle[: max(0, len(self._slots.names) - size.slots)]:
+            self._outside[name] = self.suspend(name)
+        ahead, self._ahead = self._ahead, None
+        fitting = ahead if ahead and ahead.sizes == (self.size, size) else None
+        try:
+            self.resize(size, fitting)
+        except OutOfDeviceMemory as e:
+            # To move an array, a device holds it twice.
+            _log.warning("%s; the engine keeps its size", e)
+            self._shrinking = None
+            return
+        self._places = size.slots
+        _log.info("%d slots, microbatches of %d rows", *size)
+
+    def _expected_size(self) -> EngineSize:
+        """The size after the next rung or the next last step, if the tasks that have the lowest
+        losses now go on at the rung and no other task ends."""
+        ended = self._ended()
+        left = {name: self._slot(name) for name in self._order if name not in ended}
+        if self._shrinking is None or not left:
+            return self.size
+        step = min(slot.steps_for_now for slot in left.values())
+        for bracket in self._brackets:
+            if step in bracket.rungs:
+                come = sorted((name for name in bracket.tasks if name in left), key=self._loss_of)
+                stopped = come[bracket.kept(bracket.rungs.index(step)) :]
+                ended |= dict.fromkeys(stopped, step)
+        ended |= {name: step for name, slot in left.items() if slot.steps == step}
+        size = self._shrinking.size(ended)
+        return size if size.rows < self.options.shape.rows else self.size
+
+    def _loss_of(self, name: str) -> float:
+        loss = self.progress(name).eval_loss
+        return math.inf if loss is None or math.isnan(loss) else loss
+
+    def _some_end_now(self) -> bool:
+        """Whether tasks train their last step before they end, or wait at a rung, in the next
+        round."""
+        slots = [slot for _, slot in self._slots if slot.running]
+        return any(self._steps_of(slot) + 1 == slot.steps_for_now for slot in slots)
+
+    def _compile_ahead(self, size: EngineSize) -> None:
+        """Begins to compile the programs for the next size beside training."""
+        sizes = self.size, size
+        if size == self.size or jax.process_count() > 1:
+            return
+        if self._ahead is None or (self._ahead.ready and self._ahead.sizes != sizes):
+            self._ahead = self.compile_ahead(size)
 
     def _has_steps(self, slot: Slot) -> bool:
         """Whether a task has something to train before it has to wait."""

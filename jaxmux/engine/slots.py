@@ -1,6 +1,6 @@
 """The slots (places of tasks in the stacked arrays), and the train state that they share."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -37,6 +37,7 @@ class Slots:
     Attributes:
       stored: the arrays that training changes, on their devices.
       pool: sizes of the state.
+      coming: the optimizer kinds that tasks may have; None for all for which the pool has room.
     """
 
     def __init__(self, config: BackboneConfig, reserved: PoolSpec, stored: StoredState):
@@ -49,6 +50,7 @@ class Slots:
         """
         self.stored = stored
         self.pool = reserved
+        self.coming: Set[str] | None = None
         self._config = config
         self._slots: dict[int, Slot] = {}
         # By number, the tasks that have left slots that are not empty yet.
@@ -342,8 +344,9 @@ class Slots:
 
     @property
     def optimizers(self) -> list[str]:
-        """The optimizer kinds for which the pool has room."""
-        return [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= moments_of(self.pool)]
+        """The optimizer kinds that tasks may have."""
+        kinds = [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= moments_of(self.pool)]
+        return [kind for kind in kinds if self.coming is None or kind in self.coming]
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
         """Creates the state, or enlarges it if the tasks do not fit."""

@@ -212,4 +212,5 @@ bottleneck_kind = AdapterKind(
     rank=lambda spec: spec.size,
     size_field="size",
     work=bottleneck_work,
+    same_in_any_rows=False,
 )

@@ -101,6 +101,8 @@ class AdapterKind(NamedTuple):
       begins_slowly: function (specification) that tells whether `initial` takes long, because it
         goes through the weights of the backbone or through the backbone; a server computes few such
         adapters at once. By default the attribute of this name, False if there is none.
+      same_in_any_rows: whether a task gets the same bits on a CPU in microbatches of any number of
+        rows. Where it does not, XLA computes small products otherwise for more tokens.
     """
 
     name: str
@@ -130,6 +132,7 @@ class AdapterKind(NamedTuple):
     begins_slowly: Callable[[Any], bool] = lambda specification: getattr(
         specification, "begins_slowly", False
     )
+    same_in_any_rows: bool = True
 
     @property
     def low_rank(self) -> bool:

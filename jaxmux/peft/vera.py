@@ -286,4 +286,5 @@ vera_kind = AdapterKind(
     identity=("rank", "projection_key"),
     merged=_merged,
     work=_work,
+    same_in_any_rows=False,
 )

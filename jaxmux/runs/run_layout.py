@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxmux.engine import EngineOptions, PreparedTask
+from jaxmux.engine import EngineOptions, EngineSize, PreparedTask
 from jaxmux.engine.backbone_size import mesh_sizes, size_of
 from jaxmux.engine.batch_lengths import BatchLengths
 from jaxmux.engine.remat_choice import bytes_of
+from jaxmux.engine.shrinking import Shrinking
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -20,6 +21,7 @@ from jaxmux.models import (
     load_backbone,
 )
 from jaxmux.models.modules import abstract_weights
+from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
@@ -37,7 +39,7 @@ from .mesh_choice import choose_mesh, fewer_devices
 from .replica_fit import ReplicaFit, fit_longest, fit_replica
 from .run_directory import RecordedShapes
 from .run_options import AUTO_MESH, RunOptions
-from .run_shape import PlannedDevice
+from .run_shape import PlannedDevice, run_costs, shrinking_of
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
@@ -72,6 +74,34 @@ class RunLayout(NamedTuple):
     def shape(self) -> ShapeClass:
         """The shape class with the longest rows."""
         return max(self.shapes, key=lambda shape: shape.row_len)
+
+    def shrinking(
+        self,
+        tasks: Sequence[PreparedTask],
+        config: BackboneConfig,
+        options: RunOptions,
+        device: PlannedDevice | None = None,
+    ) -> Shrinking | None:
+        """When the engine gets smaller because tasks have ended; None if it keeps its size. So do
+        several replicas, and on a CPU engines of kinds of adapters that have other bits in
+        microbatches of fewer rows.
+
+        Args:
+          tasks: the tasks of the training run.
+          config: configuration of the backbone.
+          options: settings of the training run.
+          device: as for `choose_layout`.
+        """
+        on_cpu = (device.kind if device else jax.local_devices()[0].device_kind) == "cpu"
+        any_rows = all(kind_of(task.task.adapter).same_in_any_rows for task in tasks)
+        if len(self.deployment.replicas) > 1 or (on_cpu and not any_rows):
+            return None
+        (replica,), places = self.deployment.replicas, self.places or len(tasks)
+        dtype = backbone_dtype(options.dtype)
+        given = options.remat, options.memory, replica, self.places
+        costs = run_costs(tasks, config, dtype, *given, device=device)
+        first = EngineSize(max(places, options.reserved(config).slots), self.shape.rows)
+        return shrinking_of(tasks, costs.replica, self.shape, first, places)
 
     def added_to(self, recorded: RecordedShapes | None) -> RecordedShapes:
         """The shape classes that a training run records.

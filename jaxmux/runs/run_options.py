@@ -64,10 +64,11 @@ class RunOptions:
       chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
         chooses the chunk length that is predicted to train fastest. If `row_len` or `chunk_len` is
         None, microbatches may also get fewer tokens than N; if both are given, microbatches have N
-        tokens, rounded up to whole rows and chunks.
+        tokens, rounded up to whole rows and chunks. Both get fewer when tasks have ended and the
+        others do not fill them.
       max_sequences: most samples of a row. None chooses the number that is predicted to train
         fastest. It can be given only together with `row_len` and `chunk_len`; then the shape of
-        microbatches does not depend on the tasks.
+        microbatches does not depend on the tasks, until some of them have ended.
       remat: the values that a layer keeps from its forward to its backward pass; all else is
         computed again. From most to least memory: "none" keeps everything, "norms" recomputes
         neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"

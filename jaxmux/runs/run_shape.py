@@ -13,15 +13,17 @@ compiling a second program.
 import dataclasses
 import logging
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxmux.engine import PreparedTask
+from jaxmux.engine import EngineSize, PreparedTask
 from jaxmux.engine.backbone_size import size_of
 from jaxmux.engine.batch_lengths import BatchLengths
+from jaxmux.engine.shrinking import Shrinking
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
@@ -44,6 +46,7 @@ from jaxmux.planner.packing import (
     at_most,
     choose_shape,
     sample_rounds,
+    with_fewer_rows,
 )
 
 _log = logging.getLogger("jaxmux")
@@ -206,6 +209,47 @@ def choose_run_shape(
     sequences = numbered(alignment.shape.max_sequences, "sequence")
     _log.info("%s, %s a row at most, the fastest by costs %s", choice, sequences, choice.source)
     return choice
+
+
+def shrinking_of(
+    tasks: Sequence[PreparedTask],
+    costs: ReplicaCosts,
+    shape: ShapeClass,
+    first: EngineSize,
+    places: int,
+) -> Shrinking:
+    """When the engine of a training run gets smaller.
+
+    Args:
+      tasks: the tasks of the training run, at least one.
+      costs: the costs of these tasks on the only replica.
+      shape: the shape class with which the run begins.
+      first: the size with which the engine begins.
+      places: number of tasks that train at the same time.
+    """
+    by_name = {task.task.name: task for task in tasks}
+
+    @cache
+    def shape_of(names: tuple[str, ...]) -> PricedShape:
+        batches = [BatchLengths(by_name[name].batches, by_name[name].steps) for name in names]
+        rounds = sample_rounds([PartOfBatches(own, costs.replica.shards) for own in batches])
+        return with_fewer_rows(rounds, shape, costs.microbatch, costs.replica.pp)
+
+    return Shrinking(first, places, shape_of, {name: task.steps for name, task in by_name.items()})
+
+
+def smaller_text(left: int, tasks: int, shape: ShapeClass) -> str:
+    """What is said when microbatches get smaller.
+
+    Args:
+      left: number of tasks that still train.
+      tasks: number of tasks of the run.
+      shape: the shape class of the microbatches from now on.
+    """
+    return (
+        f"{left} of {numbered(tasks, 'task')} left: microbatches of {numbered(shape.rows, 'row')} "
+        f"of {shape.row_len} tokens"
+    )
 
 
 def best_shape(

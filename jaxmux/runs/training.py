@@ -18,7 +18,6 @@ from jaxmux.errors import Interrupted, OutOfDeviceMemory, first_line, ran_out_of
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Deployment
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.sweeps import Sweep
@@ -36,6 +35,7 @@ from .run_directory import RunDirectory
 from .run_inputs import RunInputs, configuration_of
 from .run_layout import RunLayout, engine_options, load_on
 from .run_options import AUTO_MESH, RunOptions
+from .run_shape import smaller_text
 from .start_timeline import StartTimeline
 from .stop_signals import StopSignals
 from .summary import Summary
@@ -64,10 +64,13 @@ class _Attempt:
     Attributes:
       layout: the layout.
       has_trained: whether a round has ended in it, or a checkpoint has been restored.
+      predicted_memory: the peak memory that is predicted for its first round, in bytes; None if it
+        is not known.
     """
 
     def __init__(self, layout: RunLayout):
         self.layout, self.has_trained = layout, False
+        self.predicted_memory: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,11 +188,13 @@ class Training:
             replica_shapes=layout.shapes if layout.costs else (),
             sequence_costs=layout.costs,
         )
-        queued = layout.places is not None or bool(brackets)
         places = layout.places or len(prepared)
-        if queued:
+        make = Engine
+        if len(prepared) > 1:
             pool = pool_with_places(prepared, own_options.reserved, places)
             own_options = dataclasses.replace(own_options, reserved=pool)
+            shrinking = layout.shrinking(prepared, self.inputs.config, options)
+            make = partial(QueuedEngine, places=places, brackets=brackets, shrinking=shrinking)
         dtype = backbone_dtype(options.dtype)
         console.say("compiling the training step; this can take a minute")
         with ExitStack() as stack:
@@ -209,7 +214,6 @@ class Training:
                     )
                 )
             admission, *others = layout.admissions or (None,)
-            make = partial(QueuedEngine, places=places, brackets=brackets) if queued else Engine
             engine = make(model, own_options, admission, programs, others)
             goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
             with self.timeline.span("register the tasks"):
@@ -240,7 +244,7 @@ class Training:
             summary = recorder.finish(
                 seconds,
                 self.sweeps,
-                predicted_memory_bytes=_predicted_memory(engine, admission, places),
+                predicted_memory_bytes=attempt.predicted_memory,
                 predicted_round_seconds=layout.round_seconds,
             )
             adapters = {p.task.name: engine.adapter(p.task.name) for p in _with_prompts(engine)}
@@ -299,6 +303,7 @@ class Training:
             return bool(signal)
 
         self.console.start(engine)
+        size = engine.size
         try:
             with self.stop.deferred(self.console.say):
                 while not engine.finished:
@@ -309,7 +314,12 @@ class Training:
                             # The first results are shown at once, although the devices wait.
                             updates += engine.drain()
                             attempt.has_trained = True
+                            attempt.predicted_memory = _predicted_memory(engine, attempt.layout)
                     recorder.record(updates)
+                    if engine.size != size:
+                        size, names = engine.size, engine.names
+                        left = sum(engine.progress(name).status == "running" for name in names)
+                        self.console.say(smaller_text(left, len(names), engine.options.shape))
                     if not ends:
                         recorder.record_start(self.timeline)
                     ends.append(time.monotonic())
@@ -329,11 +339,17 @@ class Training:
         return statistics.median(map(operator.sub, later[1:], later)) if len(later) > 2 else None
 
 
-def _predicted_memory(engine: Engine, admission: Admission | None, places: int) -> int | None:
-    """The peak memory that was predicted before training, in bytes; None if it is not known."""
-    if admission is None or engine.remat is None:
+def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
+    """The peak memory that is predicted for rounds of the engine's size, in bytes; None if it is
+    not known."""
+    if not layout.admissions or engine.remat is None:
         return None
-    pools = [engine.prepared(name).pool for name in engine.names[:places]]
+    admission = layout.admissions[0]
+    if len(layout.shapes) == 1:
+        reserved = admission.reserved._replace(slots=engine.size.slots)
+        shape = engine.options.shape
+        admission = dataclasses.replace(admission, shape=shape, reserved=reserved)
+    pools = [engine.prepared(name).pool for name in engine.names[: engine.size.slots]]
     stages = admission.costs.replica.pp
     return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
 

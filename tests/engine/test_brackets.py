@@ -4,9 +4,11 @@ import random
 
 import pytest
 
-from jaxmux.engine import Bracket, TaskProgress, rung_of
+from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of
 from jaxmux.engine.brackets import reason_to_stop
 from jaxmux.engine.progress import TaskEvaluation, record_evaluation
+from jaxmux.engine.shrinking import Shrinking
+from jaxmux.planner.packing import PricedShape, ShapeClass
 
 INFINITE = float("inf")
 
@@ -117,3 +119,49 @@ def test_a_second_measurement_after_the_same_step_takes_no_patience():
     assert (progress.status, progress.best_step, progress.eval_step) == ("running", 4, 4)
     measure(6, 1.0)
     assert progress.stopped_early.endswith("without a lower one than after step 4")
+
+
+def shape_with(rows):
+    return PricedShape(ShapeClass(rows, 128, 64, 2), seconds=1.0, microbatches=1, padding=0.0)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_size_follows_from_the_ends_of_tasks_as_if_they_were_seen_one_after_another(seed):
+    rng = random.Random(seed)
+    names = [f"task{i}" for i in range(12)]
+    steps = {name: rng.randint(20, 60) for name in names}
+    ended = {name: rng.randint(1, steps[name]) for name in names}
+    rows = {name: rng.randint(1, 4) for name in names}
+    first = EngineSize(16, 48)
+    shrinking = Shrinking(first, 12, lambda own: shape_with(sum(map(rows.get, own))), steps)
+    present = first
+    for step in range(1, 61):
+        seen = {name: end for name, end in ended.items() if end <= step}
+        left = [name for name in names if name not in seen]
+        wanted = sum(rows[name] for name in left)
+        worth = left and max(steps[name] for name in left) - step >= 8
+        if step in seen.values() and worth and 4 * wanted <= 3 * present.rows:
+            present = EngineSize(len(left), wanted)
+        assert shrinking.size(seen) == present
+        assert left == [] or present.slots >= len(left)
+
+
+def test_tasks_that_wait_need_rows_for_those_with_a_place():
+    names = [f"task{i}" for i in range(6)]
+    steps = dict.fromkeys(names, 20)
+    shrinking = Shrinking(EngineSize(2, 12), 2, lambda own: shape_with(2 * len(own)), steps)
+    assert shrinking.size({}) == EngineSize(2, 12)
+    assert shrinking.size({"task0": 20}) == EngineSize(2, 4)
+    assert shrinking.size(dict.fromkeys(names[:4], 20)) == EngineSize(2, 4)
+    assert shrinking.size(dict.fromkeys(names[:5], 20)) == EngineSize(1, 2)
+    assert shrinking.size(dict.fromkeys(names, 20)) == EngineSize(2, 12)
+
+
+def test_sizes_are_expected_at_rungs_and_last_steps():
+    names = tuple("abcdefgh")
+    steps = dict.fromkeys(names, 40) | {"other": 20}
+    bracket = Bracket(names, (5, 10, 35), 2)
+    shrinking = Shrinking(EngineSize(9, 9), 9, lambda own: shape_with(len(own)), steps)
+    found = [(own.step, own.tasks, own.shape.shape.rows) for own in shrinking.expected([bracket])]
+    # At the last rung too few steps are left.
+    assert found == [(5, 5, 5), (10, 3, 3), (20, 2, 2)]

@@ -138,6 +138,94 @@ def test_a_run_that_is_killed_again_and_again_gets_the_same_bits(
     assert adapter_bytes(tmp_path / "killed" / "adapters") == expected
 
 
+@pytest.fixture(scope="module")
+def halved(make_task, data):
+    """Four configurations, of which one goes on after two of twelve steps."""
+    task = make_task("base", steps=12, eval_data=data["short.eval"])
+    rates = [1e-4, 1e-3, 1e-2, 3e-4]
+    return Sweep(task, {"optimizer.learning_rate": rates}, first_rung=2, factor=4)
+
+
+def tokens_of_rounds(folder):
+    lines = map(json.loads, (folder / "rounds.jsonl").read_text().splitlines())
+    return [line["tokens"] for line in lines]
+
+
+def test_the_last_of_a_sweep_trains_in_fewer_rows_to_the_bits_of_training_alone(
+    halved, train, adapter_bytes, monkeypatch, tmp_path, capsys
+):
+    whole = tmp_path / "whole"
+    summary = train(whole, halved)
+    assert "1 of 4 tasks left: microbatches of 1 row of 128 tokens\n" in capsys.readouterr().out
+    assert tokens_of_rounds(whole) == 2 * [256] + 10 * [128]
+    (best,) = (name for name, task in summary.tasks.items() if task["steps"] == 12)
+    (alone,) = (task for task in halved.tasks() if task.name == best)
+    train(tmp_path / "alone", alone)
+    assert tokens_of_rounds(tmp_path / "alone") == 12 * [256]
+    expected = adapter_bytes(tmp_path / "alone" / "adapters")
+    found = adapter_bytes(whole / "adapters")
+    assert {path: found[path] for path in expected} == expected
+
+    save, saves = checkpoints.Checkpoints.save, []
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        saves.append(1)
+        if len(saves) in (1, 3):
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    for _ in range(2):
+        # First between the rung and the decision there, and then in the last five rounds.
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "killed", halved, checkpoint_every=2 if not saves else 5)
+    assert train(tmp_path / "killed", halved).tasks == summary.tasks
+    assert tokens_of_rounds(tmp_path / "killed") == tokens_of_rounds(whole)
+    assert adapter_bytes(tmp_path / "killed" / "adapters") == found
+
+
+def test_tasks_that_end_early_leave_smaller_microbatches_and_places_to_the_others(
+    make_task, data, train, adapter_bytes, tmp_path
+):
+    """One of four tasks has more steps than the others; one place of two is enough for it."""
+    tasks = [make_task(f"short{i}", steps=2) for i in range(3)]
+    tasks.append(make_task("long", steps=12, eval_data=data["short.eval"]))
+    train(tmp_path / "together", *tasks)
+    assert tokens_of_rounds(tmp_path / "together") == 2 * [256] + 10 * [128]
+    train(tmp_path / "waiting", *tasks, tasks_at_once=2)
+    train(tmp_path / "alone", tasks[-1])
+    expected = adapter_bytes(tmp_path / "alone" / "adapters")
+    for name in ("together", "waiting"):
+        found = adapter_bytes(tmp_path / name / "adapters")
+        assert {path: found[path] for path in expected} == expected
+    # As few steps as are left here are not worth a compilation.
+    train(tmp_path / "brief", *tasks[:-1], dataclasses.replace(tasks[-1], steps=9))
+    assert tokens_of_rounds(tmp_path / "brief") == 9 * [256]
+
+
+def test_a_plan_tells_the_smaller_microbatches_that_training_then_takes(
+    write_config, data, tmp_path, capsys
+):
+    config = write_config(
+        "fine_tune.tasks = [@tiny/Sweep()]",
+        "tiny/Sweep.task = @tiny/Task()",
+        "tiny/Task.steps = 12",
+        f"tiny/Task.eval_data = {data['short.eval']!r}",
+        "tiny/Sweep.space = {'seed': [1, 2, 3, 4, 5, 6, 7, 8]}",
+        "tiny/Sweep.first_rung = 1",
+        "tiny/Sweep.factor = 2",
+        run={"tokens_per_microbatch": 512},
+    )
+    assert run_command("plan", [f"--gin_file={config}", "--rounds=2"], prog="jaxmux plan") == 0
+    said = r"(\d) of 8 tasks left: microbatches of (\d) rows? of 128 tokens"
+    planned = re.findall(r"after step (\d), " + said, capsys.readouterr().out)
+    assert planned == [("1", "4", "2"), ("2", "2", "1")]
+    arguments = [f"--gin_file={config}", f"--run_dir={tmp_path / 'run'}"]
+    assert run_command("train", arguments, prog="jaxmux train") == 0
+    found = re.findall(said, capsys.readouterr().out)
+    assert found == [(left, rows) for _, left, rows in planned]
+
+
 def test_records_tell_the_values_of_each_task(sweep, sweep_run):
     folder, summary = sweep_run()
     names = [task.name for task in sweep.tasks()]

@@ -10,14 +10,21 @@ samples alone, not on the other tasks; other tasks only change the rows in which
 This independence is called isolation.
 
 `choose_shape` finds the shape class in which given rounds are predicted to take the least time.
-`sample_rounds` picks those rounds from a whole training run.
+`sample_rounds` picks those rounds from a whole training run. `with_fewer_rows` changes only the
+number of rows, when tasks have ended.
 """
 
 from .first_fit import pack_first_fit
 from .longest_rows import longest_that_fits, require_longest_rows
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
 from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds, sampled_part
-from .shape_choice import PricedShape, ShapeRequest, choose_shape, plain_shape
+from .shape_choice import (
+    PricedShape,
+    ShapeRequest,
+    choose_shape,
+    plain_shape,
+    with_fewer_rows,
+)
 from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
 __all__ = [
@@ -41,4 +48,5 @@ __all__ = [
     "sample_rounds",
     "sampled_part",
     "smallest_shape_class",
+    "with_fewer_rows",
 ]

@@ -195,6 +195,32 @@ def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost
     return PricedShape(shape, count * seconds(shape, _owned(packed) / count), count, padding)
 
 
+def with_fewer_rows(
+    rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost, stages: int = 1
+) -> PricedShape:
+    """Returns the shape class in which the given rounds are predicted to take the least time, among
+    those that differ from `shape` by fewer rows, and `shape` itself.
+
+    Args:
+      rounds, seconds: as for `choose_shape`.
+      shape: the shape class with the most rows.
+      stages: number of stages of the pipeline, in which a round takes the time of `stages` - 1
+        microbatches more than it has.
+    """
+    step = power_of_two(-(-shape.tokens // _MOST_STEPS))
+    unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
+    packed, block = pack_rounds(rounds, shape), RowShape.of(shape).block
+    needed, owned = [len(batch.rows) * block for batch in packed], _owned(packed)
+
+    def total(rows: int) -> float:
+        counts = [-(-n // rows) for n in needed]
+        one = seconds(dataclasses.replace(shape, rows=rows), owned / sum(counts))
+        return one * sum(count + stages - 1 for count in counts)
+
+    best = min([*range(unit, shape.rows, unit), shape.rows], key=total)
+    return price_shape(rounds, dataclasses.replace(shape, rows=best), seconds)
+
+
 def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
     """Yields shape classes of N tokens for every row and chunk length, with one sequence per row
     and with several."""

@@ -13,6 +13,7 @@ from jaxmux.planner.packing.shape_choice import (
     choose_shape,
     plain_shape,
     price_shape,
+    with_fewer_rows,
 )
 
 
@@ -197,3 +198,29 @@ def test_chunks_are_no_shorter_than_the_kernels_take():
 def test_rounds_without_samples_are_refused():
     with pytest.raises(PlanningError, match="no samples"):
         choose_shape([{0: []}], ShapeRequest(4096), seconds_of(0, 0))
+
+
+@pytest.mark.parametrize("stages", [1, 4])
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_number_of_rows_is_faster_for_the_tasks_that_are_left(seed, stages):
+    rounds = [{0: batches[0]} for batches in random_rounds(seed)]
+    shape = ShapeClass(rows=24, row_len=1024, chunk_len=64, max_sequences=16)
+    seconds = seconds_of(per_row_len=1e-9, per_chunk=1e-5, each=1e-3)
+
+    def round_seconds(rows: int) -> float:
+        """Each round takes the time of `stages` - 1 microbatches more, in its last stage."""
+        own = [price_shape([r], dataclasses.replace(shape, rows=rows), seconds) for r in rounds]
+        return sum(o.seconds * (1 + (stages - 1) / o.microbatches) for o in own)
+
+    found = with_fewer_rows(rounds, shape, seconds, stages).shape
+    assert found == dataclasses.replace(shape, rows=found.rows)
+    assert round_seconds(found.rows) <= 1.01 * min(map(round_seconds, range(1, 25)))
+
+
+def test_one_small_task_gets_the_rows_that_it_needs():
+    shape = ShapeClass(rows=32, row_len=128, chunk_len=64, max_sequences=2)
+    found = with_fewer_rows([{0: [64] * 6}, {0: [60] * 5}], shape, seconds_of(0, 0, each=1.0))
+    assert (found.shape.rows, found.microbatches) == (3, 2)
+    chunks_of_rows = dataclasses.replace(shape, chunk_len=512)
+    found = with_fewer_rows([{0: [64] * 6}], chunks_of_rows, seconds_of(0, 0, each=1.0))
+    assert found.shape.rows == 4

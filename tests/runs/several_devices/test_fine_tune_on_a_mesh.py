@@ -231,3 +231,43 @@ def test_rungs_on_a_mesh_are_those_of_one_device_also_after_a_stop_within_a_roun
     assert sum(task["stopped_early"] is not None for task in one.tasks.values()) == 3
     expected = adapter_bytes(tmp_path / "one" / "adapters")
     assert adapter_bytes(tmp_path / "two" / "adapters") == expected
+
+
+@pytest.mark.parametrize("mesh", ["pp2", pytest.param("dp2,pp2,tp2", marks=pytest.mark.slow)])
+def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
+    mesh, make_task, data, train, tmp_path, adapter_bytes, monkeypatch
+):
+    """Beside a task that ends after it, and killed after the rung."""
+    task = make_task("base", steps=12, eval_data=data["short.eval"])
+    rates = [1e-4, 1e-2, 1e-3, 3e-4, 3e-3, 3e-2]
+    sweep = Sweep(task, {"optimizer.learning_rate": rates}, first_rung=2, factor=6)
+    keywords = {"tokens_per_microbatch": 384, "mesh": mesh}
+
+    def tokens(run_dir):
+        lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
+        return [line["tokens"] / line["microbatches"] for line in lines]
+
+    whole = train(tmp_path / "whole", sweep, **keywords)
+    found = tokens(tmp_path / "whole")
+    assert found[:2] == 2 * [384] and max(found[2:]) < 384
+    (best,) = (name for name, task in whole.tasks.items() if task["steps"] == 12)
+    (alone,) = (task for task in sweep.tasks() if task.name == best)
+    train(tmp_path / "alone", alone, **keywords | {"mesh": None})
+    save, calls = checkpoints.Checkpoints.save, []
+
+    def save_and_die(*arguments):
+        save(*arguments)
+        calls.append(1)
+        if len(calls) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", sweep, checkpoint_every=4, **keywords)
+    again = train(tmp_path / "killed", sweep, **keywords)
+    assert again.tasks == whole.tasks and tokens(tmp_path / "killed") == found
+    adapters = adapter_bytes(tmp_path / "whole" / "adapters")
+    assert adapter_bytes(tmp_path / "killed" / "adapters") == adapters
+    expected = adapter_bytes(tmp_path / "alone" / "adapters")
+    if mesh == "pp2":
+        assert {path: adapters[path] for path in expected} == expected
