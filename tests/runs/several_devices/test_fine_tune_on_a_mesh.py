@@ -237,7 +237,7 @@ def test_rungs_on_a_mesh_are_those_of_one_device_also_after_a_stop_within_a_roun
 def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
     mesh, make_task, data, train, tmp_path, adapter_bytes, monkeypatch
 ):
-    """Beside a task that ends after it, and killed after the rung."""
+    """Close to one device alone, and to the same bits after it was killed behind the rung."""
     task = make_task("base", steps=12, eval_data=data["short.eval"])
     rates = [1e-4, 1e-2, 1e-3, 3e-4, 3e-3, 3e-2]
     sweep = Sweep(task, {"optimizer.learning_rate": rates}, first_rung=2, factor=6)
@@ -251,8 +251,8 @@ def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
     found = tokens(tmp_path / "whole")
     assert found[:2] == 2 * [384] and max(found[2:]) < 384
     (best,) = (name for name, task in whole.tasks.items() if task["steps"] == 12)
-    (alone,) = (task for task in sweep.tasks() if task.name == best)
-    train(tmp_path / "alone", alone, **keywords | {"mesh": None})
+    (task,) = (task for task in sweep.tasks() if task.name == best)
+    alone = train(tmp_path / "alone", task, **keywords | {"mesh": None})
     save, calls = checkpoints.Checkpoints.save, []
 
     def save_and_die(*arguments):
@@ -268,6 +268,5 @@ def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
     assert again.tasks == whole.tasks and tokens(tmp_path / "killed") == found
     adapters = adapter_bytes(tmp_path / "whole" / "adapters")
     assert adapter_bytes(tmp_path / "killed" / "adapters") == adapters
-    expected = adapter_bytes(tmp_path / "alone" / "adapters")
-    if mesh == "pp2":
-        assert {path: adapters[path] for path in expected} == expected
+    for field in ("train_loss_last", "eval_loss"):
+        assert whole.tasks[best][field] == pytest.approx(alone.tasks[best][field], rel=1e-4)
