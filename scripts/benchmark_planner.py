@@ -49,6 +49,7 @@ from planner_bubbles import (
 from planner_costs import SOURCE
 from planner_overlap import OVERLAPS, decoder_subgraphs, interleaving_gap
 from planner_parts import (
+    UnusualPacking,
     bound_on_bucket_gap,
     bucket_gaps,
     fusion_gap,
@@ -56,6 +57,7 @@ from planner_parts import (
     largest_bucket_gap,
     packing,
     packing_of_mixes,
+    packing_of_unusual_lengths,
     plan_seconds,
     timed,
 )
@@ -228,9 +230,19 @@ def part_records(
     mixed = packing_of_mixes(lengths, mixes=120, seed=args.seed)
     others = {"worst mix": mixed.worst, "tasks cut alone": mixed.given_spans}
     yield make_record("rows of random mixes over the lower bound", mixed.gap, "", 0.03, others)
+    yield unusual_packing_record(packing_of_unusual_lengths(mixes=60, seed=args.seed))
     yield make_record("packing", packed.milliseconds, "ms per sample", 1.0)
     seconds = plan_seconds(lengths, args.plan_tasks, 4, args.seed)
     yield make_record(f"plan of {args.plan_tasks} tasks of 16 samples, pp=4", seconds, "s")
+
+
+def unusual_packing_record(packed: UnusualPacking) -> Record:
+    """Gaps of mixes of lengths that few data sets have."""
+    others = {"worst mix": packed.worst, "tasks cut alone": packed.given_spans}
+    for family, (mean, worst) in packed.families.items():
+        others |= {family: mean, f"worst of {family}": worst}
+    others["seconds of the process"] = packed.seconds
+    return make_record("rows of unusual mixes over the lower bound", packed.gap, "", 0.03, others)
 
 
 def replica_records(

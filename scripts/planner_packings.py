@@ -1,5 +1,7 @@
 """The packing that `pack_round` is compared with by benchmarks and tests."""
 
+import dataclasses
+
 from jaxmux.planner.packing import PackedRound, RoundLengths, ShapeClass, pack_round
 from jaxmux.planner.packing.rows import RowShape, fill_rows_greedily
 
@@ -11,4 +13,4 @@ def pack_greedily(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
     result and errors are as in `pack_round`.
     """
     packed = pack_round(lengths, shape)
-    return packed._replace(rows=fill_rows_greedily(packed.spans, RowShape.of(shape)))
+    return dataclasses.replace(packed, rows=fill_rows_greedily(packed.spans, RowShape.of(shape)))

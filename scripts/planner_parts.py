@@ -240,6 +240,102 @@ def packing_of_mixes(lengths: Mapping[str, Sequence[int]], mixes: int, seed: int
     )
 
 
+class UnusualPacking(NamedTuple):
+    """Rows of packed rounds of random mixes of lengths that few data sets have.
+
+    Attributes:
+      gap: mean over the mixes of the rows relative to their lower bound, minus 1.
+      worst: the largest gap of a mix.
+      given_spans: mean over the mixes of the rows relative to the lower bound for each task's
+        samples as they are cut, minus 1.
+      families: by family of lengths, the mean gap and the largest.
+      seconds: time of the process for packing all mixes.
+    """
+
+    gap: float
+    worst: float
+    given_spans: float
+    families: Mapping[str, tuple[float, float]]
+    seconds: float
+
+
+def packing_of_unusual_lengths(mixes: int, seed: int) -> UnusualPacking:
+    """Packs three rounds of each random mix of 1 to 32 tasks with batches of 4 to 64 samples.
+
+    All tasks of a mix have lengths of one of the families of `_unusual_lengths`, which take turns,
+    each with random parameters. Samples have up to 512 to 2,048 tokens, and chunks 64 to 256.
+    """
+    gaps: dict[str, list[tuple[float, float]]] = {}
+    spent = 0.0
+    for mix in range(mixes):
+        rng = np.random.default_rng([seed, mix])
+        tasks, batch = int(rng.choice([1, 2, 4, 8, 16, 32])), int(rng.choice([4, 8, 16, 32, 64]))
+        batch = min(batch, 512 // tasks)
+        longest = int(rng.choice([512, 1024, 2048]))
+        family = _FAMILIES[mix % len(_FAMILIES)]
+        lengths = [
+            np.clip(_unusual_lengths(family, rng, 3 * batch).astype(int), 1, longest)
+            for _ in range(tasks)
+        ]
+        rounds = [
+            {slot: sizes[i * batch :][:batch].tolist() for slot, sizes in enumerate(lengths)}
+            for i in range(3)
+        ]
+        # A microbatch is as small as possible, so that rows are counted.
+        every = np.concatenate(lengths).tolist()
+        shape = smallest_shape_class(every, 1, int(rng.choice([64, 128, 256])))
+        start = time.process_time()
+        packed = pack_rounds(rounds, shape)
+        spent += time.process_time() - start
+        count, bound, isolated = (
+            sum(getattr(batch, name) for batch in packed)
+            for name in ("count", "bound", "isolated_bound")
+        )
+        gaps.setdefault(family, []).append((count / bound - 1, count / isolated - 1))
+    together = np.concatenate([np.array(pairs) for pairs in gaps.values()])
+    return UnusualPacking(
+        float(together[:, 0].mean()),
+        float(together[:, 0].max()),
+        float(together[:, 1].mean()),
+        {
+            family: (float(np.mean(pairs, 0)[0]), float(np.max(pairs, 0)[0]))
+            for family, pairs in gaps.items()
+        },
+        spent,
+    )
+
+
+_FAMILIES = (
+    "log-normal with a heavy tail",
+    "Pareto",
+    "two lengths",
+    "many short and few long",
+    "just above multiples of 64",
+    "uniform",
+)
+
+
+def _unusual_lengths(family: str, rng: np.random.Generator, size: int) -> np.ndarray:
+    """Returns the tokens of `size` samples of one task."""
+    match family:
+        case "log-normal with a heavy tail":
+            return rng.lognormal(np.log(rng.uniform(30, 300)), rng.uniform(0.8, 1.4), size)
+        case "Pareto":
+            return rng.uniform(20, 200) * (1 + rng.pareto(rng.uniform(0.9, 2), size))
+        case "two lengths":
+            short, long = rng.integers(16, 400), rng.integers(300, 1500)
+            return np.where(rng.random(size) < rng.uniform(0.2, 0.8), short, long)
+        case "many short and few long":
+            short, long = rng.integers(8, 80, size), rng.integers(600, 2048, size)
+            return np.where(rng.random(size) < 0.9, short, long)
+        case "just above multiples of 64":
+            unit = 64 * rng.choice([1, 2, 4, 8])
+            return unit * rng.integers(1, rng.integers(2, 8), size) + rng.integers(1, 9, size)
+        case "uniform":
+            return rng.integers(16, rng.integers(64, 1500), size)
+    raise ValueError(family)
+
+
 def plan_seconds(lengths: Mapping[str, Sequence[int]], tasks: int, stages: int, seed: int) -> float:
     """Returns the seconds in which a whole plan is made, as the command line makes it.
 

@@ -45,6 +45,9 @@ WORDS = {
     "rows of random mixes over the lower bound": (
         "rows of packed rounds, 120 random mixes of data sets, over their lower bound"
     ),
+    "rows of unusual mixes over the lower bound": (
+        "rows of packed rounds, mean of 60 mixes of unusual lengths, over their lower bound"
+    ),
     "interleaving over best of all orders": (
         "time of interleaved hTasks, mean of 60 graphs, over the best of all orders"
     ),

@@ -29,7 +29,7 @@ from planner_costs import (
     llama,
     stage_seconds,
 )
-from planner_parts import packing_of_mixes
+from planner_parts import packing_of_mixes, packing_of_unusual_lengths
 from planner_replicas import CONTEXT, SIX_TASKS, cases, most_gain, simulate, small_case
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -64,6 +64,11 @@ def records(lengths, tmp_path_factory):
             benchmark_planner,
             "packing_of_mixes",
             lambda lengths, mixes, seed: packing_of_mixes(lengths, 30, seed),
+        )
+        patch.setattr(
+            benchmark_planner,
+            "packing_of_unusual_lengths",
+            lambda mixes, seed: packing_of_unusual_lengths(12, seed),
         )
         benchmark_planner.main(arguments)
     return read_records(folder / "planner.json")

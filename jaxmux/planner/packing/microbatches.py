@@ -16,7 +16,9 @@ LoRAFusion (Eq. 3-4) solves an integer program here. On rounds of real lengths i
 microbatches than `fill_rows`, so the tests use it as an oracle.
 """
 
+import dataclasses
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import NamedTuple
 
 from .rows import (
@@ -24,7 +26,6 @@ from .rows import (
     RowShape,
     fill_rows,
     least_rows,
-    least_rows_of_samples,
     spans_of_rows,
 )
 from .shape_class import ShapeClass
@@ -64,7 +65,8 @@ class CutBatch(NamedTuple):
     spans: tuple[Span, ...]
 
 
-class PackedRound(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class PackedRound:
     """One round (one global batch of every task), laid out in microbatches by `pack_round`.
 
     Most callers need only `microbatches()` (the place of every sample), `count` (the number of
@@ -82,23 +84,41 @@ class PackedRound(NamedTuple):
         holds this number of the slot's spans side by side: the first spans in `spans` that no
         earlier row holds. If a chunk is longer than a row, an entry of `rows` stands for all rows
         that one chunk covers. `contents()` gives the spans themselves.
-      bound: a lower bound on the number of microbatches, for every layout of these samples in which
-        each chunk belongs to one task.
-      isolated_bound: a lower bound on the number of microbatches, for every layout that uses the
-        spans in `spans`. It is at least `bound`, because the spans were cut for each task
-        separately.
+      lengths: for each slot, the stream lengths in tokens of the samples of the task's global
+        batch.
     """
 
     shape: ShapeClass
     spans: dict[int, tuple[Span, ...]]
     rows: list[Row]
-    bound: int
-    isolated_bound: int
+    lengths: RoundLengths
 
     @property
     def count(self) -> int:
         """Number of microbatches of the round."""
         return -(-len(self.rows) // rows_of_microbatch(self.shape))
+
+    @cached_property
+    def bound(self) -> int:
+        """A lower bound on the number of microbatches, for every layout of these samples in which
+        each chunk belongs to one task. It comes from a linear program (see `row_prices`), which
+        takes about 0.1 s where a quick bound does not meet `count`."""
+        # Imported here because SciPy's solver takes long to import, and planning needs no bound.
+        from .row_prices import least_rows_by_prices
+
+        height = rows_of_microbatch(self.shape)
+        enough = (self.count - 1) * height + 1
+        return -(-least_rows_by_prices(self.lengths, self.shape, enough) // height)
+
+    @property
+    def isolated_bound(self) -> int:
+        """A lower bound on the number of microbatches, for every layout that uses the spans in
+        `spans`. It is at least `bound`, because the spans were cut for each task separately."""
+        queues = {slot: queue for slot, queue in self.spans.items() if queue}
+        if not queues:
+            return self.bound
+        rows = least_rows(queues, RowShape.of(self.shape))
+        return max(self.bound, -(-rows // rows_of_microbatch(self.shape)))
 
     @property
     def gap(self) -> float:
@@ -237,10 +257,7 @@ def pack_cut(batches: Mapping[int, CutBatch], shape: ShapeClass) -> PackedRound:
     """
     spans = {slot: batch.spans for slot, batch in batches.items()}
     queues = {slot: queue for slot, queue in spans.items() if queue}
-    if not queues:
-        return PackedRound(shape, spans, [], 0, 0)
     row_shape, height = RowShape.of(shape), rows_of_microbatch(shape)
     lengths = {slot: batch.lengths for slot, batch in batches.items()}
-    bound = -(-least_rows_of_samples(lengths, shape) // height)
-    isolated_bound = max(bound, -(-least_rows(queues, row_shape) // height))
-    return PackedRound(shape, spans, fill_rows(queues, row_shape, height), bound, isolated_bound)
+    rows = fill_rows(queues, row_shape, height) if queues else []
+    return PackedRound(shape, spans, rows, lengths)

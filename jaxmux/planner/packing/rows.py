@@ -119,13 +119,14 @@ def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: boo
     position = dict.fromkeys(queues, 0)
     left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
     rows = []
+    limits = shape.chunks, shape.max_sequences
+    prefixes = {slot: _prefixes(queue, 0, *limits) for slot, queue in queues.items()}
     while any(left.values()):
-        weight = left if even_out else None
-        row = fullest_row(queues, position, shape.chunks, shape.max_sequences, weight, insist)
+        row = _fullest_of_prefixes(prefixes, *limits, left if even_out else None, insist)
         for slot, count in row.items():
-            start = position[slot]
             position[slot] += count
-            left[slot] -= sum(span.chunks for span in queues[slot][start : start + count])
+            left[slot] -= prefixes[slot][count - 1][0]
+            prefixes[slot] = _prefixes(queues[slot], position[slot], *limits)
         rows.append(row)
     return rows
 
@@ -155,18 +156,29 @@ def fullest_row(
     Returns:
       A mapping from slot to the number of its next spans that the row takes; empty if no span fits.
     """
-    waiting = [slot for slot, queue in queues.items() if position[slot] < len(queue)]
-    waiting.sort(key=lambda slot: -queues[slot][position[slot]].chunks)
+    prefixes = {
+        slot: _prefixes(queue, position[slot], chunks, max_sequences)
+        for slot, queue in queues.items()
+    }
+    return _fullest_of_prefixes(prefixes, chunks, max_sequences, weight, insist)
+
+
+def _fullest_of_prefixes(
+    prefixes: Mapping[int, Sequence[tuple[int, int]]],
+    chunks: int,
+    max_sequences: int,
+    weight: Mapping[int, float] | None,
+    insist: bool,
+) -> Row:
+    """`fullest_row` of the `_prefixes` of each task."""
+    waiting = sorted(filter(prefixes.get, prefixes), key=lambda slot: -prefixes[slot][0][0])
     # By chunks taken, the cost and the number of sequences of the best choice.
     best: dict[int, tuple[float, int]] = {0: (0, 0)}
     choices: list[tuple[int, dict[int, int]]] = []
     for slot in waiting:
-        prefixes = _prefixes(queues[slot], position[slot], chunks, max_sequences)
-        if not prefixes:
-            continue
         longer = {} if insist and not choices else dict(best)
         count: dict[int, int] = {}
-        for n, (size, sequences) in enumerate(prefixes, start=1):
+        for n, (size, sequences) in enumerate(prefixes[slot], start=1):
             price = sequences if weight is None else -weight[slot] * size
             for total, (cost, used) in best.items():
                 taken_chunks = total + size
@@ -183,8 +195,7 @@ def fullest_row(
     for slot, count in reversed(choices):
         if taken := count.get(total):
             row[slot] = taken
-            start = position[slot]
-            total -= sum(span.chunks for span in queues[slot][start : start + taken])
+            total -= prefixes[slot][taken - 1][0]
     return row
 
 
@@ -282,8 +293,11 @@ def _least_rows_of_both(
     """Returns a lower bound on the number of rows that are limited in both size and count.
 
     It is the best bound over several weighted sums of size and count; no row exceeds any of these
-    sums.
+    sums. Where the items are so long that no row reaches the limit of the count, the size alone
+    counts.
     """
+    if min(s / c for s, c in zip(sizes, counts, strict=True)) * max_count >= room:
+        return least_bins(sizes, room)
     share = np.asarray(sizes, np.int64) * max_count
     count_share = np.asarray(counts, np.int64) * room
     return max(

@@ -5,6 +5,10 @@ border. The batch is first packed into as few rows as the task needs alone. The 
 are then cut into the shortest spans that together take no more chunks than the whole row. A short
 span can fill a gap beside the spans of other tasks, in another row. A span that stays in its row
 takes no additional chunk.
+
+Spans of more than half a row never share one, so that rows of such spans alone stay half empty.
+Where one of them has several samples, a row is therefore cut more finely, if this takes few of the
+chunks that the row has empty. The task alone still needs no further row.
 """
 
 from collections.abc import Sequence
@@ -14,6 +18,10 @@ from typing import NamedTuple
 from ..errors import PlanningError
 from .bins import balanced_bins, first_fit_decreasing, fullest_bins, fullest_subset, least_bins
 from .shape_class import ShapeClass
+
+# A finer cut of a row takes at most this fraction of further chunks. With more, mixes of many
+# lengths lose more chunks than others gain.
+_MOST_FURTHER_CHUNKS = 0.2
 
 
 class Span(NamedTuple):
@@ -57,7 +65,7 @@ def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> 
     rows = row_bins(lengths, shape)
     if shape.chunk_len > shape.row_len:
         return _stack(rows, lengths, shape.chunk_len // shape.row_len)
-    parts = [_cut(row, lengths, shape.chunk_len) for row in rows]
+    parts = [_cut(row, lengths, shape) for row in rows]
     parts.sort(key=lambda part: -part[0].chunks)
     return tuple(span for part in parts for span in part)
 
@@ -99,21 +107,38 @@ def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[
     return tuple(spans)
 
 
-def _cut(row: list[int], lengths: Sequence[int], chunk_len: int) -> list[Span]:
-    """Cuts the samples of a row into spans, longest first, that take no more chunks than the whole
-    row."""
+def _cut(row: list[int], lengths: Sequence[int], shape: ShapeClass) -> list[Span]:
+    """Cuts the samples of a row into spans, longest first.
+
+    The spans take the fewest further chunks, beyond those of the whole row, with which none of
+    several samples is longer than half a row. If that takes too many, they take none.
+    """
+    most = shape.row_len // shape.chunk_len
+    chunks = -(-sum(lengths[s] for s in row) // shape.chunk_len)
+    further = min(most - chunks, int(_MOST_FURTHER_CHUNKS * chunks))
+    cuts = (_cut_within(row, lengths, shape.chunk_len, chunks + n) for n in range(further + 1))
+    shortest = first = next(cuts)
+    while any(span.sequences > 1 and 2 * span.chunks > most for span in shortest):
+        shortest = next(cuts, None)
+        if shortest is None:
+            return first
+    return shortest
+
+
+def _cut_within(row: list[int], lengths: Sequence[int], chunk_len: int, chunks: int) -> list[Span]:
+    """Cuts the samples of a row into spans, longest first, that together take at most `chunks`
+    chunks."""
     left = list(row)
-    tokens = sum(lengths[s] for s in row)
-    padding = -tokens % chunk_len
+    padding = chunks * chunk_len - sum(lengths[s] for s in row)
     spans = []
     while left:
         part = _shortest_part(left, lengths, chunk_len, padding)
         taken = set(part)
         left = [s for s in left if s not in taken]
         size = sum(lengths[s] for s in part)
-        chunks = -(-size // chunk_len)
-        padding -= chunks * chunk_len - size
-        spans.append(Span(_side_by_side(part, lengths), chunks, len(part)))
+        held = -(-size // chunk_len)
+        padding -= held * chunk_len - size
+        spans.append(Span(_side_by_side(part, lengths), held, len(part)))
     return sorted(spans, key=lambda span: -span.chunks)
 
 

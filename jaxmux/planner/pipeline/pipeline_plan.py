@@ -22,6 +22,7 @@ LoRAFusion requires the distance S - 1: its backward pass ends in the same clock
 forward pass begins. Here the update must come between the two as well.
 """
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
@@ -178,7 +179,7 @@ class _Timeline:
 
 def _repack_greedily(turn: PackedRound) -> PackedRound:
     queues = {slot: spans for slot, spans in turn.spans.items() if spans}
-    return turn._replace(rows=fill_rows_greedily(queues, RowShape.of(turn.shape)))
+    return dataclasses.replace(turn, rows=fill_rows_greedily(queues, RowShape.of(turn.shape)))
 
 
 def _lay(index: int, turn: PackedRound) -> list[PackedMicrobatch]:
@@ -221,7 +222,8 @@ def _fill_last(
     left = {slot: spans[moved.get(slot, 0) :] for slot, spans in turn.spans.items()}
     queues = {slot: spans for slot, spans in left.items() if spans}
     packed = fill_rows(queues, shape, height) if queues else []
-    remaining = turn._replace(spans=left, rows=packed, bound=0, isolated_bound=0)
+    # Only its rows are needed from here on, not how far they are above a bound.
+    remaining = dataclasses.replace(turn, spans=left, rows=packed, lengths={})
     return PackedMicrobatch(tuple(rows)), remaining
 
 

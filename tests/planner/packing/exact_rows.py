@@ -12,6 +12,7 @@ The fewest microbatches (Eq. 3) are the smallest number, from the lower bound on
 program has a solution. The least-full last microbatch (Eq. 4) is the program's objective.
 """
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
@@ -54,13 +55,19 @@ class Answer(NamedTuple):
     least_last: int
 
 
-def pack_exactly(lengths: RoundLengths, shape: ShapeClass, seconds: float) -> PackedRound:
+def pack_exactly(
+    lengths: RoundLengths, shape: ShapeClass, seconds: float
+) -> tuple[PackedRound, int]:
     """Packs one round into the fewest microbatches, with the fewest chunks in the last one.
 
     Args:
       lengths: by slot, the stream lengths in tokens of the samples of the task's global batch.
       shape: shape class of the microbatches.
       seconds: time limit of each program; without a solution in time, the heuristic packing stays.
+
+    Returns:
+      The packed round and the number of microbatches that no packing of its spans is proven to be
+      below.
     """
     packed = pack_round(lengths, shape)
     queues = {slot: queue for slot, queue in packed.spans.items() if queue}
@@ -80,7 +87,7 @@ def pack_exactly(lengths: RoundLengths, shape: ShapeClass, seconds: float) -> Pa
         answer = solve_rows(queues, row_shape, last + height, last, seconds)
         if answer.rows is not None and last_chunks(queues, answer.rows, height) < in_last:
             rows = answer.rows
-    return packed._replace(rows=rows, isolated_bound=bound)
+    return dataclasses.replace(packed, rows=rows), bound
 
 
 class _Group(NamedTuple):

@@ -16,7 +16,8 @@ from planner_packings import pack_greedily
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import ShapeClass, pack_first_fit, pack_round, pack_rounds
-from jaxmux.planner.packing.spans import cut_spans, row_bins
+from jaxmux.planner.packing.rows import RowShape, fill_rows, least_rows
+from jaxmux.planner.packing.spans import Span, cut_spans, row_bins
 
 CASES = [(s, seed) for s in range(len(SHAPES)) for seed in range(15)]
 
@@ -71,7 +72,7 @@ def test_chunks_of_a_task_do_not_depend_on_its_slot_or_on_how_rows_are_filled():
     lengths = random_batch(shape, seed=3)
     renamed = {9 - slot: sizes for slot, sizes in reversed(lengths.items())}
     one = chunks_of(pack_round(lengths, shape).microbatches(), lengths, shape)
-    two = chunks_of(pack_exactly(renamed, shape, seconds=5).microbatches(), renamed, shape)
+    two = chunks_of(pack_exactly(renamed, shape, seconds=5)[0].microbatches(), renamed, shape)
     assert all(one[slot] == two[9 - slot] for slot in lengths)
 
 
@@ -84,6 +85,16 @@ def test_cutting_rows_into_spans_takes_no_further_chunk(seed):
     uncut = sum(-(-sum(sizes[sample] for sample in row) // shape.chunk_len) for row in rows)
     assert sum(span.chunks for span in spans) == uncut
     assert len(spans) > len(rows)
+
+
+def test_samples_of_long_spans_are_separated_within_the_empty_chunks_of_their_row():
+    shape = ShapeClass(rows=1, row_len=1024, chunk_len=64, max_sequences=64)
+    # 9 and 5 chunks instead of 13 together, so that spans of 7 and 11 chunks find room beside them.
+    halves = [518, 264] * 4
+    assert [span.chunks for span in cut_spans(halves, shape)] == [9, 5] * 4
+    assert pack_round({0: halves}, shape).count == len(row_bins(halves, shape)) == 4
+    # A full row has no chunk to spare.
+    assert [span.chunks for span in cut_spans([518, 506], shape)] == [16]
 
 
 @pytest.mark.parametrize("shape", [SHAPES[0], SHAPES[1], ShapeClass(3, 512, 128, 32)], ids=str)
@@ -124,8 +135,8 @@ def test_few_rounds_need_one_microbatch_more_than_their_exact_packing_and_none_t
     more = []
     for seed in range(9):
         lengths = random_batch(shape, seed)
-        filled, exact = pack_round(lengths, shape), pack_exactly(lengths, shape, seconds=30)
-        assert exact.bound <= exact.isolated_bound == exact.count
+        filled, (exact, fewest) = pack_round(lengths, shape), pack_exactly(lengths, shape, 30)
+        assert exact.bound <= exact.isolated_bound <= fewest == exact.count
         assert_every_sample_is_placed_once(exact.microbatches(), lengths)
         assert_capacity_is_kept(exact.microbatches(), lengths, shape)
         more.append(filled.count - exact.count)
@@ -138,9 +149,39 @@ def test_the_exact_packing_may_need_fewer_microbatches():
     lengths = {
         slot: (64 * rng.integers(1, 7, 4) - rng.integers(0, 20, 4)).tolist() for slot in range(4)
     }
-    exact = pack_exactly(lengths, shape, seconds=30)
+    exact, fewest = pack_exactly(lengths, shape, seconds=30)
     assert pack_round(lengths, shape).count == 8
-    assert exact.count == 7 == exact.isolated_bound
+    assert exact.count == 7 == fewest
+
+
+def test_no_cut_of_a_task_alone_is_within_16_percent_beside_all_neighbours():
+    """The price of isolation: neighbours that want long spans, and others that want short ones."""
+    shape = RowShape(chunks=8, max_sequences=64, block=1)
+    # 24 samples of 264 tokens; chunks have 128. 1, 2 or 3 of them take 3, 5 or 7 chunks.
+    cuts = [
+        [3] * (24 - 2 * pairs - 3 * triples) + [5] * pairs + [7] * triples
+        for triples in range(9)
+        for pairs in range((24 - 3 * triples) // 2 + 1)
+    ]
+    neighbours = [[1] * 8, [5] * 24]
+
+    def queues(cut, others):
+        return {slot: (Span((), chunks, 1),) for slot, chunks in enumerate(cut + others)}
+
+    # Triples meet spans of 1 chunk in 8 rows, and single samples meet spans of 5 chunks in 24.
+    fewest = [
+        len(fill_rows(queues([7] * 8, neighbours[0]), shape, 1)),
+        len(fill_rows(queues([3] * 24, neighbours[1]), shape, 1)),
+    ]
+    assert fewest == [8, 24]
+    ratios = [
+        max(
+            least_rows(queues(cut, others), shape) / rows
+            for others, rows in zip(neighbours, fewest, strict=True)
+        )
+        for cut in cuts
+    ]
+    assert min(ratios) > 1.16
 
 
 def test_rounds_are_packed_independently_of_each_other():

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from exact_rows import solve_rows
 
+from jaxmux.planner.packing.row_prices import least_rows_by_prices
 from jaxmux.planner.packing.rows import (
     RowShape,
     fill_rows,
@@ -177,7 +178,18 @@ def test_the_bound_of_samples_holds_for_every_layout(seed):
         slot: rng.integers(1, longest + 1, rng.integers(1, 4)).tolist()
         for slot in range(rng.integers(1, 4))
     }
-    assert least_rows_of_samples(lengths, shape) <= fewest_rows_of_samples(lengths, shape)
+    fewest = fewest_rows_of_samples(lengths, shape)
+    assert least_rows_of_samples(lengths, shape) <= least_rows_by_prices(lengths, shape) <= fewest
+
+
+def test_prices_bound_rows_where_the_chunks_of_two_tasks_do_not_fit_together():
+    shape = ShapeClass(rows=1, row_len=1024, chunk_len=128, max_sequences=64)
+    # 5 chunks and 4 chunks do not fit into 8, though 513 and 385 tokens fit into 1,024. So the
+    # samples of 513 tokens take a row each, and two of 385 tokens share one.
+    lengths = {0: [513] * 3, 1: [385] * 3}
+    assert fewest_rows_of_samples(lengths, shape) == least_rows_by_prices(lengths, shape) == 5
+    assert least_rows_of_samples(lengths, shape) == 4
+    assert least_rows_by_prices(lengths, shape, enough=4) == 4
 
 
 def test_the_bound_of_samples_counts_chunks_that_samples_cannot_share():
