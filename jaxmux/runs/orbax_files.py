@@ -185,8 +185,7 @@ def _array_handler() -> "ocp.type_handlers.NumpyHandler":
 
     class Handler(handler):
         def __init__(self):
-            # The arrays do not change before `write` returns.
-            super().__init__(deepcopy_host_arrays=False)
+            super().__init__()
             # Number of arrays that are being written, and whether none is any more.
             self._writing, self._is_done = 0, asyncio.Event()
 
