@@ -10,6 +10,8 @@ import shutil
 import signal
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -141,22 +143,24 @@ def test_no_damage_prints_or_leaves_anything(damage, written, arrays, tmp_path, 
     assert_calm()
 
 
-@pytest.fixture
-def largest_file():
-    """Sets the size in bytes beyond which no file grows: the closest a test gets to a full disk."""
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """The closest a test gets to a full disk. It holds for all files, those of pytest too."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    yield lambda size: resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
-    resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    signal.signal(signal.SIGXFSZ, handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
 
 
 @pytest.mark.parametrize("size", [0, 200, 2_000, 20_000])
 def test_what_cannot_be_written_is_one_error_and_leaves_nothing(
-    size, arrays, tmp_path, largest_file, assert_calm
+    size, arrays, tmp_path, assert_calm
 ):
-    largest_file(size)
-    with pytest.raises(OSError, match="File too large") as error:
+    with pytest.raises(OSError, match="File too large") as error, no_file_larger_than(size):
         orbax_files.write(tmp_path / "7", RECORD, arrays)
     assert (error.value.errno, error.value.filename) == (errno.EFBIG, str(tmp_path / "7"))
     assert os.listdir(tmp_path) == []
