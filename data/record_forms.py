@@ -185,7 +185,8 @@ def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[st
       rendered: the text of the record.
     """
     known = fields_of(form)
-    required = [record.fields[name] for name in REQUIRED_FIELDS[form]]
+    # A prompt for generation has no answer.
+    required = [record.fields[name] for name in REQUIRED_FIELDS[form] if name in record.fields]
     if form in CHAT_FORMS:
         required = [own.get("content") or own.get("value") for own in required[0]]
     found = [

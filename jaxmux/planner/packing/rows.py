@@ -296,7 +296,10 @@ def _least_rows_of_both(
     sums. Where the items are so long that no row reaches the limit of the count, the size alone
     counts.
     """
-    if min(s / c for s, c in zip(sizes, counts, strict=True)) * max_count >= room:
+    # A round has no samples of a task that trains all of them on other replicas.
+    if not len(sizes) or (
+        min(s / c for s, c in zip(sizes, counts, strict=True)) * max_count >= room
+    ):
         return least_bins(sizes, room)
     share = np.asarray(sizes, np.int64) * max_count
     count_share = np.asarray(counts, np.int64) * room
