@@ -128,7 +128,7 @@ def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) ->
     if not all(text.startswith(prompt) for text in texts):
         return ""
     ids, *behind = tokenizer([prompt, *texts], add_special_tokens=False)["input_ids"]
-    is_joined = any(own[: len(ids)] != ids for own in behind)
+    is_joined = any(ids_behind[: len(ids)] != ids for ids_behind in behind)
     return prompt.rstrip("\n").rpartition("\n")[2] if is_joined else ""
 
 

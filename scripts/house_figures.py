@@ -104,11 +104,12 @@ def _in_package(file: str) -> bool:
 def traced(work: Callable[[], Any], threads: bool = False) -> Crossed:
     """What `work` crosses, in this thread or in all threads that it starts."""
     crossed = Crossed()
-    (threading.setprofile_all_threads if threads else sys.setprofile)(crossed)
+    install = threading.setprofile_all_threads if threads else sys.setprofile
+    install(crossed)
     try:
         work()
     finally:
-        (threading.setprofile_all_threads if threads else sys.setprofile)(None)
+        install(None)
     return crossed
 
 

@@ -1,8 +1,8 @@
 """Prepares the compiled programs: the options of their forward pass, and the remat policies.
 
-The training step of an engine on one GPU is kept in JAX's cache folder under a key that is computed
-without tracing. So a later process starts without the seconds that tracing and lowering take in
-Python, beside the compilation by XLA, which JAX's own cache saves.
+The training step of an engine on one GPU is kept in JAX's cache folder, under a name that is
+computed without tracing. JAX's own cache saves a later process only the compilation by XLA; this
+one also saves the seconds in which Python traces and lowers the step.
 """
 
 import functools
@@ -11,6 +11,7 @@ import os
 import pickle
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -151,8 +152,8 @@ def compile_accumulate(
     forward = forward_options(backbone, options, state.adapters, dropout)
     remat, memory = options.remat, options.memory or device_memory()
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    key = _step_key(arguments, remat, memory, leaner_by)
-    if key and (step := _read_step(key, arguments)):
+    path = _step_path(arguments, remat, memory, leaner_by)
+    if path and (step := _read_step(path, arguments)):
         return step
     if remat == "auto" and memory is None:
         remat = "dots"
@@ -166,23 +167,25 @@ def compile_accumulate(
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
     step = TrainingStep(forward, compiled(accumulate.lower(*arguments)))
-    if key:
-        _keep_step(key, step)
+    if path:
+        _keep_step(path, step)
     return step
 
 
-def _step_key(arguments: tuple[Any, ...], *choices: Any) -> str | None:
-    """A digest of everything on which the compiled training step depends: source code, packages,
-    device, settings of JAX and XLA, static arguments, and shapes and dtypes of the others.
+def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
+    """The file of a kept training step. Its name is a digest of everything on which the compiled
+    step depends: source code, packages, device, settings of JAX and XLA, static arguments, and
+    shapes and dtypes of the others.
 
     Args:
       arguments: those of `accumulate`, with a forward pass whose remat policy is not yet chosen.
       *choices: what else decides the remat policies.
 
     Returns:
-      The digest; None where the program is not kept.
+      The file, which need not exist; None where the step is not kept.
     """
-    if _step_folder() is None:
+    folder = _step_folder()
+    if folder is None:
         return None
     config, forward, *arrays = arguments
     # An op is described by its kind's name and the source code.
@@ -204,8 +207,10 @@ def _step_key(arguments: tuple[Any, ...], *choices: Any) -> str | None:
     )
     text = repr(described)
     if " at 0x" in text:
-        raise AssertionError("an argument of the training step has no stable description")
-    return xxhash.xxh3_128_hexdigest(text.encode())
+        # Another process would not find the step, and another object might get the same address.
+        _log.warning("the compiled training step is not kept: an argument is described by address")
+        return None
+    return folder / xxhash.xxh3_128_hexdigest(text.encode())
 
 
 @functools.cache
@@ -229,9 +234,8 @@ def _step_folder() -> Path | None:
     return Path(cache) / "training_steps"
 
 
-def _read_step(key: str, arguments: tuple[Any, ...]) -> TrainingStep | None:
-    """The training step that was kept under this key; None if there is none."""
-    path = _step_folder() / key
+def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
+    """The training step that was kept in a file; None if there is none."""
     if not path.exists():
         return None
     # Kernels find the runtime of Mosaic GPU only after this import, which lowering them does too.
@@ -254,18 +258,19 @@ def _read_step(key: str, arguments: tuple[Any, ...]) -> TrainingStep | None:
     return TrainingStep(forward._replace(remat=remat), program, is_read=True)
 
 
-def _keep_step(key: str, step: TrainingStep) -> None:
-    """Keeps a training step under this key, and deletes those that were not used for longest."""
-    # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.
-    content, _, _ = serialize_executable.serialize(step.program)
-    folder = _step_folder()
-    partial = folder / f".{key}.{os.getpid()}"
+def _keep_step(path: Path, step: TrainingStep) -> None:
+    """Keeps a training step in a file, and deletes those that were not used for longest."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.
+        content, _, _ = serialize_executable.serialize(step.program)
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_bytes(pickle.dumps((step.forward.remat, content)))
-        partial.replace(folder / key)
-        kept = sorted(folder.iterdir(), key=lambda path: path.stat().st_mtime)
-        for path in kept[:-_MOST_STEPS]:
-            path.unlink(missing_ok=True)
-    except OSError as e:
-        _log.warning("%s: the compiled training step is not kept: %s", folder / key, e.strerror)
+        partial.replace(path)
+        kept = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in kept[:-_MOST_STEPS]:
+            file.unlink(missing_ok=True)
+    except Exception as e:  # Training goes on without it, whatever JAX or the disk refuses.
+        with suppress(OSError):
+            partial.unlink()
+        _log.warning("%s: the compiled training step is not kept: %s", path, first_line(e))

@@ -197,30 +197,30 @@ class DeviceTime:
           since, now: the moments, on `time.monotonic`.
         """
         with self._lock:
-            work = [dataclasses.replace(own) for own in self._work]
+            work = [dataclasses.replace(span) for span in self._work]
             self._work = _unended(self._work, now)
         waits, self._waits = self._waits, _unended(self._waits, now)
         found: Counter[str] = Counter()
         ended = max(since, self._ended)
-        for own in (*work, _Span(IDLE, now, now)):
-            begin = min(max(own.begin, ended), now)
+        for span in (*work, _Span(IDLE, now, now)):
+            begin = min(max(span.begin, ended), now)
             for kind, seconds in _idle(ended, begin, waits):
                 found[kind] += seconds
-            ended, before = max(ended, min(own.end, now)), max(ended, begin)
-            found[own.kind] += max(0.0, ended - before)
-        self._ended = max((own.end for own in work if own.end <= now), default=self._ended)
+            ended, before = max(ended, min(span.end, now)), max(ended, begin)
+            found[span.kind] += max(0.0, ended - before)
+        self._ended = max((span.end for span in work if span.end <= now), default=self._ended)
         return {kind: seconds for kind, seconds in found.items() if seconds > 0}
 
 
 def _unended(spans: Iterable[_Span], now: float) -> deque[_Span]:
-    return deque((own for own in spans if own.end > now), maxlen=_MOST_SPANS)
+    return deque((span for span in spans if span.end > now), maxlen=_MOST_SPANS)
 
 
 def _idle(begin: float, end: float, waits: Iterable[_Span]) -> Iterator[tuple[str, float]]:
     """What the devices waited for between two moments, and for how many seconds."""
     left = max(0.0, end - begin)
-    for own in waits:
-        seconds = max(0.0, min(own.end, end) - max(own.begin, begin))
+    for span in waits:
+        seconds = max(0.0, min(span.end, end) - max(span.begin, begin))
         left -= seconds
-        yield own.kind, seconds
+        yield span.kind, seconds
     yield IDLE, max(0.0, left)

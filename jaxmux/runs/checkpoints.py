@@ -193,18 +193,20 @@ def read_task(
     if not folder.is_dir():
         raise empty
     folder = folder.absolute()
-    rounds_of = {number: _rounds_of(folder / str(number)) for number in orbax_files.numbers(folder)}
-    if not rounds_of:
+    rounds_by_number = {
+        number: rounds_of(folder / str(number)) for number in orbax_files.numbers(folder)
+    }
+    if not rounds_by_number:
         raise empty
     candidates = [
         number
-        for number, found in rounds_of.items()
+        for number, found in rounds_by_number.items()
         if rounds is None or rounds == (number if found is None else found)
     ]
     # Earlier versions numbered folders in another way; training renames them.
     others = [
         str(found) if found == number else f"{found} (in {folder.name}/{number})"
-        for number, found in rounds_of.items()
+        for number, found in rounds_by_number.items()
         if found is not None and number not in candidates
     ]
     if not candidates:
@@ -228,8 +230,12 @@ def read_task(
     return run["position"]["rounds"], progress, found.arrays[name]
 
 
-def _rounds_of(folder: Path) -> int | None:
-    """The rounds completed before a checkpoint; None if it is damaged."""
+def rounds_of(folder: Path) -> int | None:
+    """The rounds that a training run had completed before a checkpoint; None if it is damaged.
+
+    Args:
+      folder: the folder of the checkpoint.
+    """
     try:
         return int(orbax_files.read_record(folder)["position"]["rounds"])
     except MemoryError:

@@ -1,7 +1,6 @@
 """What the checkpoints of a training run hold."""
 
 import dataclasses
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,7 +10,8 @@ from jaxmux.engine import BEST, Engine, TaskProgress, train_on
 from jaxmux.peft import LeafSpec, SlotArrays, kind_of
 from jaxmux.peft.leaves import named_leaves
 
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, rounds_of
+from .orbax_files import numbers
 
 # What is before the number in the name of a checkpoint that another one replaces.
 REPLACED = "replaced"
@@ -137,19 +137,11 @@ def number_by_rounds(folder: Path) -> None:
         else:
             replaced.rename(number)
     # With microbatches, numbers are larger than those of the rounds, and so in the same order.
-    for number in sorted(int(path.name) for path in folder.glob("*") if path.name.isdecimal()):
-        rounds = _rounds_of(folder / str(number))
+    for number in numbers(folder):
+        rounds = rounds_of(folder / str(number))
         if rounds not in (None, number):
             shutil.rmtree(folder / str(rounds), ignore_errors=True)
             (folder / str(number)).rename(folder / str(rounds))
-
-
-def _rounds_of(checkpoint: Path) -> int | None:
-    """The rounds completed before a checkpoint; None if its record is damaged."""
-    try:
-        return int(json.loads((checkpoint / "run" / "metadata").read_bytes())["position"]["rounds"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
 
 
 def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:

@@ -98,8 +98,16 @@ class RunLayout(NamedTuple):
             return None
         (replica,), places = self.deployment.replicas, self.places or len(tasks)
         dtype = backbone_dtype(options.dtype)
-        given = options.remat, options.memory, replica, self.places
-        costs = run_costs(tasks, config, dtype, *given, device=device)
+        costs = run_costs(
+            tasks,
+            config,
+            dtype,
+            options.remat,
+            options.memory,
+            replica,
+            self.places,
+            device=device,
+        )
         first = EngineSize(max(places, options.reserved(config).slots), self.shape.rows)
         return shrinking_of(tasks, costs.replica, self.shape, first, places)
 

@@ -232,7 +232,9 @@ def shrinking_of(
     @cache
     def shape_of(names: tuple[str, ...]) -> PricedShape:
         batches = [BatchLengths(by_name[name].batches, by_name[name].steps) for name in names]
-        rounds = sample_rounds([PartOfBatches(own, costs.replica.shards) for own in batches])
+        rounds = sample_rounds(
+            [PartOfBatches(of_task, costs.replica.shards) for of_task in batches]
+        )
         return with_fewer_rows(rounds, shape, costs.microbatch, costs.replica.pp)
 
     return Shrinking(first, places, shape_of, {name: task.steps for name, task in by_name.items()})

@@ -138,19 +138,19 @@ class ServerConsole:
         if status.state != RUNNING:
             self._trained.pop(status.name, None)
             return
-        own = self._trained.setdefault(status.name, deque())
-        own.append((now, status.meter.effective_tokens, status.step))
+        readings = self._trained.setdefault(status.name, deque())
+        readings.append((now, status.meter.effective_tokens, status.step))
         # Steps may take longer than the window.
-        while now - own[0][0] > _WINDOW and own[1][2] < status.step:
-            own.popleft()
+        while now - readings[0][0] > _WINDOW and readings[1][2] < status.step:
+            readings.popleft()
 
     def _rates(self, name: str, now: float) -> tuple[float, float]:
         """Tokens of a task, without padding, and its steps per second; 0 as long as they are
         unknown."""
-        own = self._trained.get(name)
-        if not own or len(own) < 2:
+        readings = self._trained.get(name)
+        if not readings or len(readings) < 2:
             return 0.0, 0.0
-        (first, *before), (last, *present) = own[0], own[-1]
+        (first, *before), (last, *present) = readings[0], readings[-1]
         # A task that has waited since then has a lower rate.
         seconds = max(last - first, now - last, 1e-9)
         tokens, steps = (b - a for a, b in zip(before, present, strict=True))

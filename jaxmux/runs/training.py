@@ -260,8 +260,10 @@ class Training:
             inputs.samples,
             inputs.rendering,
         )
-        number_by_rounds(directory.checkpoints)
-        return Checkpoints(directory.checkpoints, self.options.keep_checkpoints, self.console.say)
+        folder = directory.checkpoints
+        checkpoints = Checkpoints(folder, self.options.keep_checkpoints, self.console.say)
+        number_by_rounds(folder)
+        return checkpoints
 
     def _restore(
         self, engine: Engine, checkpoints: Checkpoints | None, goes_on: bool

@@ -352,12 +352,12 @@ class RunView:
     def _share(self, number: int, seconds: float, tokens: float, training: float) -> None:
         """Notes the time of a round, and shares it among its tasks."""
         numbers = self._seconds, self._tokens, self._training
-        for own, value in zip(numbers, (seconds, tokens, training), strict=True):
+        for column, value in zip(numbers, (seconds, tokens, training), strict=True):
             # Numbers ascend from line to line; a damaged one takes no memory.
-            if len(own) <= number < len(own) + _AHEAD:
-                own.extend([0.0] * (number + 1 - len(own)))
-            if number < len(own):
-                own[number] += value
+            if len(column) <= number < len(column) + _AHEAD:
+                column.extend([0.0] * (number + 1 - len(column)))
+            if number < len(column):
+                column[number] += value
         for name, computed in self._ahead.pop(number, {}).items():
             if name in self.tasks:
                 self.tasks[name].row["seconds"] += self._seconds_of(number, computed)
@@ -392,7 +392,7 @@ class RunView:
         read, chunks = self.trained["read"], self.trained["chunks"]
         total = max(self.trained["tokens"], 1.0)
         shares = {"read": read, "padding": chunks - read, "unused": total - chunks}
-        parts = {name: float(training.sum()) * own / total for name, own in shares.items()}
+        parts = {name: float(training.sum()) * share / total for name, share in shares.items()}
         return parts | others
 
     def _count_round(self, fields: dict[str, Any]) -> None:

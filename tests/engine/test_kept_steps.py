@@ -95,3 +95,14 @@ def test_only_the_steps_used_last_are_kept(folder, tasks, make_engine, train, mo
     train(make_engine(*tasks, remat="full"), rounds=1)
     (after,) = folder.iterdir()
     assert after != before
+
+
+def test_training_goes_on_without_a_step_that_cannot_be_kept(
+    folder, tasks, make_engine, train, caplog
+):
+    folder.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        updates = train(make_engine(*tasks), rounds=1)
+    assert np.isfinite([u.loss for of_task in updates.values() for u in of_task]).all()
+    (said,) = [r for r in caplog.records if "is not kept" in r.message]
+    assert str(folder) in said.message
