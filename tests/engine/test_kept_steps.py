@@ -10,11 +10,14 @@ from jax.experimental.compilation_cache import compilation_cache
 from jaxmux.engine import compile as compilation
 from jaxmux.planner.packing import ShapeClass
 
+SHAPE = ShapeClass(rows=3, row_len=128, chunk_len=64, max_sequences=8)
+
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     """The folder in which engines keep training steps during the test. JAX's own cache is off: XLA
-    for CPUs cannot write a program again that it has read."""
+    for CPUs cannot write a program again that it has read. So no other test of the process may
+    train with the shapes of this file."""
     folder = tmp_path / "steps"
     monkeypatch.setattr(compilation, "_step_folder", lambda: folder)
     jax.config.update("jax_enable_compilation_cache", False)
@@ -22,6 +25,16 @@ def folder(tmp_path, monkeypatch):
     yield folder
     jax.config.update("jax_enable_compilation_cache", True)
     compilation_cache.reset_cache()
+
+
+@pytest.fixture
+def make_engine(make_engine):
+    """Makes an engine in which the given tasks are registered, with a shape of its own."""
+
+    def make(*tasks, shape=SHAPE, **options):
+        return make_engine(*tasks, shape=shape, **options)
+
+    return make
 
 
 @pytest.fixture
@@ -63,7 +76,7 @@ def test_another_program_is_another_step(change, folder, tasks, make_engine, tra
     if change == "rank":
         options = {"rank": 16}
     elif change == "shape":
-        options = {"shape": ShapeClass(3, 128, 64, 8)}
+        options = {"shape": ShapeClass(5, 128, 64, 8)}
     elif change == "remat":
         options = {"remat": "full"}
     elif change == "memory":
