@@ -34,7 +34,6 @@ _NAMES = {
     "distributions": ("Integers", "LogUniform", "Uniform"),
     "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
     "generation": ("Generator", "Request", "Sampling", "complete"),
-    "live": ("Event", "LiveTraining", "Meter", "TaskStatus"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
     "optimizers": optimizers.__all__,
     "peft": (
@@ -59,12 +58,11 @@ _NAMES = {
         "Interrupted",
         "RunDirectoryError",
         "RunOptions",
-        "ServerOptions",
         "Summary",
         "best_shape",
         "fine_tune",
-        "tuning_server",
     ),
+    "server": ("Event", "LiveTraining", "Meter", "ServerOptions", "TaskStatus", "tuning_server"),
     "sweeps": ("Sweep",),
     "tasks": ("Task", "TaskError"),
 }

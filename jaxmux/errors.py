@@ -4,8 +4,12 @@ Every package defines its own subclass of `InputError`, so that users of `import
 them apart.
 """
 
+import logging
 import signal
+from collections.abc import Callable
+from typing import Any
 
+_log = logging.getLogger("jaxmux")
 # Characters of a message that are shown.
 LONGEST_LINE = 2000
 
@@ -102,3 +106,36 @@ class Interrupted(BaseException):
             what = f"not all was saved ({problem}); the same command continues from what was"
         super().__init__(f"stopped by {signal.Signals(signal_number).name}; {what}")
         self.signal_number, self.saved = signal_number, saved
+
+
+def fits(call: Callable[..., Any], *arguments: Any) -> bool:
+    """Whether a call returns without running out of a device's memory.
+
+    Args:
+      call: the function; other errors of JAX are raised.
+      *arguments: its arguments.
+    """
+    # Imported here because `jaxmux --help` needs no JAX.
+    import jax
+
+    try:
+        call(*arguments)
+    except jax.errors.JaxRuntimeError as e:
+        if not ran_out_of_memory(e):
+            raise
+        _log.info("%s", str(e).splitlines()[0])
+        return False
+    return True
+
+
+def microbatch_too_large(tokens: int) -> OutOfDeviceMemory:
+    """The exception for a microbatch that does not fit, however much is computed again.
+
+    Args:
+      tokens: tokens of the microbatch.
+    """
+    return OutOfDeviceMemory(
+        f"a microbatch of {tokens} tokens does not fit into the device's memory, even if all "
+        f"values are computed again; try tokens_per_microbatch={tokens // 2}, or fewer or smaller "
+        "tasks"
+    )

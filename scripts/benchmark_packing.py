@@ -63,8 +63,8 @@ from benchmark_step import WARM_UP_ROUNDS, llama_config
 
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.rounds import Packing, pack_tightly
+from jaxmux.engine.rounds.rounds import Packing, pack_tightly
+from jaxmux.engine.tasks.prepared_task import BatchLengths
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.costs import PoolSpec

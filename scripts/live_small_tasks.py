@@ -13,7 +13,6 @@ import numpy as np
 from benchmark_records import Record
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.live import LiveTraining, TaskStatus
 from jaxmux.models import (
     Backbone,
     load_backbone,
@@ -23,6 +22,7 @@ from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch
 from jaxmux.profiling import random_task
+from jaxmux.server import LiveTraining, TaskStatus
 
 MOST_LESS_THROUGHPUT = 0.05
 # Seconds, less than a tenth of a round of so many tasks on a large backbone.

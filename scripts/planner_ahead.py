@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxmux.engine import Engine, EngineOptions
-from jaxmux.engine.rounds import pack_tightly
+from jaxmux.engine.rounds.rounds import pack_tightly
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import random_task

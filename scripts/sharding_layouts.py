@@ -35,8 +35,7 @@ from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Deployment
 from jaxmux.planner.replicas import candidate_replicas
-from jaxmux.runs.mesh_choice import choose_mesh, possible_meshes
-from jaxmux.runs.replica_fit import fit_replica
+from jaxmux.runs.mesh_choice import choose_mesh, fit_replica, possible_meshes
 
 LEAST_TOKENS_PER_SECOND, LEAST_OF_BEST = 6000.0, 0.95
 LEAST_GAIN, GAIN_ERROR = 1.15, 0.05

@@ -23,8 +23,7 @@ from benchmark_step import in_own_process, round_size
 from gpu_trace import idle_shares, read_launches, trace_file
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.batch_lengths import BatchLengths
+from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import Backbone, BackboneConfig, device_memory
 from jaxmux.planner.devices import Deployment, Replica
@@ -33,7 +32,7 @@ from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 from jaxmux.planner.replicas import ShapeCosts, predicted_round_seconds
 from jaxmux.profiling import random_task
 from jaxmux.runs import RunOptions
-from jaxmux.runs.replica_fit import ReplicaFit, fit_longest, fit_replica
+from jaxmux.runs.mesh_choice import ReplicaFit, fit_longest, fit_replica
 from jaxmux.sharding import (
     PlacedBackbone,
     consecutive_parts,

@@ -26,8 +26,8 @@ from benchmark_records import Record, replace_records
 from live_records import PREFIX
 
 from jaxmux import AdamW, LoRA, ServerOptions, Task, tuning_server
-from jaxmux.live import LiveTraining
-from jaxmux.live.states import ENDED
+from jaxmux.server import LiveTraining
+from jaxmux.server.task import ENDED
 from jaxmux.tasks import TaskError
 
 TASKS = ("mood", "pirate", "record", "telegram")

@@ -9,9 +9,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmux.engine.due_updates import DueUpdates
-from jaxmux.engine.train_state import empty_state, state_specs
-from jaxmux.engine.updates import update
+from jaxmux.engine.state.train_state import empty_state, state_specs
+from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.optimizers import (
     OPTIMIZERS,
     SGD,

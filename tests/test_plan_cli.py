@@ -15,7 +15,7 @@ import pytest
 
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.cost_models import estimated_memory

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import pytest
 
 from jaxmux.cli.main import run_command
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import BACKBONE_FORMATS
 from jaxmux.models.architectures import parse_config
 from jaxmux.planner.costs.cost_models import estimated_memory

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
-from jaxmux.engine.task_data import Loaded, read_data
+from jaxmux.engine.tasks.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import check_names

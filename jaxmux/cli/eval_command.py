@@ -17,17 +17,16 @@ from jaxmux.atomic_files import holds_object, require_output, write_atomically
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
-from jaxmux.engine.task_data import Loaded, read_held_out
+from jaxmux.engine.tasks.task_data import Loaded, read_held_out
 from jaxmux.evaluation import Case, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
-from jaxmux.runs.folder_lock import lock_state
-from jaxmux.runs.json_lines import finite_or_none
-from jaxmux.runs.run_directory import begun_of, without_adapter
-from jaxmux.runs.task_fields import from_json
+from jaxmux.runs.metrics import finite_or_none
+from jaxmux.runs.run_directory import begun_of, lock_state, without_adapter
+from jaxmux.specifications.fields import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
 from .plan_tables import NumberTable

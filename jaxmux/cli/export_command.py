@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmux.data import Rendering
 from jaxmux.engine import TaskProgress
-from jaxmux.engine.suspended_task import without_best
+from jaxmux.engine.state.slot import without_best
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import (
     KINDS,
@@ -26,7 +26,7 @@ from jaxmux.peft.chat_template_file import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
-from jaxmux.runs.folder_lock import LockState, lock_state
+from jaxmux.runs.run_directory import LockState, lock_state
 
 # Files of backbones, one of which every checkpoint folder has.
 _OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.json"}

@@ -22,9 +22,9 @@ from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
-from jaxmux.runs.server_options import ServerOptions
-from jaxmux.runs.tenant_limits import TenantLimits
+from jaxmux.server.server import ServerOptions
 from jaxmux.similar_names import did_you_mean
+from jaxmux.specifications.limits import TenantLimits
 from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task
 

@@ -20,9 +20,8 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.backbone_size import mesh_sizes
-from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.task_data import Loaded, read_data
+from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
+from jaxmux.engine.tasks.task_data import Loaded, read_data
 from jaxmux.models import BackboneConfig, backbone_dtype
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
@@ -39,7 +38,7 @@ from jaxmux.planner.pipeline import (
 )
 from jaxmux.runs import check_names
 from jaxmux.runs.console import RunConsole
-from jaxmux.runs.places import layout_with_places
+from jaxmux.runs.run_layout import layout_with_places
 from jaxmux.runs.run_options import AUTO_MESH
 from jaxmux.runs.run_shape import PlannedDevice, run_costs, smaller_text
 from jaxmux.runs.sweep_results import brackets_of

@@ -13,8 +13,8 @@ from jaxmux.errors import InputError
 from jaxmux.package_files import cache_folder, resolve_path
 from jaxmux.runs import fine_tune, join_processes
 from jaxmux.runs.console import RunConsole
-from jaxmux.runs.joined_processes import leave, process_index, watching_others
-from jaxmux.runs.serving import serve
+from jaxmux.runs.processes import leave, process_index, watching_others
+from jaxmux.server.serving import serve
 from jaxmux.similar_names import did_you_mean
 
 from . import gin_bindings

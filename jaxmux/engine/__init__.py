@@ -15,16 +15,14 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
-from .brackets import Bracket, rung_of
-from .computed_tokens import Computed, ComputedTurn
+from .devices.size_ahead import SizeAhead
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
-from .prepared_task import PreparedTask, prepare_task
-from .progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
-from .queued_engine import QueuedEngine
-from .size_ahead import SizeAhead
-from .suspended_task import BEST, SuspendedTask
-from .trained_task import TrainedTask
+from .queued_engine import Bracket, QueuedEngine, rung_of
+from .rounds.results import Computed, ComputedTurn
+from .state.slot import BEST, SuspendedTask, TrainedTask
+from .tasks.prepared_task import PreparedTask, prepare_task
+from .tasks.progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 
 __all__ = [
     "BEST",

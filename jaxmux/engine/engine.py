@@ -16,15 +16,14 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import TaskError
 
-from .compile_ahead import ProgramsAhead
+from .devices.size_ahead import DeviceSizeAhead, ProgramsAhead, SizeAhead
 from .engine_options import EngineOptions, EngineSize
-from .pool_sizes import refuse_outgrowing
-from .prepared_task import PreparedTask
-from .progress import TaskProgress
 from .round_loop import RoundLoop
-from .size_ahead import DeviceSizeAhead, SizeAhead
-from .suspended_task import SuspendedTask, after_last_update, best_arrays, without_best
-from .train_state import SlotState, TrainState
+from .state.slot import SuspendedTask, after_last_update, best_arrays, without_best
+from .state.slots import refuse_outgrowing
+from .state.train_state import SlotState, TrainState
+from .tasks.prepared_task import PreparedTask
+from .tasks.progress import TaskProgress
 
 
 class Engine(RoundLoop):
@@ -151,7 +150,7 @@ class Engine(RoundLoop):
         if self._replicas is None:
             backbone = self.backbone
             return DeviceSizeAhead(sizes, backbone, options, pool, own.optimizers, own.layout)
-        from .mesh_size_ahead import MeshSizeAhead
+        from .devices.several_devices import MeshSizeAhead
 
         return MeshSizeAhead(sizes, self._replicas, options, pool, own.optimizers, own.stored)
 

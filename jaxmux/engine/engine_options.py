@@ -8,7 +8,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
 
-from .rounds import Packing
+from .rounds.rounds import Packing
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts

@@ -1,10 +1,13 @@
-"""An engine whose tasks are all known: there may be more tasks than places, they may wait for each
-other at rungs, and the engine shrinks when they have ended."""
+"""An engine whose tasks are all known. There may be more tasks than slots, tasks may wait for each
+other at the rungs of successive halving (Jamieson & Talwalkar 2016, Algorithm 1), and the engine
+shrinks when tasks have ended.
+"""
 
 import logging
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,17 +15,234 @@ import numpy as np
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.peft.leaves import named_leaves
+from jaxmux.planner.packing import PricedShape
+from jaxmux.tasks import TaskError
 
-from .brackets import Bracket, reason_to_stop, refuse_brackets
+from .devices.size_ahead import SizeAhead
 from .engine import Engine
 from .engine_options import EngineSize
-from .prepared_task import PreparedTask
-from .progress import TaskProgress, TaskUpdate, stop_early
-from .shrinking import Shrinking
-from .size_ahead import SizeAhead
-from .slot import Slot
-from .suspended_task import SuspendedTask, best_arrays, without_best
-from .train_state import SlotState
+from .state.slot import Slot, SuspendedTask, best_arrays, without_best
+from .state.train_state import SlotState
+from .tasks.prepared_task import PreparedTask
+from .tasks.progress import TaskProgress, TaskUpdate, stop_early
+
+
+class Rung(NamedTuple):
+    """A rung whose tasks have all been measured.
+
+    Attributes:
+      step: the number of steps after which they are compared.
+      ranking: names of the tasks that came so far, the one with the lowest loss first.
+      kept: number of tasks, the first of the ranking, that go on.
+    """
+
+    step: int
+    ranking: tuple[str, ...]
+    kept: int
+
+
+class Bracket(NamedTuple):
+    """Tasks that compete in successive halving. At each rung, those with the highest held-out
+    losses stop.
+
+    What is decided at a rung depends on the tasks' progress only, so it is decided again in the
+    same way after a break, and alike in all processes.
+
+    Attributes:
+      tasks: names of the tasks. Of equal losses, that of the earlier task is better.
+      rungs: for each rung, the number of steps after which tasks are compared, ascending.
+      factor: one of so many tasks goes on at each rung.
+    """
+
+    tasks: tuple[str, ...]
+    rungs: tuple[int, ...]
+    factor: int
+
+    def kept(self, rung: int) -> int:
+        """The most tasks that go on at a rung.
+
+        Args:
+          rung: index of the rung.
+        """
+        return max(1, len(self.tasks) // self.factor ** (rung + 1))
+
+    def decided(
+        self, progress: Mapping[str, TaskProgress], awaited: Collection[str] = ()
+    ) -> list[Rung]:
+        """The rungs, from the first one, that all their tasks have reached.
+
+        Args:
+          progress: by name, the progress of the tasks.
+          awaited: names of tasks whose last results have not arrived.
+        """
+        found, come = [], self.tasks
+        for i, step in enumerate(self.rungs):
+            if not all(_is_measured(progress[name], i, name in awaited) for name in come):
+                break
+            # Sorting keeps the order of equal losses.
+            ranking = tuple(sorted(come, key=lambda name: _loss_at(progress[name], i)))
+            found.append(Rung(step, ranking, min(self.kept(i), len(ranking))))
+            come = tuple(name for name in come if name in ranking[: found[-1].kept])
+        return found
+
+
+def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -> None:
+    """Checks that tasks can be compared.
+
+    Args:
+      brackets: the brackets.
+      measured: by name of a task, whether it has held-out samples.
+
+    Raises:
+      TaskError: a task has no held-out samples.
+    """
+    for bracket in brackets:
+        for name in bracket.tasks:
+            if bracket.rungs and not measured[name]:
+                raise TaskError(
+                    f"task {name!r}: it has no held-out samples, by which first_rung compares tasks"
+                )
+
+
+def reason_to_stop(rungs: Sequence[Rung], name: str) -> str | None:
+    """Why a task stops; None if it goes on.
+
+    Args:
+      rungs: the rungs that are decided.
+      name: name of the task.
+    """
+    for number, rung in enumerate(rungs, start=1):
+        if name in rung.ranking[rung.kept :]:
+            place = rung.ranking.index(name) + 1
+            return (
+                f"at rung {number} (step {rung.step}), {_ordinal(place)} of {len(rung.ranking)} "
+                "by held-out loss"
+            )
+    return None
+
+
+def rung_of(reason: str | None) -> int | None:
+    """The number of the rung at which a task has stopped, from 1; None if it has not stopped at
+    one.
+
+    Args:
+      reason: `TaskProgress.stopped_early` of the task.
+    """
+    found = re.match(r"at rung (\d+) ", reason or "")
+    return int(found[1]) if found else None
+
+
+def _is_measured(progress: TaskProgress, rung: int, awaited: bool) -> bool:
+    return len(progress.rung_losses) > rung or (progress.status != "running" and not awaited)
+
+
+def _loss_at(progress: TaskProgress, rung: int) -> float:
+    """The loss by which a task is ranked: that at the rung, or the last one of a task that has
+    ended before."""
+    loss = progress.eval_loss
+    if len(progress.rung_losses) > rung:
+        loss = progress.rung_losses[rung]
+    elif progress.status == "failed":
+        loss = None
+    return math.inf if loss is None else loss
+
+
+def _ordinal(n: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(n % 10, "th")
+    return f"{n}{'th' if n % 100 in (11, 12, 13) else ending}"
+
+
+# Programs of another size are compiled only if a task has so many steps left to train with them.
+_LEAST_STEPS = 8
+# And only if microbatches get at most this fraction of their rows.
+_MOST_ROWS = 0.75
+
+
+class Shrinking(NamedTuple):
+    """When an engine gets fewer slots, and microbatches of fewer rows, because tasks have ended.
+
+    The size depends only on the numbers of steps after which tasks have ended, so a run that was
+    interrupted goes on with the size that it would have had.
+
+    Attributes:
+      first: the size with which the run begins.
+      places: number of tasks that train at the same time at first.
+      shape_of: function from the names of tasks to the shape class in which they train fastest,
+        which has at most the rows of the first one and differs from it in nothing else.
+      steps: by name, the number of steps of every task of the run.
+    """
+
+    first: EngineSize
+    places: int
+    shape_of: Callable[[tuple[str, ...]], PricedShape]
+    steps: Mapping[str, int]
+
+    def size(self, ended: Mapping[str, int]) -> EngineSize:
+        """The size of the engine.
+
+        Args:
+          ended: by name of every task that trains no more, the number of steps after which it
+            ended.
+        """
+        size = self.first
+        for step, left in self._phases(ended):
+            if max(self.steps[name] for name in left) - step < _LEAST_STEPS:
+                break
+            rows = self.shape_of(left[: self.places]).shape.rows
+            if rows <= _MOST_ROWS * size.rows:
+                size = EngineSize(min(self.places, len(left)), rows)
+        return size
+
+    def _phases(self, ended: Mapping[str, int]) -> Iterator[tuple[int, tuple[str, ...]]]:
+        """The tasks that were left after others had ended, with the number of steps that they had
+        trained then."""
+        if ended and len(self.steps) > self.places:
+            # Tasks that wait for a place begin late, so their steps do not tell which ended first.
+            left = {0: tuple(name for name in self.steps if name not in ended)}
+        else:
+            left = {
+                step: tuple(name for name in self.steps if ended.get(name, math.inf) > step)
+                for step in sorted(set(ended.values()))
+            }
+        return ((step, names) for step, names in left.items() if names)
+
+    def expected(self, brackets: Sequence[Bracket]) -> Iterator["ExpectedSize"]:
+        """The sizes that the engine will get if no task ends otherwise than at its last step or a
+        rung, and the first tasks of each bracket go on.
+
+        Args:
+          brackets: the tasks that compete in successive halving.
+        """
+        rungs = {step for bracket in brackets for step in bracket.rungs}
+        ended: dict[str, int] = {}
+        size = self.first
+        for step in sorted({*rungs, *self.steps.values()}):
+            last = [name for name, steps in self.steps.items() if steps == step]
+            ended |= {name: step for name in last if name not in ended}
+            for bracket in brackets:
+                if step in bracket.rungs:
+                    come = [name for name in bracket.tasks if name not in ended]
+                    stopped = come[bracket.kept(bracket.rungs.index(step)) :]
+                    ended |= dict.fromkeys(stopped, step)
+            if (new := self.size(ended)) != size:
+                size = new
+                left = tuple(name for name in self.steps if name not in ended)
+                yield ExpectedSize(step, len(left), self.shape_of(left[: self.places]))
+
+
+class ExpectedSize(NamedTuple):
+    """A size that an engine is expected to get.
+
+    Attributes:
+      step: the number of steps after which tasks end.
+      tasks: number of tasks that still train.
+      shape: the shape class of their microbatches.
+    """
+
+    step: int
+    tasks: int
+    shape: PricedShape
+
 
 _log = logging.getLogger("jaxmux")
 

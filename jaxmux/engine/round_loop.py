@@ -16,25 +16,28 @@ from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, consecutive_parts
 
-from .compile_ahead import ProgramsAhead
-from .computed_tokens import Computed
-from .due_updates import DueUpdates, UpdateStats, no_updates
+from .devices.executor import Executor, SingleDevice
+from .devices.size_ahead import ProgramsAhead, SizeAhead
 from .engine_options import EngineOptions
-from .executor import Executor
-from .held_out import HeldOut
-from .paired_ranks import slots_with_pairs
-from .progress import TaskEvaluation, TaskUpdate
-from .renewal import slots_to_renew
-from .results import DispatchedTurns, DispatchedUpdate, Results
-from .round_position import RoundPosition
-from .round_record import COMPILING, TRAINING, DeviceTime, RoundRecord
-from .round_stream import RoundStream
-from .rounds import RoundPlan, all_samples
-from .single_device import SingleDevice
-from .size_ahead import SizeAhead
-from .slot import Slot
-from .slots import Slots
-from .stored_state import StoredState
+from .rounds.held_out import HeldOut
+from .rounds.position import RoundPosition, RoundStream
+from .rounds.results import (
+    COMPILING,
+    TRAINING,
+    Computed,
+    DeviceTime,
+    DispatchedTurns,
+    DispatchedUpdate,
+    Results,
+    RoundRecord,
+)
+from .rounds.rounds import RoundPlan, all_samples
+from .state.renewal import slots_to_renew, slots_with_pairs
+from .state.slot import Slot
+from .state.slots import Slots
+from .state.stored_state import StoredState
+from .state.updates import DueUpdates, UpdateStats, no_updates
+from .tasks.progress import TaskEvaluation, TaskUpdate
 
 _log = logging.getLogger("jaxmux")
 
@@ -99,8 +102,7 @@ class RoundLoop:
             (options,) = self.options.of_replicas(1)
             return SingleDevice(self.backbone, options, self._slots.stored, programs)
         # Training on one device needs neither schedules nor their planner.
-        from .mesh_size_ahead import MeshSizeAhead
-        from .several_devices import SeveralDevices
+        from .devices.several_devices import MeshSizeAhead, SeveralDevices
 
         ahead = programs.programs if isinstance(programs, MeshSizeAhead) else None
         return SeveralDevices(self._replicas, self.options, self._slots.stored, ahead)

@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory
 from jaxmux.planner.costs.device_profile import (
     CollectivePoint,

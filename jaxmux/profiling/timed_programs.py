@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.engine.due_updates import DueUpdates
-from jaxmux.engine.train_state import empty_state, pool_specs
-from jaxmux.engine.updates import update
+from jaxmux.engine.state.train_state import empty_state, pool_specs
+from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.models import (
     MODULES,
     Backbone,

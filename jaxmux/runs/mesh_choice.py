@@ -1,19 +1,255 @@
-"""Chooses the mesh of a training run: of all layouts of the devices, the one that is predicted to
-train fastest."""
+"""Chooses the mesh of a training run: of all layouts of the devices, and of replicas that may
+differ (LobRA 4), the one that is predicted to train fastest and into whose memory the tasks fit."""
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.backbone_size import mesh_sizes
-from jaxmux.models import BackboneConfig
+from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
+from jaxmux.models import BackboneConfig, backbone_dtype
 from jaxmux.planner import PlanningError
+from jaxmux.planner.costs import CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
+from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import Deployment, Replica
-from jaxmux.planner.numbers import numbered
+from jaxmux.planner.numbers import numbered, power_of_two
+from jaxmux.planner.packing import (
+    MIN_CHUNK_LEN,
+    PartOfBatches,
+    ShapeClass,
+    longest_that_fits,
+    sample_rounds,
+    sampled_part,
+)
+from jaxmux.planner.replicas import (
+    ShapeCosts,
+    candidate_replicas,
+    choose_replicas,
+    round_bins,
+    simulate_rounds,
+)
 
-from .replica_fit import fit_replica
 from .run_options import RunOptions
+from .run_shape import Choice, PlannedDevice, choose_run_shape, run_costs
+
+
+class ReplicaFit(NamedTuple):
+    """The microbatches of tasks on a replica, with their costs.
+
+    Attributes:
+      costs: predicted seconds and bytes on the replica.
+      source: origin of the costs.
+      shape: shape class of the microbatches.
+      choice: how the shape class was chosen; None if it was given.
+      admission: predicts whether tasks fit into memory.
+      lengths: by task and step, the lengths of the samples that a data shard of the replica trains.
+    """
+
+    costs: ReplicaCosts
+    source: CostSource
+    shape: ShapeClass
+    choice: Choice | None
+    admission: Admission
+    lengths: Sequence[PartOfBatches]
+
+    def round_seconds(self) -> float | None:
+        """The predicted seconds of a round (one global batch of every task), on average: its
+        microbatches, the time in which stages of a pipeline have nothing to do, and the updates.
+        None if the shape class was given."""
+        if self.choice is None:
+            return None
+        stages, seconds = self.costs.replica.pp, self.choice.alignment.seconds
+        if stages > 1:
+            # Training on one device does not need the planner of pipelines.
+            from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
+
+            grouping = grouping_of_tasks(self.lengths, self.shape, stages)
+            rounds = [batches for batches in sample_rounds(self.lengths) if any(batches.values())]
+            seconds = plan_with(grouping, rounds, self.shape, self.costs).simulation.makespan
+        return seconds / self.choice.rounds / sampled_part(self.lengths) + self.costs.update()
+
+    def require(self, tasks: Sequence[PreparedTask]) -> None:
+        """Raises PlanningError if the tasks do not fit into the replica's memory."""
+        self.admission.require({task.task.name: task.pool for task in tasks})
+        self.costs.require_full_pipeline(self.shape)
+
+
+def fit_replica(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    replica: Replica,
+    shape: ShapeClass | None = None,
+    longest: int | None = None,
+    shares: int = 1,
+    slots: int | None = None,
+    device: PlannedDevice | None = None,
+) -> ReplicaFit:
+    """Chooses the shape class of a replica's microbatches.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      replica: the devices.
+      shape: the shape class, if it is known already; None chooses it.
+      longest: most tokens of the samples that the replica trains; None for all samples.
+      shares: number of parts into which a global batch is divided among replicas.
+      slots: number of tasks that train at the same time; None for all of them.
+      device: as for `run_costs`.
+
+    Raises:
+      PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
+        two.
+    """
+    dtype = backbone_dtype(options.dtype)
+    costs = run_costs(
+        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+    )
+    choice = None
+    if shape is None:
+        request = options.shape_request(costs.least_chunk_len)
+        choice = choose_run_shape(tasks, costs, request, longest, shares)
+        shape = choice.alignment.shape
+    asked, reserved = options.tokens_per_microbatch, options.reserved(config)
+    if slots is not None:
+        reserved = pool_with_places(tasks, reserved, slots)
+    admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
+    parts = replica.shards * shares
+    lengths = [
+        PartOfBatches(BatchLengths(task.batches, task.steps), parts, longest) for task in tasks
+    ]
+    return ReplicaFit(costs.replica, costs.source, shape, choice, admission, lengths)
+
+
+def pool_with_places(tasks: Sequence[PreparedTask], reserved: PoolSpec, slots: int) -> PoolSpec:
+    """A pool in which each of these tasks can take any place.
+
+    Args:
+      tasks: the tasks.
+      reserved: the smallest pool.
+      slots: number of tasks that have a place at the same time.
+    """
+    pool = merge_pool_specs([task.pool for task in tasks], reserved)
+    return pool._replace(slots=max(slots, reserved.slots))
+
+
+def fit_longest(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    replica: Replica,
+    shares: int,
+    slots: int | None = None,
+    device: PlannedDevice | None = None,
+) -> ReplicaFit:
+    """Chooses the shape class of a replica beside others, which may train the samples for which it
+    has no memory.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      replica: the devices.
+      shares: number of parts into which a global batch is divided among replicas.
+      slots: number of tasks that train at the same time; None for all of them.
+      device: as for `run_costs`.
+
+    Raises:
+      PlanningError: the replica has no memory for any sample of the tasks.
+    """
+    lengths = [length for task in tasks for length in task.lengths]
+    longest = power_of_two(max(lengths))
+    dtype = backbone_dtype(options.dtype)
+    costs = run_costs(
+        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+    )
+    # A row of this length alone tells most lengths apart, without a choice of the shape class.
+    while (
+        longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)
+    ):
+        longest //= 2
+    longest = max(longest, power_of_two(min(lengths)))
+
+    def choose(longest: int) -> ReplicaFit:
+        return fit_replica(
+            tasks,
+            config,
+            options,
+            replica,
+            longest=longest,
+            shares=shares,
+            slots=slots,
+            device=device,
+        )
+
+    def require(fit: ReplicaFit) -> None:
+        fit.require(tasks[:slots])
+
+    fixed = options.row_len is not None
+    return longest_that_fits(lengths, longest, choose, require, fixed)
+
+
+def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:
+    """Whether memory suffices for microbatches of a single row."""
+    row = ShapeClass(rows=1, row_len=row_len, chunk_len=MIN_CHUNK_LEN, max_sequences=1)
+    return costs.depth(row) >= costs.replica.pp
+
+
+def choose_unlike(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    devices: int,
+    single: ReplicaFit,
+) -> tuple[Deployment, float] | None:
+    """Chooses replicas by simulating a sample of rounds, and compares them with a single one.
+
+    Args:
+      tasks: the tasks of the training run.
+      config: configuration of the backbone.
+      options: settings of the training run.
+      devices: number of devices.
+      single: the single replica that all devices would form, in which all tasks fit.
+
+    Returns:
+      The replicas, those with most devices first, and the predicted seconds of a round divided by
+      those of the single replica; None if some sample fits no replica.
+    """
+    fits = {}
+    for replica in candidate_replicas(devices):
+        try:
+            replica.require(config.num_layers, mesh_sizes(config))
+            shares = devices // replica.devices
+            fits[replica] = fit_longest(tasks, config, options, replica, shares)
+        except PlanningError as e:
+            _log.info("replica %s: %s", replica, e)
+    costs = ShapeCosts({r: (f.costs, f.shape) for r, f in (fits | {_of(single): single}).items()})
+    sampled = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
+    rounds = [[length for own in a_round.values() for length in own] for a_round in sampled]
+    bins = [round_bins(lengths) for lengths in rounds]
+    together = round_bins([length for lengths in rounds for length in lengths])
+    try:
+        plan = choose_replicas(devices, list(fits), together, bins, costs, len(rounds))
+    except PlanningError as e:
+        _log.info("replicas: %s", e)
+        return None
+    largest_first = sorted(plan.replicas.items(), key=lambda own: -own[0].devices)
+    deployment = Deployment.of_counts(dict(largest_first))
+    # Held-out samples have to fit too.
+    longest = max(task.longest for task in tasks)
+    if longest > max(fits[replica].shape.row_len for replica in plan.replicas):
+        return None
+    seconds = [
+        simulate_rounds(replicas, devices, bins, costs)
+        for replicas in (plan.replicas, {_of(single): 1})
+    ]
+    return deployment, seconds[0] / seconds[1]
+
+
+def _of(fit: ReplicaFit) -> Replica:
+    return fit.costs.replica
+
 
 _log = logging.getLogger("jaxmux")
 # Layouts that the message names besides the chosen one.
@@ -108,7 +344,7 @@ def choose_mesh(
     single, compared = next((own for own in singles if own[0].costs.replica.pp == 1), singles[0])
     if devices > 1 and places is None:
         # Other runs do without the solvers of deployments.
-        from .unlike_replicas import choose_unlike
+        pass
 
         unlike = choose_unlike(tasks, config, options, devices, single)
         if unlike and unlike[0] not in failed:

@@ -1,11 +1,22 @@
-"""Several processes that train one run: what they decide together."""
+"""Several processes that train one run: how they join each other, what they decide together, how
+each tells the others why it ends, and the signals that stop a run."""
 
 import itertools
+import json
+import math
+import os
 import pickle
 import re
+import signal
+import socket
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, TypeVar
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
+from signal import SIGINT
+from types import FrameType, TracebackType
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import numpy as np
@@ -13,11 +24,300 @@ from jax._src import distributed
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.errors import InputError, ProcessFailed, first_line, ran_out_of_memory
+from jaxmux.errors import InputError, Interrupted, ProcessFailed, first_line, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
 
-from .joined_processes import process_index
-from .process_endings import ENDED, ProcessEnd, first_end, tell_end
+# Where processes that end say why, among the keys of JAX's coordinator.
+ENDED = "jaxmux/ended/"
+
+
+class ProcessEnd(NamedTuple):
+    """Why a process leaves.
+
+    Attributes:
+      message: the first line of its exception.
+      refused: whether it has refused its input.
+      signal: number of the signal that has stopped it; 0 for none.
+      saved: whether the signal came after a checkpoint.
+    """
+
+    message: str
+    refused: bool
+    signal: int
+    saved: bool
+
+    @classmethod
+    def of(cls, error: BaseException) -> "ProcessEnd":
+        signal = error.signal_number if isinstance(error, Interrupted) else 0
+        if isinstance(error, KeyboardInterrupt):
+            signal = SIGINT
+        saved = isinstance(error, Interrupted) and error.saved
+        return cls(first_line(error), isinstance(error, InputError), signal, saved)
+
+    def exception(self, process: int) -> BaseException:
+        """The exception that another process raises.
+
+        Args:
+          process: number of the process that has left.
+        """
+        if self.signal:
+            return Interrupted(self.signal, self.saved)
+        kind = InputError if self.refused else ProcessFailed
+        return kind(f"process {process}: {self.message}")
+
+
+def tell_end(client: Any, folder: str, index: int, error: BaseException) -> None:
+    """Tells the others why this process leaves.
+
+    Args:
+      client: the client of JAX's coordinator.
+      folder: where to say it, as beginning of keys.
+      index: number of this process.
+      error: the exception with which it ends.
+    """
+    # If process 0 is gone, nobody can be told.
+    with suppress(jax.errors.JaxRuntimeError):
+        client.key_value_set(f"{folder}{index}", json.dumps(ProcessEnd.of(error)._asdict()), True)
+
+
+def first_end(client: Any, folder: str, index: int) -> BaseException | None:
+    """Why another process than this one has ended, as an exception; None if none has.
+
+    Args:
+      client, folder, index: as in `tell_end`.
+    """
+    for key, text in client.key_value_dir_get(folder):
+        other = int(key.rpartition("/")[2])
+        if other != index:
+            return ProcessEnd(**json.loads(text)).exception(other)
+    return None
+
+
+# A process waits so many seconds for the others to begin.
+_JOIN_SECONDS = 300
+# A process that ends waits so many seconds for the others to end: after success, and after an
+# error.
+_SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
+# A process is ended if it still runs so many seconds after another one has ended. Process 0 waits
+# longer, so that the others can say why they end.
+_HANGING_SECONDS = 15
+# A process of which nothing is heard for so many seconds has died: JAX ends the others.
+_HEARTBEAT_SECONDS = 30
+# Seconds from one line about a process that does not answer to the next.
+_SECONDS_A_LINE = 30
+# Least number of threads in XLA's pool.
+_THREADS = 64
+# Seconds between two looks at what another process has said; signals are handled in between.
+
+
+def join_processes(
+    coordinator: str | None = None, count: int | None = None, index: int | None = None
+) -> None:
+    """Joins the other processes of a training run. Call it before JAX is used.
+
+    Args:
+      coordinator: "HOST:PORT" of process 0; None lets JAX find the processes of a Slurm, Open MPI
+        or Kubernetes job.
+      count: number of processes.
+      index: number of this process, from 0.
+
+    Raises:
+      InputError: there is no such job, or process 0 does not answer. If another process does not
+        come, JAX aborts process 0 after five minutes.
+    """
+    # On CPU, every collective that is under way blocks a thread of XLA's pool, which by default has
+    # a thread for each core. XLA reads this when the devices are first used.
+    os.environ.setdefault("NPROC", str(max(_THREADS, os.cpu_count() or 1)))
+    if index:
+        # JAX would abort this process, with a stack trace.
+        _wait_for(coordinator)
+    # Signals are handled by `StopSignals`.
+    jax.config.update("jax_enable_preemption_service", False)
+    try:
+        jax.distributed.initialize(
+            coordinator,
+            count,
+            index,
+            cluster_detection_method=None if coordinator is None else "deactivate",
+            initialization_timeout=_JOIN_SECONDS,
+            heartbeat_timeout_seconds=_HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=_SHUTDOWN_SECONDS,
+        )
+    except (ValueError, RuntimeError) as e:
+        if coordinator is None and isinstance(e, ValueError):
+            raise InputError(
+                "this is no Slurm, Open MPI or Kubernetes job that JAX knows; give --coordinator, "
+                "--processes and --process"
+            ) from None
+        raise InputError(f"this process cannot join the others: {first_line(e)}") from None
+    # Starting the devices waits for all processes, which nothing should interrupt later.
+    jax.devices()
+
+
+def process_index() -> int:
+    """Number of this process among those that have joined; 0 if there are no others. Unlike JAX's
+    own function, it does not start the devices."""
+    return distributed.global_state.process_id or 0
+
+
+def leave(error: BaseException) -> None:
+    """Tells the other processes that this one ends with an exception, so that none waits for it,
+    and waits for the others to say the same, but not long.
+
+    Args:
+      error: the exception.
+    """
+    state = distributed.global_state
+    if state.client is None:
+        return
+    tell_end(state.client, ENDED, state.process_id, error)
+    end = time.monotonic() + _LEAVE_SECONDS
+    while state.process_id == 0 and time.monotonic() < end:
+        all_know = len(state.client.key_value_dir_get(ENDED)) == state.num_processes
+        # When process 0 ends, JAX ends the others, which may still have to say why they end.
+        time.sleep(_PATIENCE)
+        if all_know:
+            return
+
+
+@contextmanager
+def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
+    """Within this context, ends this process if it still runs some seconds after another one has
+    ended with an error.
+
+    It may wait for the devices of the other one, which nothing can interrupt. If it does something
+    else, for example export adapters, the same command does that again.
+
+    Args:
+      end: function that ends this process at once; a thread calls it with the exception that tells
+        why.
+    """
+    state, over = distributed.global_state, threading.Event()
+
+    def watch() -> None:
+        while not over.wait(_PATIENCE):
+            try:
+                reason = first_end(state.client, ENDED, state.process_id)
+            except jax.errors.JaxRuntimeError as e:
+                reason = ProcessFailed(f"process 0 has ended ({first_line(e)})")
+            if reason:
+                if not over.wait(_HANGING_SECONDS):
+                    tell_end(state.client, ENDED, state.process_id, reason)
+                    end(reason)
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _wait_for(coordinator: str) -> None:
+    """Waits until process 0 can be reached. InputError if it cannot for a long time."""
+    host, _, port = coordinator.rpartition(":")
+    end = time.monotonic() + _JOIN_SECONDS
+    said_at = -math.inf
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=_PATIENCE).close()
+            return
+        except (OSError, OverflowError) as e:
+            if time.monotonic() > end:
+                raise InputError(
+                    f"process 0 does not answer at {coordinator} ({e}); is it running, and is this "
+                    "its address?"
+                ) from None
+            if time.monotonic() - said_at > _SECONDS_A_LINE:
+                said_at = time.monotonic()
+                left = math.ceil(end - said_at)
+                line = f"waiting for process 0 at {coordinator}, {left} s at most ({e})"
+                print(line, flush=True)
+        time.sleep(_PATIENCE)
+
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_STOPPING = "stopping after this microbatch; a second signal stops at once"
+
+
+class StopSignals:
+    """Handles SIGINT, SIGTERM and SIGHUP as a context manager.
+
+    A signal raises `Interrupted` at once, except within `deferred`: there it only sets `arrived`,
+    so that the state can be saved. The state counts as saved when `deferred` has ended.
+    After the first signal, a second one takes its usual effect. Python allows only the main thread
+    to handle signals; in other threads nothing is handled.
+
+    Attributes:
+      number: number of the signal that arrived; 0 before.
+    """
+
+    def __init__(self):
+        """Handles nothing yet."""
+        self.number = 0
+        self._deferred = self._saved = False
+        self._notice = _STOPPING
+        self._previous: dict[int, object] = {}
+        # The lines to print; None ends the thread that prints them.
+        self._lines: SimpleQueue[str | None] = SimpleQueue()
+
+    @property
+    def arrived(self) -> bool:
+        """True if a signal has arrived."""
+        return bool(self.number)
+
+    def __enter__(self) -> "StopSignals":
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                # Whoever lets a process ignore SIGHUP (nohup) wants it to go on.
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
+                # None stands for a handler in C, which Python cannot set again.
+                self._previous[number] = signal.signal(number, self._receive) or signal.SIG_DFL
+        return self
+
+    def __exit__(
+        self, kind: type | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def deferred(self, say: Callable[[str], None], notice: str = _STOPPING) -> Iterator[None]:
+        """Within this context, a signal only sets `arrived`, so that the state can be saved.
+
+        Args:
+          say: function that prints one line; it is told that a signal has arrived, in a thread of
+            its own.
+          notice: what it is told.
+
+        Raises:
+          Interrupted: a signal arrived before, but its exception was lost in code of others.
+        """
+        if self.arrived:
+            raise Interrupted(self.number, saved=self._saved)
+        # A handler of signals may interrupt whatever prints, so a thread prints in its place.
+        thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
+        self._deferred, self._notice = True, notice
+        thread.start()
+        try:
+            yield
+        finally:
+            self._deferred, self._saved = False, True
+            self._lines.put(None)
+            thread.join()
+
+    def _say_lines(self, say: Callable[[str], None]) -> None:
+        for line in iter(self._lines.get, None):
+            say(line)
+
+    def _receive(self, number: int, _frame: FrameType | None) -> None:
+        self.number = number
+        signal.signal(number, self._previous[number])
+        if not self._deferred:
+            raise Interrupted(number, saved=self._saved)
+        self._lines.put(self._notice)
+
 
 T = TypeVar("T")
 

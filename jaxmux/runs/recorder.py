@@ -7,24 +7,19 @@ from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import write_atomically
 from jaxmux.engine import Engine, TaskUpdate, TrainedTask
-from jaxmux.engine.round_record import CHECKPOINTS
+from jaxmux.engine.rounds.results import CHECKPOINTS
 from jaxmux.models import checkpoint_tensors, devices_bytes
 from jaxmux.peft import export_adapter
 from jaxmux.printable import shown_state
 from jaxmux.sweeps import Sweep
 
-from .checkpoints import Checkpoints
-from .console import RunConsole
-from .loss_plot import plot_losses
-from .metrics import MetricsWriter
+from .checkpoints import Checkpoints, RunPosition, save_run
+from .console import RunConsole, StartTimeline
+from .metrics import MetricsWriter, has_details, host_bytes, round_line
 from .processes import Processes
-from .round_lines import has_details, host_bytes, round_line
-from .run_checkpoint import RunPosition, save_run
 from .run_directory import RunDirectory
-from .start_timeline import StartTimeline
-from .summary import Summary
+from .summary import Summary, notes_of_task, plot_losses
 from .sweep_results import values_of, write_results
-from .training_notes import notes_of_task
 
 
 class RunFiles(NamedTuple):

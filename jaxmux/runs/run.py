@@ -11,15 +11,13 @@ from jaxmux.peft import is_adapter_folder
 from jaxmux.sweeps import Sweep, expanded, sweeps_of
 from jaxmux.tasks import Task
 
-from .console import RunConsole
-from .json_lines import json_line
-from .processes import Processes
+from .console import RunConsole, StartTimeline
+from .metrics import json_line
+from .processes import Processes, StopSignals
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs, check_arguments, described, identity_of, read_inputs
 from .run_layout import load_beside
 from .run_options import RunOptions
-from .start_timeline import StartTimeline
-from .stop_signals import StopSignals
 from .summary import Summary
 from .trackers import refuse_missing
 from .training import Results, Training

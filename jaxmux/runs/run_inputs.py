@@ -12,7 +12,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Rendering, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine import PreparedTask, prepare_task
-from jaxmux.engine.task_data import Loaded
+from jaxmux.engine.tasks.task_data import Loaded
 from jaxmux.installed_versions import installed_versions
 from jaxmux.models import (
     BackboneConfig,
@@ -21,15 +21,15 @@ from jaxmux.models import (
     check_backbone,
     checkpoint_tensors,
 )
+from jaxmux.specifications.reading import task_to_json
 from jaxmux.sweeps import Sweep
 from jaxmux.tasks import Task, TaskError
 
+from .console import StartTimeline
 from .run_directory import FORMAT, RunDirectory
 from .run_layout import refuse_mesh
 from .run_options import AUTO_MESH, RunOptions, check_names
-from .start_timeline import StartTimeline
 from .sweep_results import halving_of, values_of
-from .task_json import task_to_json
 
 
 class RunInputs(NamedTuple):

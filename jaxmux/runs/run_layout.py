@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxmux.engine import EngineOptions, EngineSize, PreparedTask
-from jaxmux.engine.backbone_size import mesh_sizes, size_of
-from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.remat_choice import bytes_of
-from jaxmux.engine.shrinking import Shrinking
+from jaxmux.engine.devices.programs import bytes_of
+from jaxmux.engine.queued_engine import Shrinking
+from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes, size_of
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -35,14 +34,14 @@ from jaxmux.sharding import (
 )
 
 from .console import RunConsole
-from .mesh_choice import choose_mesh, fewer_devices
-from .replica_fit import ReplicaFit, fit_longest, fit_replica
+from .mesh_choice import ReplicaFit, choose_mesh, fewer_devices, fit_longest, fit_replica
 from .run_directory import RecordedShapes
 from .run_options import AUTO_MESH, RunOptions
 from .run_shape import PlannedDevice, run_costs, shrinking_of
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
+from functools import partial
 
 # Seconds from one line about a backbone that is being loaded to the next.
 _SECONDS_A_LINE = 5.0
@@ -366,3 +365,61 @@ def load_beside(folder: str, dtype: jnp.dtype, config: BackboneConfig) -> Backbo
     if free is not None and needed > free:
         return None
     return load_backbone(folder, dtype, config.backbone_format)
+
+
+def layout_with_places(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    recorded: RecordedShapes | None,
+    console: RunConsole,
+    may_wait: bool,
+    failed: Sequence[Deployment] = (),
+    device: PlannedDevice | None = None,
+) -> RunLayout:
+    """Chooses the devices and the shape classes of the microbatches, with as many places as fit.
+
+    Args:
+      tasks, config, options, recorded, console: as for `choose_layout`.
+      may_wait: whether tasks wait for a place if they do not fit at the same time. If they may not,
+        the error says how many fit.
+      failed, device: as for `choose_layout`.
+
+    Returns:
+      The layout. `RunLayout.places` is None if all tasks train together.
+
+    Raises:
+      PlanningError: the tasks do not fit into memory, or with `may_wait` not even one of them.
+    """
+    choose = partial(choose_layout, tasks, config, options, recorded, failed=failed, device=device)
+    most = options.tasks_at_once if (options.tasks_at_once or len(tasks)) < len(tasks) else None
+    try:
+        layout = choose(console, most)
+    except PlanningError as e:
+        fewer = _most_that_fit(choose, most or len(tasks))
+        if not fewer:
+            raise
+        if not may_wait:
+            raise PlanningError(
+                f"{e}; or, so that the others wait for a place, tasks_at_once={fewer}"
+            ) from None
+        layout = choose(console, fewer)
+    if layout.places:
+        console.say(
+            f"{layout.places} of {len(tasks)} tasks train at the same time; the others wait for a "
+            "place"
+        )
+    return layout
+
+
+def _most_that_fit(choose: partial[RunLayout], too_many: int) -> int:
+    """The largest number of places, below `too_many`, for which there is memory; 0 for none."""
+    fitting = 0
+    while too_many - fitting > 1:
+        tried = (fitting + too_many) // 2
+        try:
+            choose(RunConsole.silent(), tried)
+            fitting = tried
+        except PlanningError:
+            too_many = tried
+    return fitting

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-from jaxmux.engine.prepared_task import pool_of_adapter
+from jaxmux.engine.tasks.prepared_task import pool_of_adapter
 from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
 from jaxmux.models import BACKBONE_FORMATS, REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.models.adapter_ops import LOW_RANK_KIND

@@ -21,9 +21,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxmux.engine import EngineSize, PreparedTask
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.shrinking import Shrinking
+from jaxmux.engine.queued_engine import Shrinking
+from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
 from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (

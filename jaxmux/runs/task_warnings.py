@@ -7,7 +7,7 @@ tells both in the task's status (`of_live_task`), and how many they are on its t
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask, TaskProgress
@@ -19,7 +19,9 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
 from .run_options import RunOptions
-from .server_options import ServerOptions
+
+if TYPE_CHECKING:
+    from jaxmux.server import ServerOptions
 
 # Fractions above which a warning is printed.
 UNKNOWN_TOKENS = 0.01
@@ -57,7 +59,7 @@ def of_live_task(
     return after_training({**progress.to_json(), "steps": progress.step}, config)
 
 
-def of_options(options: RunOptions | ServerOptions, config: BackboneConfig) -> list[str]:
+def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) -> list[str]:
     """The warnings about the settings of a training run or a server.
 
     Args:

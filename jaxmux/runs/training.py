@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmux.engine import Engine, PreparedTask, QueuedEngine
-from jaxmux.engine.compile_ahead import ProgramsAhead
+from jaxmux.engine.devices.size_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted, OutOfDeviceMemory, first_line, ran_out_of_memory
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
@@ -23,21 +23,17 @@ from jaxmux.sharding import PlacedBackbone
 from jaxmux.sweeps import Sweep
 from jaxmux.tasks import TaskError
 
-from .checkpoints import Checkpoints
-from .console import RunConsole
+from .checkpoints import Checkpoints, RunPosition, array_specs, newest_run, number_by_rounds
+from .console import RunConsole, StartTimeline
+from .mesh_choice import pool_with_places
 from .metrics import MetricsWriter
-from .places import layout_with_places
-from .processes import Processes
+from .processes import Processes, StopSignals
 from .recorder import Recorder, RunFiles
-from .replica_fit import pool_with_places
-from .run_checkpoint import RunPosition, array_specs, newest_run, number_by_rounds
 from .run_directory import RunDirectory
 from .run_inputs import RunInputs, configuration_of
-from .run_layout import RunLayout, engine_options, load_on
+from .run_layout import RunLayout, engine_options, layout_with_places, load_on
 from .run_options import AUTO_MESH, RunOptions
 from .run_shape import smaller_text
-from .start_timeline import StartTimeline
-from .stop_signals import StopSignals
 from .summary import Summary
 from .sweep_results import brackets_of
 from .task_warnings import of_options

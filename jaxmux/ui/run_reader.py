@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.errors import InputError
-from jaxmux.runs.folder_lock import LockState, lock_state
+from jaxmux.runs.run_directory import LockState, lock_state
 
 from .line_file import LineFile, line_at
 from .run_view import RunView, TaskView

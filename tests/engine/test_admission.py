@@ -6,7 +6,7 @@ import itertools
 import pytest
 
 from jaxmux.engine import Engine, EngineOptions, engine
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times

@@ -3,7 +3,7 @@
 import threading
 import time
 
-from jaxmux.engine.rounds import pack_tightly
+from jaxmux.engine.rounds.rounds import pack_tightly
 
 SOON = 10.0
 

@@ -5,9 +5,8 @@ import random
 import pytest
 
 from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of
-from jaxmux.engine.brackets import reason_to_stop
-from jaxmux.engine.progress import TaskEvaluation, record_evaluation
-from jaxmux.engine.shrinking import Shrinking
+from jaxmux.engine.queued_engine import Shrinking, reason_to_stop
+from jaxmux.engine.tasks.progress import TaskEvaluation, record_evaluation
 from jaxmux.planner.packing import PricedShape, ShapeClass
 
 INFINITE = float("inf")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import Sample
-from jaxmux.engine.prepared_task import _first_adapter, first_epoch
+from jaxmux.engine.tasks.prepared_task import _first_adapter, first_epoch
 from jaxmux.peft import DoRA, LoRA, SparseDiff, kind_of
 from jaxmux.peft.eva import principal_components
 from jaxmux.tasks import TaskError

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import SuspendedTask, TaskProgress
-from jaxmux.engine.turns import divide
+from jaxmux.engine.rounds.rounds import divide
 from jaxmux.optimizers import SGD
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task, TaskError

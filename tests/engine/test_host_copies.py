@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.engine.host_copies import HostCopies
+from jaxmux.engine.state.stored_state import HostCopies
 from jaxmux.errors import OutOfDeviceMemory
 
 # float32 [8].

@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.due_updates import DueUpdates
-from jaxmux.engine.updates import update
+from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.optimizers import SGD, AdamW, Lion
 
 DECAYING = {

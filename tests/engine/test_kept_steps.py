@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxmux.engine import compile as compilation
+from jaxmux.engine.devices import programs as compilation
 from jaxmux.planner.packing import ShapeClass
 
 SHAPE = ShapeClass(rows=3, row_len=128, chunk_len=64, max_sequences=8)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import Engine
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.renewal import changed_by_updates
-from jaxmux.engine.train_state import pool_specs
+from jaxmux.engine.state.renewal import changed_by_updates
+from jaxmux.engine.state.train_state import pool_specs
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.optimizers import SGD
 from jaxmux.peft import (
     IA3,

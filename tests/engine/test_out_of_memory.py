@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import single_device
+from jaxmux.engine.devices import executor as single_device
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models.remat_policies import leaner
 

@@ -6,15 +6,14 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.due_updates import no_updates
-from jaxmux.engine.paired_ranks import (
+from jaxmux.engine.state.renewal import (
     directions_of_pairs,
     gradients_of_pairs,
     parameters_of_pairs,
     slots_with_pairs,
 )
-from jaxmux.engine.train_state import pool_specs
-from jaxmux.engine.updates import update, without_foreign
+from jaxmux.engine.state.train_state import pool_specs
+from jaxmux.engine.state.updates import no_updates, update, without_foreign
 from jaxmux.optimizers import AdamW
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import IA3, Layout, LoRA, kind_of, size_of_adapter

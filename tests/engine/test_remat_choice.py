@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import Microbatch
-from jaxmux.engine.remat_choice import choose_remat
+from jaxmux.engine.devices.programs import choose_remat
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
 from jaxmux.peft import empty_pool
 

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import stored_state
 from jaxmux.engine.engine_options import EngineSize
+from jaxmux.engine.state import stored_state
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.packing import ShapeClass
 from tests.engine.conftest import random_samples

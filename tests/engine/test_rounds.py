@@ -10,10 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from jaxmux.engine import round_record
-from jaxmux.engine.replica_input import ReplicaInput
-from jaxmux.engine.rounds import training_rounds
-from jaxmux.engine.task_groups import TaskGroups
+from jaxmux.engine.rounds.rounds import ReplicaInput, TaskGroups, training_rounds
+from jaxmux.engine.rounds.rounds import results as round_record
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import pipeline
 from jaxmux.planner.costs import PoolSpec

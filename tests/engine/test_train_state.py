@@ -7,9 +7,8 @@ import numpy as np
 import optax
 import pytest
 
-from jaxmux.engine.due_updates import DueUpdates
-from jaxmux.engine.stored_state import StoredState
-from jaxmux.engine.train_state import (
+from jaxmux.engine.state.stored_state import StoredState
+from jaxmux.engine.state.train_state import (
     SlotKind,
     SlotState,
     clear_slot,
@@ -21,7 +20,7 @@ from jaxmux.engine.train_state import (
     write_leaf,
     written_specs,
 )
-from jaxmux.engine.updates import update
+from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves

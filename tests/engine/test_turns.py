@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import single_device
-from jaxmux.engine.turns import Turns, divide
+from jaxmux.engine.devices import executor as single_device
+from jaxmux.engine.rounds.rounds import Turns, divide
 from jaxmux.planner.packing import ShapeClass
 from tests.engine.conftest import random_samples
 

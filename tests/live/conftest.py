@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from jaxmux.live import LiveTraining
 from jaxmux.planner.packing import ShapeClass
+from jaxmux.server import LiveTraining
 from tests.engine.conftest import (  # noqa: F401
     assert_same_bits,
     backbone,

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from jaxmux.data import Source
-from jaxmux.live.data_files import file_identities, read_unchanged
+from jaxmux.server.data import file_identities, read_unchanged
 from jaxmux.tasks import Task, TaskError
 
 

@@ -8,10 +8,11 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import EngineSize, single_device
-from jaxmux.live import elastic_size
-from jaxmux.live.elastic_size import ElasticSize
+from jaxmux.engine import EngineSize
+from jaxmux.engine.devices import executor as single_device
 from jaxmux.planner import PlanningError
+from jaxmux.server import size as elastic_size
+from jaxmux.server.size import ElasticSize
 
 from .test_live_training import live_with, settle, train_to_the_end
 

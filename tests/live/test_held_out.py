@@ -7,7 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import TaskProgress, slot, train_on
+from jaxmux.engine import TaskProgress, train_on
+from jaxmux.engine.state import slot
 from jaxmux.optimizers import SGD
 from tests.engine.conftest import random_samples
 

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from jaxmux.live.meter import Meter
-from jaxmux.live.states import ENDED, FOLLOWING
-from jaxmux.live.store import MemoryStore
+from jaxmux.server.store import MemoryStore
+from jaxmux.server.task import ENDED, FOLLOWING, Meter
 from jaxmux.tasks import TaskError
 
 
@@ -340,7 +339,7 @@ def test_an_idle_training_keeps_an_end_when_its_adapter_has_been_written(
         def is_exporting(self, name):
             return self.exporting
 
-    monkeypatch.setattr("jaxmux.live.live_training._RETRY", 0.01)
+    monkeypatch.setattr("jaxmux.server.training._RETRY", 0.01)
     store = SlowStore()
     live = make_live(store=store)
     owner = threading.Thread(target=live.run)

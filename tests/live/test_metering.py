@@ -7,11 +7,12 @@ import math
 import jax
 import pytest
 
-from jaxmux.engine import single_device
-from jaxmux.engine.turns import Turns
-from jaxmux.live import Meter, live_training
+from jaxmux.engine.devices import executor as single_device
+from jaxmux.engine.rounds.rounds import Turns
 from jaxmux.optimizers import SGD
 from jaxmux.planner.packing import pack_round
+from jaxmux.server import Meter
+from jaxmux.server import training as live_training
 from tests.engine.conftest import random_samples
 
 from .conftest import SHAPE

@@ -8,7 +8,7 @@ from datetime import datetime
 import pytest
 
 from jaxmux.data.chat_templates import TemplateClock
-from jaxmux.live.preparation import MOST_READINGS, Preparation
+from jaxmux.server.data import MOST_READINGS, Preparation
 from jaxmux.tasks import Task, TaskError
 
 

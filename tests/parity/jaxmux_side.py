@@ -20,7 +20,7 @@ from encoded_weights import encoded_weights, number_tables
 
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
-from jaxmux.engine.task_data import with_virtual_tokens
+from jaxmux.engine.tasks.task_data import with_virtual_tokens
 from jaxmux.models import (
     MODULES,
     Backbone,
@@ -58,7 +58,7 @@ from jaxmux.peft import (
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.peft.peft_folder import _KNOWN_SETTINGS
 from jaxmux.planner.packing import ShapeClass, pack_round
-from jaxmux.runs.task_fields import from_json
+from jaxmux.specifications.fields import from_json
 from jaxmux.tasks import Task
 
 # Two short rows, so that a global batch of the test tasks does not fit into one microbatch.

@@ -13,8 +13,7 @@ import json
 import sys
 from pathlib import Path
 
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .simulated_tasks import OPTIONS, make_task
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load
 
-from jaxmux.live import Event, LiveTraining, Meter, TaskStatus
-from jaxmux.live.states import ENDED, FOLLOWING, TRAINED
 from jaxmux.peft.peft_folder import WEIGHTS
+from jaxmux.server import Event, LiveTraining, Meter, TaskStatus
+from jaxmux.server.task import ENDED, FOLLOWING, TRAINED
 
 from .simulated_tasks import EPOCHS_STEPS, KINDS, MOST_STEPS, Outcome, tokens, without_card
 

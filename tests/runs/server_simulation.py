@@ -9,7 +9,7 @@ import shutil
 import threading
 from collections.abc import Mapping
 
-from jaxmux.live.states import ENDED
+from jaxmux.server.task import ENDED
 from jaxmux.tasks import TaskError
 
 from .server_model import Expected, damaged_lines

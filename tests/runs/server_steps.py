@@ -2,7 +2,7 @@
 
 import time
 
-from jaxmux.live.states import ENDED
+from jaxmux.server.task import ENDED
 
 
 def settle(server) -> None:

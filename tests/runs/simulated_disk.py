@@ -8,8 +8,8 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from jaxmux.peft import peft_folder
-from jaxmux.runs import server_store
 from jaxmux.runs.checkpoints import Checkpoints
+from jaxmux.server import database as server_store
 
 
 class Crash(BaseException):

@@ -11,12 +11,11 @@ from pathlib import Path
 from random import Random
 
 from jaxmux.engine import EngineSize
-from jaxmux.live import LiveTraining
-from jaxmux.live.states import ENDED
-from jaxmux.runs import retry
-from jaxmux.runs import server as server_module
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.runs import run_directory as retry
+from jaxmux.server import LiveTraining
+from jaxmux.server import server as server_module
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from . import crash_images
 from .server_model import ServerModel

@@ -5,11 +5,10 @@ from collections import defaultdict
 from typing import Any, NamedTuple
 
 from jaxmux import SGD, AdamW, Lion, LoRA, Schedule, Task
-from jaxmux.live.states import ENDED, TRAINED
 from jaxmux.optimizers import Optimizer
 from jaxmux.peft.model_card import CARD
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED, TRAINED
 
 from .conftest import SERVER
 

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxmux.live.states import ENDED
-from jaxmux.runs import server as server_module
-from jaxmux.runs import server_store
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server import database as server_store
+from jaxmux.server import server as server_module
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from .conftest import SERVER
 from .crash_images import copy_now

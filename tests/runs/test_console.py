@@ -16,10 +16,10 @@ from rich.console import Console
 from jaxmux import SGD, Interrupted
 from jaxmux.cli.main import run_command
 from jaxmux.cli.plan_tables import NumberTable
-from jaxmux.engine import single_device
-from jaxmux.live import Meter, TaskStatus
+from jaxmux.engine.devices import executor as single_device
 from jaxmux.runs.console import RunConsole, live_table
-from jaxmux.runs.server_console import ServerConsole
+from jaxmux.server import Meter, TaskStatus
+from jaxmux.server.console import ServerConsole
 
 
 @pytest.fixture

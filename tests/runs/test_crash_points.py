@@ -12,13 +12,12 @@ from random import Random
 
 import pytest
 
-from jaxmux.live.states import ENDED
 from jaxmux.models import load_backbone
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_directory import ServerDirectory
-from jaxmux.runs.server_options import ServerOptions
-from jaxmux.runs.server_store import ServerStore
 from jaxmux.runs.trackers import RunTrackers, TrackedRun
+from jaxmux.server.database import ServerStore
+from jaxmux.server.folder import ServerDirectory
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from . import crash_images
 from .recorded_server import TASKS

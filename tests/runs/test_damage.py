@@ -22,8 +22,8 @@ from jaxmux.errors import InputError
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import is_adapter_folder
 from jaxmux.runs import checkpoints, run_layout, training
+from jaxmux.runs.checkpoints import RunPosition
 from jaxmux.runs.metrics import MetricsWriter
-from jaxmux.runs.run_checkpoint import RunPosition
 from jaxmux.runs.trackers import RunTrackers, TrackedRun
 
 STEPS = 8

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from jaxmux import AdamW, LoRA
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.watched_directory import Place
+from jaxmux.server.inbox.directory import Place
+from jaxmux.server.server import tuning_server
 
 from .crash_images import copy_now
 from .watched_server import ADAPTER, OPTIONS, known
@@ -726,19 +726,19 @@ def test_a_status_that_cannot_be_written_is_written_later_and_told_once(watch, p
 def test_a_disk_that_cannot_be_written_is_waited_for(watch, put, tmp_path, monkeypatch):
     put("acme/one")
     with watch(tmp_path) as server:
-        monkeypatch.setattr("jaxmux.runs.directory_watcher._SECONDS_TO_RETRY", 0.0)
+        monkeypatch.setattr("jaxmux.server.inbox.watcher._SECONDS_TO_RETRY", 0.0)
 
         def full(*_):
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.runs.accepted_tasks.copy_files", full)
+            patch.setattr("jaxmux.server.inbox.accepted.copy_files", full)
             server.poll(4)
             error = server.status("acme/one")["error"]
             assert error == "its files cannot be copied yet (No space left on device)"
             assert server.state("acme/one") == "waiting"
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.runs.journal.os.pwrite", full)
+            patch.setattr("jaxmux.server.database.os.pwrite", full)
             server.poll(4)
             assert "No space left" in server.status("acme/one")["error"]
             assert server.live.statuses() == []

@@ -6,7 +6,7 @@ import time
 from concurrent.futures import Future
 from pathlib import Path
 
-from jaxmux.runs.accepted_tasks import AcceptedTasks
+from jaxmux.server.inbox.accepted import AcceptedTasks
 
 from .crash_images import copy_now
 from .watched_server import known
@@ -116,7 +116,7 @@ def test_a_cancel_that_cannot_be_kept_is_told_once_and_tried_again(
         server.until("acme/one", "running")
         cancelled = counted(monkeypatch, server.live, "cancel")
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.runs.journal.os.pwrite", refuse_disk)
+            patch.setattr("jaxmux.server.database.os.pwrite", refuse_disk)
             path.unlink()
             server.poll(6)
             try_again(server.watched("acme/one"))
@@ -161,7 +161,7 @@ def test_steps_that_cannot_be_noted_are_told_once_and_to_the_operator(
     with watch(tmp_path) as server:
         server.until("acme/one", "running")
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.runs.accepted_tasks.write_atomically", refuse_disk)
+            patch.setattr("jaxmux.server.inbox.accepted.write_atomically", refuse_disk)
             noted = counted(patch, server.watcher._accepted, "extend")
             put("acme/one", steps=500)
             server.poll(6)

@@ -20,9 +20,9 @@ from jaxmux import SGD, AdamW, LoRA, RunDirectoryError, Schedule, import_adapter
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
 from jaxmux.models import BackboneConfig
-from jaxmux.runs.folder_lock import lock_state
+from jaxmux.runs.metrics import has_details
 from jaxmux.runs.recorder import Recorder
-from jaxmux.runs.round_lines import has_details
+from jaxmux.runs.run_directory import lock_state
 
 export = partial(run_command, "export", prog="jaxmux export")
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 import pytest
 
 from jaxmux.errors import InputError, Interrupted, OutOfDeviceMemory
-from jaxmux.runs.folder_lock import FolderLock, FolderLockError, lock_state
+from jaxmux.runs.run_directory import FolderLock, FolderLockError, lock_state
 
 
 def test_a_locked_folder_is_refused_and_kept(tmp_path):
@@ -86,7 +86,7 @@ def test_a_lock_tells_whether_its_process_lives_has_ended_or_was_killed(tmp_path
     folder = tmp_path / "run"
     assert lock_state(folder).holder == "unknown"
     code = (
-        "import sys; from pathlib import Path; from jaxmux.runs.folder_lock import FolderLock\n"
+        "import sys; from pathlib import Path; from jaxmux.runs.run_directory import FolderLock\n"
         f"lock = FolderLock(Path({str(folder)!r})); print(flush=True); input(); lock.close()"
     )
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

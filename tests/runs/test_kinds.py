@@ -39,7 +39,6 @@ from jaxmux.data import load_tokenizer
 from jaxmux.generation import Request, complete
 from jaxmux.generation.programs import prompts_in_rows
 from jaxmux.generation.served_adapters import stacked_pools
-from jaxmux.live.states import ENDED
 from jaxmux.models import (
     AdapterOp,
     Calibration,
@@ -63,7 +62,8 @@ from jaxmux.peft import (
     write_merged,
 )
 from jaxmux.peft.targets import resolve_targets
-from jaxmux.runs.task_json import task_from_json
+from jaxmux.server.task import ENDED
+from jaxmux.specifications.reading import task_from_json
 
 from .conftest import RUN, SERVER
 

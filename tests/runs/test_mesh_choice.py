@@ -11,8 +11,13 @@ from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.profiling import in_other_names, random_task
 from jaxmux.runs import RunOptions, run_shape
 from jaxmux.runs.console import RunConsole
-from jaxmux.runs.mesh_choice import choose_mesh, fewer_devices, possible_meshes
-from jaxmux.runs.replica_fit import fit_longest, fit_replica
+from jaxmux.runs.mesh_choice import (
+    choose_mesh,
+    fewer_devices,
+    fit_longest,
+    fit_replica,
+    possible_meshes,
+)
 from jaxmux.runs.run_directory import RecordedShapes
 from jaxmux.runs.run_layout import choose_layout
 

@@ -9,10 +9,10 @@ import pytest
 from jaxmux import Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.data import Rendering, Source, load_tokenizer
-from jaxmux.engine.task_data import read_data
+from jaxmux.engine.tasks.task_data import read_data
 from jaxmux.models import BackboneConfig
-from jaxmux.runs import task_from_json, task_to_json
-from jaxmux.runs.task_fields import from_json, to_json
+from jaxmux.specifications import task_from_json, task_to_json
+from jaxmux.specifications.fields import from_json, to_json
 
 
 @pytest.fixture

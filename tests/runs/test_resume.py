@@ -17,8 +17,9 @@ import pytest
 
 from jaxmux import Interrupted
 from jaxmux.cli.main import run_command
-from jaxmux.engine import EngineOptions, single_device
-from jaxmux.engine.rounds import pack_tightly
+from jaxmux.engine import EngineOptions
+from jaxmux.engine.devices import executor as single_device
+from jaxmux.engine.rounds.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError, read_task
 
 main = partial(run_command, "train", prog="jaxmux train")

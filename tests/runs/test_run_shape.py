@@ -17,10 +17,8 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
 from jaxmux.data import GlobalBatches, Sample, Samples, load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
-from jaxmux.engine.backbone_size import size_of
-from jaxmux.engine.batch_lengths import BatchLengths
-from jaxmux.engine.replica_input import ReplicaInput
-from jaxmux.engine.rounds import training_rounds
+from jaxmux.engine.rounds.rounds import ReplicaInput, training_rounds
+from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec
@@ -41,7 +39,7 @@ from jaxmux.planner.replicas import (
     make_deployment_plan,
     predicted_round_seconds,
 )
-from jaxmux.runs import replica_fit
+from jaxmux.runs import mesh_choice as replica_fit
 from jaxmux.runs import run_shape as shape
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.run_layout import choose_layout

@@ -5,11 +5,10 @@ import shutil
 from collections import Counter
 from pathlib import Path
 
-from jaxmux.live import saving
-from jaxmux.live.states import ENDED
-from jaxmux.runs.event_log import EventLog
-from jaxmux.runs.journal import Journal
-from jaxmux.runs.json_lines import objects
+from jaxmux.runs.metrics import objects
+from jaxmux.server import saving
+from jaxmux.server.database import EventLog, Journal
+from jaxmux.server.task import ENDED
 
 from .crash_images import copy_now
 from .server_steps import finish, settle, step

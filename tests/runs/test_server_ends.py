@@ -10,7 +10,7 @@ import pytest
 from jaxmux import AdamW, Bottleneck, Schedule
 from jaxmux.errors import Interrupted
 from jaxmux.field_checks import LARGEST_INTEGER
-from jaxmux.live import At, Command
+from jaxmux.server import At, Command
 from jaxmux.tasks import Task, TaskError
 
 from .crash_images import copy_now

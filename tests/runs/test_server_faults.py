@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxmux import SGD, AdamW, Lion
-from jaxmux.runs import journal, server_store
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server import database as journal
+from jaxmux.server import database as server_store
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, settle, step, step_until
 from .simulated_disk import SimulatedDisk
@@ -333,7 +333,7 @@ def test_a_paused_task_shows_its_steps_when_its_data_have_been_read(serve, task,
 
 
 def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
-    from jaxmux.live import Command
+    from jaxmux.server import Command
 
     own = journal.Journal(tmp_path / "journal")
     own.begin(0)

@@ -7,11 +7,10 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmux import AdamW
-from jaxmux.engine import slot
-from jaxmux.live.states import ENDED
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
-from jaxmux.runs.status_file import Shown, status_of
+from jaxmux.engine.state import slot
+from jaxmux.server.inbox.status import Shown, status_of
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from .server_steps import finish, settle, step
 from .simulated_tasks import OPTIONS
@@ -147,7 +146,7 @@ def test_a_task_that_an_earlier_version_called_succeeded_has_stopped_early(
     with serve(folder) as server:
         server.register(tasks[1])
         with monkeypatch.context() as earlier:
-            earlier.setattr("jaxmux.live.live_tasks.shown_state", lambda state, reason: state)
+            earlier.setattr("jaxmux.server.tasks.shown_state", lambda state, reason: state)
             finish(server)
         status = server.status("early")
         assert status.state == status.history[-1].state == "succeeded" and status.reason

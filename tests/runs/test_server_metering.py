@@ -12,11 +12,12 @@ import shutil
 import pytest
 
 from jaxmux.learning_rates import Schedule
-from jaxmux.live import saving
 from jaxmux.optimizers import AdamW
-from jaxmux.runs import event_log, journal, server_store
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server import database as event_log
+from jaxmux.server import database as journal
+from jaxmux.server import database as server_store
+from jaxmux.server import saving
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, settle, step, step_until
 from .simulated_tasks import OPTIONS
@@ -251,7 +252,7 @@ def test_only_known_names_are_kept_of_the_events(tmp_path):
 
 @pytest.mark.parametrize("broken", ["open", "rename"])
 def test_a_file_that_cannot_be_set_aside_goes_on(broken, tmp_path, monkeypatch):
-    from jaxmux.live import Event
+    from jaxmux.server import Event
 
     path, said = tmp_path / "events.jsonl", []
     log = event_log.EventLog(path, said.append, 200)

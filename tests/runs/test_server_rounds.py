@@ -6,10 +6,9 @@ from collections import defaultdict
 
 import pytest
 
-from jaxmux.runs import server_store
-from jaxmux.runs.line_log import LineLog
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.runs.metrics import LineLog
+from jaxmux.server import database as server_store
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, step
 from .simulated_tasks import OPTIONS

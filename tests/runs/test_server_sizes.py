@@ -6,8 +6,7 @@ import resource
 import pytest
 
 from jaxmux.runs import RunDirectoryError
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .conftest import SERVER
 
@@ -70,7 +69,7 @@ def test_sizes_that_cannot_be_written_do_not_keep_a_server_from_starting(
         raise OSError(28, "No space left on device", str(path))
 
     with monkeypatch.context() as patch:
-        patch.setattr("jaxmux.runs.server_directory.write_atomically", full)
+        patch.setattr("jaxmux.server.folder.write_atomically", full)
         told, failed = said_by(reserved_slots=2)
     assert "reserved_slots was 3 and is 2" in told
     assert "server.json: its sizes cannot be recorded (No space left on device)" in failed

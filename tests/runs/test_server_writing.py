@@ -7,9 +7,10 @@ import time
 import orbax.checkpoint
 import pytest
 
-from jaxmux.runs import retry, server_store
+from jaxmux.runs import run_directory as retry
 from jaxmux.runs.checkpoints import Checkpoints
 from jaxmux.runs.run_directory import RunDirectoryError
+from jaxmux.server import database as server_store
 
 from .server_steps import finish, settle, step
 from .test_server_faults import serve, task  # noqa: F401

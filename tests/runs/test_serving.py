@@ -31,15 +31,15 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
 from jaxmux.cli.main import run_command
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.live import Meter, StateChange, TaskStatus
 from jaxmux.package_files import resolve_path
-from jaxmux.runs import ServerOptions, TenantLimits, serve
-from jaxmux.runs.folder_lock import lock_state
-from jaxmux.runs.intake import Intake
-from jaxmux.runs.server_console import ServerConsole
-from jaxmux.runs.serving import with_fewer_places, within_pool
-from jaxmux.runs.status_file import Shown
-from jaxmux.runs.watched_directory import Place, WatchedDirectoryError
+from jaxmux.runs.run_directory import lock_state
+from jaxmux.server import Meter, ServerOptions, StateChange, TaskStatus, serve
+from jaxmux.server.console import ServerConsole
+from jaxmux.server.inbox.accepted import Intake
+from jaxmux.server.inbox.directory import Place, WatchedDirectoryError
+from jaxmux.server.inbox.status import Shown
+from jaxmux.server.serving import with_fewer_places, within_pool
+from jaxmux.specifications import TenantLimits
 
 from .conftest import POOL, RUN
 
@@ -160,7 +160,7 @@ def test_before_anything_was_trained_a_signal_need_not_wait(served, specify, mon
     """The first round takes long."""
     specify("acme/one")
     begun, ended = threading.Event(), threading.Event()
-    monkeypatch.setattr("jaxmux.runs.serving._PATIENCE", 0.1)
+    monkeypatch.setattr("jaxmux.server.serving._PATIENCE", 0.1)
 
     def round_of_compilation(self):
         begun.set()
@@ -168,7 +168,7 @@ def test_before_anything_was_trained_a_signal_need_not_wait(served, specify, mon
         self._runner.carry_out()
         return False
 
-    monkeypatch.setattr("jaxmux.live.LiveTraining.step", round_of_compilation)
+    monkeypatch.setattr("jaxmux.server.LiveTraining.step", round_of_compilation)
     reasons = []
 
     def end_at_once(reason):
@@ -185,7 +185,7 @@ def test_an_error_of_training_ends_the_server(backbone, tmp_path, monkeypatch):
     def broken(self):
         raise ZeroDivisionError("broken")
 
-    monkeypatch.setattr("jaxmux.live.LiveTraining.step", broken)
+    monkeypatch.setattr("jaxmux.server.LiveTraining.step", broken)
     quiet = ServerConsole(Console(quiet=True))
     with pytest.raises(ZeroDivisionError):
         serve(

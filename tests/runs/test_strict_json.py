@@ -6,7 +6,13 @@ import random
 
 import pytest
 
-from jaxmux.runs.strict_json import LARGEST_INTEGER, in_words, parse_object, refusal, shown
+from jaxmux.specifications.strict_json import (
+    LARGEST_INTEGER,
+    in_words,
+    parse_object,
+    refusal,
+    shown,
+)
 
 MOST = 10_000
 # What is wrong, and a part of the message.

@@ -13,13 +13,12 @@ from rich.console import Console
 from jaxmux import AdamW, PlanningError, RunDirectoryError, Sweep, Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
-from jaxmux.engine import task_data
+from jaxmux.engine.tasks import task_data
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.runs import checkpoints, read_task
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.summary import Summary
-from jaxmux.runs.sweep_plot import plot_sweeps
-from jaxmux.runs.sweep_results import sweep_table
+from jaxmux.runs.sweep_results import plot_sweeps, sweep_table
 
 RATES = [1e-4, 3e-2, 1e-2, 1e30]
 

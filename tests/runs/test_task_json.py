@@ -12,7 +12,7 @@ from jaxmux.data import Source
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.peft import LoRA
-from jaxmux.runs import (
+from jaxmux.specifications import (
     SpecificationLimits,
     read_specification,
     task_from_json,

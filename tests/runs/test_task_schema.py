@@ -16,10 +16,11 @@ from jaxmux.field_checks import check_fields, field_schema, integer, names, numb
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS as ADAPTERS
-from jaxmux.runs import SpecificationLimits, task_schema
-from jaxmux.runs.strict_json import parse_object, refusal
-from jaxmux.runs.task_fields import PARTS, value_schema
-from jaxmux.runs.task_json import task_from_fields
+from jaxmux.specifications import SpecificationLimits
+from jaxmux.specifications import schema as task_schema
+from jaxmux.specifications.fields import PARTS, value_schema
+from jaxmux.specifications.reading import task_from_fields
+from jaxmux.specifications.strict_json import parse_object, refusal
 from jaxmux.tasks import Task, TaskError
 
 ROOT = Path(__file__).parents[2]
@@ -194,7 +195,7 @@ class Example:
 
 @pytest.mark.parametrize("name", ["free", "several", "unchecked"])
 def test_a_new_field_of_free_text_or_without_a_check_is_open_to_nobody(name):
-    with pytest.raises(ValueError, match=f"Example.{name}: say in jaxmux.runs.task_fields"):
+    with pytest.raises(ValueError, match=f"Example.{name}: say in jaxmux.specifications.fields"):
         value_schema(Example, name, SpecificationLimits())
 
 

@@ -16,14 +16,10 @@ from jaxmux.data import load_tokenizer
 from jaxmux.engine import prepare_task
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import LoRA, export_adapter, initial_adapter, resolve_targets
-from jaxmux.runs import (
-    SpecificationLimits,
-    confined_files,
-    copy_files,
-    task_from_json,
-    tenant_files,
-)
-from jaxmux.runs.confined_files import open_inside
+from jaxmux.specifications import SpecificationLimits, copy_files, task_from_json
+from jaxmux.specifications import files as confined_files
+from jaxmux.specifications import files as tenant_files
+from jaxmux.specifications.files import open_inside
 from jaxmux.tasks import Task, TaskError
 
 LIMITS = SpecificationLimits(data_bytes=100, record_bytes=30, records=4, adapter_bytes=50)

@@ -11,11 +11,9 @@ import pytest
 
 from jaxmux import PlanningError, RunOptions, ServerOptions
 from jaxmux.engine import TaskUpdate
-from jaxmux.live.states import ENDED
 from jaxmux.runs import checkpoints
+from jaxmux.runs.checkpoints import RunPosition
 from jaxmux.runs.metrics import MetricsWriter
-from jaxmux.runs.run_checkpoint import RunPosition
-from jaxmux.runs.server import tuning_server
 from jaxmux.runs.trackers import (
     TRACKERS,
     RunTrackers,
@@ -25,6 +23,8 @@ from jaxmux.runs.trackers import (
     refuse_missing,
     run_trackers,
 )
+from jaxmux.server.server import tuning_server
+from jaxmux.server.task import ENDED
 
 from .server_steps import finish, settle, step
 from .simulated_tasks import OPTIONS

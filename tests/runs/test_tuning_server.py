@@ -12,8 +12,7 @@ import pytest
 
 from jaxmux.data import Source
 from jaxmux.runs import RunDirectoryError
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
 
 from .conftest import SERVER
 from .server_steps import step
@@ -186,7 +185,7 @@ def test_a_command_that_cannot_be_written_is_not_carried_out(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.runs.journal.os.pwrite", full)
+            patch.setattr("jaxmux.server.database.os.pwrite", full)
             refused = [server.register(tasks["b"]), server.cancel("a")]
             server.step()
         for future in refused:

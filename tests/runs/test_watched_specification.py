@@ -9,12 +9,8 @@ import pytest
 from jsonschema import Draft202012Validator
 
 from jaxmux import AdamW, LoRA, Schedule, Task, TaskError
-from jaxmux.runs import SpecificationLimits, TenantLimits, watched_schema
-from jaxmux.runs.watched_specification import (
-    refused_change,
-    registered_task,
-    watched_specification,
-)
+from jaxmux.specifications import SpecificationLimits, TenantLimits, watched_schema
+from jaxmux.specifications.schema import refused_change, registered_task, watched_specification
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "watched_directory.md").read_text()

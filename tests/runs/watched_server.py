@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from jaxmux.runs import ServerOptions, TenantLimits
-from jaxmux.runs.directory_watcher import DirectoryWatcher
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.watched_directory import Place, WatchedDirectory
-from jaxmux.runs.watched_task import WatchedTask
+from jaxmux.server import ServerOptions
+from jaxmux.server.inbox.directory import Place, WatchedDirectory
+from jaxmux.server.inbox.watcher import DirectoryWatcher, WatchedTask
+from jaxmux.server.server import tuning_server
+from jaxmux.specifications import TenantLimits
 
 from .conftest import POOL, RUN
 

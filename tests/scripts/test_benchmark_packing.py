@@ -19,7 +19,7 @@ from benchmark_records import make_record
 from benchmark_step import llama_config
 from benchmark_tables import packing_table
 
-from jaxmux.engine.rounds import pack_tightly
+from jaxmux.engine.rounds.rounds import pack_tightly
 from jaxmux.models import Backbone
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.runs.run_shape import run_costs

@@ -19,7 +19,7 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
-from jaxmux.runs.folder_lock import FolderLock  # noqa: E402
+from jaxmux.runs.run_directory import FolderLock  # noqa: E402
 from jaxmux.ui.app import STATIC, run_app  # noqa: E402
 from jaxmux.ui.run_reader import RunReader, UIError  # noqa: E402
 from jaxmux.ui.series import Series  # noqa: E402

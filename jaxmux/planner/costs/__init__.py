@@ -8,7 +8,7 @@ each pipeline stage. `Admission` checks whether tasks fit into memory together. 
 which microbatches and numbers of tasks do.
 
 The models take the sizes of a backbone (`BackboneSize`, from
-`jaxmux.engine.backbone_size.size_of`), the sizes of the pool that holds the tasks' adapters
+`jaxmux.engine.tasks.prepared_task.size_of`), the sizes of the pool that holds the tasks' adapters
 (`PoolSpec`), the shape of microbatches (`planner.packing.ShapeClass`) and the devices
 (`planner.devices.Replica`).
 

@@ -271,8 +271,8 @@ def device_models(
     is the one in plain XLA. `source.kind` of the result tells which.
 
     Args:
-      size: sizes of the backbone, from `jaxmux.engine.backbone_size.size_of`. Its number of layers
-        may differ from the profile's.
+      size: sizes of the backbone, from `jaxmux.engine.tasks.prepared_task.size_of`. Its number of
+        layers may differ from the profile's.
       memory: bytes of one device that may be used; None for the memory in the profile, or for an
         H200's memory if the models are estimated.
       replica: the devices: pipeline stages and tensor-parallel devices of each stage. Collectives

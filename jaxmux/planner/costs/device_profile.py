@@ -92,9 +92,9 @@ class ProfileError(PlanningError):
 class BackboneSize:
     """Sizes of a frozen backbone from which its time and memory are predicted.
 
-    `jaxmux.engine.backbone_size.size_of(config, dtype)` returns them without allocating weights;
-    `device_models` takes them. The stream is the sequence of hidden states between layers, one
-    vector of width d for each token.
+    `jaxmux.engine.tasks.prepared_task.size_of(config, dtype)` returns them without allocating
+    weights; `device_models` takes them. The stream is the sequence of hidden states between layers,
+    one vector of width d for each token.
 
     Attributes:
       name: name of the architecture's Hugging Face class, for example "LlamaForCausalLM".

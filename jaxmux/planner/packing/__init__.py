@@ -15,14 +15,19 @@ number of rows, when tasks have ended.
 """
 
 from .first_fit import pack_first_fit
-from .longest_rows import longest_that_fits, require_longest_rows
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
-from .sampled_rounds import Batches, PartOfBatches, at_most, sample_rounds, sampled_part
 from .shape_choice import (
+    Batches,
+    PartOfBatches,
     PricedShape,
     ShapeRequest,
+    at_most,
     choose_shape,
+    longest_that_fits,
     plain_shape,
+    require_longest_rows,
+    sample_rounds,
+    sampled_part,
     with_fewer_rows,
 )
 from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class

@@ -12,9 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .bins import least_bins
 from .shape_class import ShapeClass
-from .spans import Span
+from .spans import Span, least_bins
 
 # For each slot, the task's spans in the order in which they must be laid down.
 Queues = Mapping[int, Sequence[Span]]

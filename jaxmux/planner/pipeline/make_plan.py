@@ -13,8 +13,7 @@ from ..costs.replica_costs import ReplicaCosts
 from ..errors import PlanningError
 from ..numbers import power_of_two
 from ..packing.microbatches import RoundLengths
-from ..packing.sampled_rounds import Batches, sample_rounds
-from ..packing.shape_choice import ShapeRequest, choose_shape
+from ..packing.shape_choice import Batches, ShapeRequest, choose_shape, sample_rounds
 from ..packing.shape_class import ShapeClass, smallest_shape_class
 from .groupings import Grouping
 from .pipeline_plan import (

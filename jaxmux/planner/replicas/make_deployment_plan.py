@@ -9,16 +9,18 @@ from ..costs.replica_costs import ReplicaCosts
 from ..devices import Deployment, Replica
 from ..errors import PlanningError
 from ..numbers import power_of_two
-from ..packing.longest_rows import longest_that_fits, require_longest_rows
 from ..packing.microbatches import RoundLengths
-from ..packing.sampled_rounds import (
+from ..packing.shape_choice import (
     Batches,
     PartOfBatches,
+    ShapeRequest,
     at_most,
+    choose_shape,
+    longest_that_fits,
+    require_longest_rows,
     sample_rounds,
     sampled_part,
 )
-from ..packing.shape_choice import ShapeRequest, choose_shape
 from ..packing.shape_class import ShapeClass
 from ..pipeline.groupings import Grouping
 from ..pipeline.make_plan import TaskLoad, plan_rounds, plan_with, require_rows, round_lengths

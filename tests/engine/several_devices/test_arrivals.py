@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
-from jaxmux.engine.compiled_stages import CompiledStages
-from jaxmux.engine.stored_state import StoredState
-from jaxmux.live import LiveTraining
+from jaxmux.engine.devices.compiled_stages import CompiledStages
+from jaxmux.engine.state.stored_state import StoredState
 from jaxmux.models import Backbone
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.planner.devices import Stage
+from jaxmux.server import LiveTraining
 from tests.engine.conftest import random_samples
 
 

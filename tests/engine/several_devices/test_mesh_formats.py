@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.backbone_size import mesh_sizes, size_of
-from jaxmux.engine.stored_state import _of_part, with_copies
-from jaxmux.engine.train_state import pool_specs
+from jaxmux.engine.state.stored_state import _of_part, with_copies
+from jaxmux.engine.state.train_state import pool_specs
+from jaxmux.engine.tasks.prepared_task import mesh_sizes, size_of
 from jaxmux.models import MODULES, Backbone, BackboneConfig, linear_sizes
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.number_formats import Scaled

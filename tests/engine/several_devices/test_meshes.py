@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.engine.backbone_size import size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import Backbone
 from jaxmux.models.modules import abstract_weights
 from jaxmux.optimizers import SGD, AdamW

@@ -8,7 +8,8 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine import EngineSize, compiled_stages
+from jaxmux.engine import EngineSize
+from jaxmux.engine.devices import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 

@@ -6,7 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.replica_pipeline import ReplicaPipeline
+from jaxmux.engine.devices.replica_pipeline import ReplicaPipeline
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Stage

@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from jaxmux.planner.packing.bins import (
+from jaxmux.planner.packing.spans import (
     balanced_bins,
     first_fit_decreasing,
     fullest_bins,

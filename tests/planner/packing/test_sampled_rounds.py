@@ -1,6 +1,6 @@
 """A sample of rounds is spread over the training run and of bounded size."""
 
-from jaxmux.planner.packing.sampled_rounds import sample_rounds
+from jaxmux.planner.packing.shape_choice import sample_rounds
 
 
 def steps(count: int, samples: int = 16) -> list[list[int]]:

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions, Sweep
-from jaxmux.engine import compiled_stages
+from jaxmux.engine.devices import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.runs import checkpoints
 

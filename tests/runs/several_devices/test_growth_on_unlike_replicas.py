@@ -9,8 +9,7 @@ import pytest
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.tasks import Task
 
 # The demo's tasks: batch size, longest sample in tokens, rank, dropout and learning rate. Those of

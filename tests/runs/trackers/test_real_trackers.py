@@ -10,10 +10,9 @@ from collections import defaultdict
 
 import pytest
 
-from jaxmux.live.states import ENDED
 from jaxmux.runs import checkpoints
-from jaxmux.runs.server import tuning_server
-from jaxmux.runs.server_options import ServerOptions
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from ..conftest import SERVER
 

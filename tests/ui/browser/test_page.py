@@ -365,7 +365,7 @@ def test_labels_tell_names_apart_wherever_they_differ(tab, many):
 
 
 def test_a_failed_run_shows_why_and_a_task_its_answers(tab, tmp_path):
-    from jaxmux.runs.folder_lock import FolderLock
+    from jaxmux.runs.run_directory import FolderLock
 
     path = synthetic.write_run(tmp_path / "failed", 3, 30, steps=90)
     answers = {0: " nothing\n<b>", 30: " a chat"}

@@ -1,0 +1,463 @@
+"""The compiled programs of all pipeline stages, and the arrays that they work on."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.errors import microbatch_too_large
+from jaxmux.models import Backbone, SlotTable, device_memory
+from jaxmux.models.modules import abstract_weights
+from jaxmux.models.remat_policies import leaner, per_layer
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.memory_model import exchanged_bytes
+from jaxmux.planner.pipeline.schedules import (
+    BACKWARD,
+    FORWARD,
+    PipelineSchedule,
+    ScheduledMicrobatch,
+    gpipe,
+    interleaved,
+    one_forward_one_backward,
+    template,
+    template_order,
+    uniform_workload,
+    validate,
+)
+from jaxmux.sharding import (
+    Passed,
+    PlacedBackbone,
+    StageMesh,
+    StageOptions,
+    backward,
+    forward,
+    forward_into,
+    in_threads,
+)
+from jaxmux.sharding.stage_mesh import AXES, DATA
+
+from ..engine_options import EngineOptions
+from ..rounds.rounds import empty_microbatch, slot_table
+from ..state.stored_state import StoredState
+from ..tasks.prepared_task import size_of
+from .programs import bytes_of, choose_remat, forward_options, step_room
+
+SCHEDULES = ("1f1b", "lorapp", "template", "gpipe", "interleaved")
+# Schedules whose rounds follow each other without a gap, in the order of a `StreamOrder`.
+STREAMING = ("1f1b", "lorapp")
+# Schedules for which every task has microbatches of its own and is updated by itself.
+TASK_BY_TASK = ("lorapp", "template")
+
+
+class RoundTable(NamedTuple):
+    """The passes of a round.
+
+    Attributes:
+      schedule: the table, which `validate` has checked.
+      order: for each microbatch of the table, its index in the round.
+    """
+
+    schedule: PipelineSchedule
+    order: Sequence[int]
+
+
+def round_table(
+    schedule: str, stages: int, parts: int, samples: Sequence[Mapping[int, Sequence[int]]]
+) -> RoundTable:
+    """The passes of a round in a pipeline that is empty before and after it.
+
+    Args:
+      schedule: one of `SCHEDULES`. "lorapp" differs from "1f1b" only where rounds follow each
+        other.
+      stages: number of stages.
+      parts: number of parts of the backbone, a multiple of `stages`.
+      samples: by slot, the samples of each microbatch.
+    """
+    buckets = {slots: i for i, slots in enumerate(dict.fromkeys(map(tuple, samples)))}
+    microbatches = [
+        ScheduledMicrobatch(tuple(own), (0,) * len(own), buckets[tuple(own)]) for own in samples
+    ]
+    # With the template, a stage has room for as many microbatches as can make it faster.
+    limit = [2 * stages - 1] * stages if schedule == "template" else None
+    workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)
+    order = range(len(microbatches))
+    if schedule == "gpipe":
+        table = gpipe(workload)
+    elif schedule == "interleaved":
+        table = interleaved(workload, parts // stages)
+    elif schedule == "template":
+        table, order = template(workload, "asynchronous"), template_order(workload)
+    else:
+        table = one_forward_one_backward(workload)
+    validate(table, limit)
+    return RoundTable(table, order)
+
+
+class StagePrograms(NamedTuple):
+    """The programs of a pipeline's parts.
+
+    Attributes:
+      made_for: the layout of the train state, and whether any task has dropout.
+      options: for each part, the static choices of its programs.
+      residuals: by part, a function that makes empty residuals.
+    """
+
+    made_for: tuple[Layout, bool]
+    options: list[StageOptions]
+    residuals: dict[int, Callable[[], list[jax.Array]]]
+
+
+class CompiledStages:
+    """Compiles the programs of a pipeline's parts, and dispatches them.
+
+    Attributes:
+      stages: the meshes of the stages. With S stages, part v lies on stage v mod S.
+      programs: the programs of the parts; None before they are chosen.
+    """
+
+    def __init__(
+        self,
+        backbone: PlacedBackbone,
+        options: EngineOptions,
+        stored: StoredState,
+        ahead: StagePrograms | None = None,
+        replicas: int = 1,
+    ):
+        """Creates the stages; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone.
+          options: the options of the engine.
+          stored: the train state, in the parts of the backbone.
+          ahead: programs that have been compiled; None if there are none.
+          replicas: number of replicas, which exchange gradients and adapters.
+        """
+        self._replicas = replicas
+        self.stages = list(dict.fromkeys(backbone.homes))
+        self._backbone, self._options, self._stored = backbone, options, stored
+        self.programs = self._ahead = ahead
+        # Whether the programs have run.
+        self._has_run = False
+        # How often a device ran out of memory.
+        self._leaner_by = 0
+        # For each part, residuals that no pass will read.
+        self._spent: list[list[list[jax.Array]]] = [[] for _ in backbone.parts]
+        self._released = True
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one for all; None before programs are compiled."""
+        if not self._has_run or self.programs.made_for[0] != self._stored.layout:
+            return None
+        policies = [options.forward.remat for options in self.programs.options]
+        if all(isinstance(policy, str) for policy in policies):
+            return policies[0]
+        return tuple(policy for own in policies for policy in own)
+
+    @property
+    def shards(self) -> int:
+        """Number of data shards of each stage."""
+        return self.stages[0].shards
+
+    @property
+    def slots(self) -> int:
+        """Number of slots of the state."""
+        return self._stored.layout.tree.loss.shape[0]
+
+    def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
+        """The microbatches of all data shards, stacked, on each stage."""
+        stacked = _stacked(microbatches)
+        return [stage.put(stacked, P(DATA)) for stage in self.stages]
+
+    def forward(
+        self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
+    ) -> tuple[Passed, Any]:
+        """Dispatches the forward pass of a part, whose losses are added to the state.
+
+        Args:
+          part: index of the part.
+          microbatch: the microbatches of the data shards, on the part's stage.
+          slots: scale and dropout of every slot, on the part's stage.
+          passed: what the part before has passed, on the part's stage; None for the first part.
+
+        Returns:
+          What is passed to the next part, and the residuals for `backward`.
+        """
+        spent, programs = self._spent[part], self.programs
+        out, loss, residuals = self._backbone.homes[part].run(
+            forward_into,
+            programs.options[part],
+            spent.pop() if spent else programs.residuals[part](),
+            *self.forward_arguments(part, microbatch, slots, passed),
+        )
+        self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
+        return out, residuals
+
+    def backward(self, part: int, residuals: Any, gradient: jax.Array) -> jax.Array | None:
+        """Dispatches the backward pass of a part, whose gradients are added to the state.
+
+        Args:
+          part: index of the part.
+          residuals: from `forward`.
+          gradient: gradient of the part's output, on the part's stage.
+
+        Returns:
+          The gradient of the part's input; None from the first part.
+        """
+        home, options = self._backbone.homes[part], self.programs.options[part]
+        arguments = self._backward_arguments(part, residuals, gradient)
+        dx, accumulators = home.run(backward, options, *arguments)
+        state = self._stored.states[part]
+        self._stored.states[part] = state._replace(accumulators=accumulators)
+        self._spent[part].append(jax.tree.leaves(residuals))
+        return dx
+
+    def forward_arguments(
+        self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
+    ) -> tuple[Any, ...]:
+        """The arguments of `forward` after the options."""
+        state = self._stored.states[part]
+        weights = self._backbone.weights[part]
+        tasks = weights, state.adapters, state.accumulators, state.loss
+        return *tasks, microbatch, slots, passed
+
+    def _backward_arguments(self, part: int, residuals: Any, gradient: Any) -> tuple[Any, ...]:
+        """The arguments of `backward` after the options."""
+        state = self._stored.states[part]
+        weights = self._backbone.weights[part]
+        return residuals, weights, state.adapters, state.accumulators, gradient
+
+    def release(self) -> None:
+        """Frees the memory of residuals; `compile` allocates it again. No microbatch may be between
+        its passes."""
+        for spent in self._spent:
+            spent.clear()
+        self._released = True
+
+    def compile(self, dropout: bool) -> None:
+        """Allocates the memory of residuals, then compiles the programs of all parts and runs each
+        once; does only what has not been done.
+
+        This memory suffices for as many microbatches as are in flight; with GPipe it grows in the
+        first round. So a device that has too little of it fails here, before a round begins, and
+        before programs are compiled, which takes most of the time.
+
+        Args:
+          dropout: whether any task has dropout.
+
+        Raises:
+          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
+          jax.errors.JaxRuntimeError: a device ran out of memory (see `recompute_more`).
+        """
+        if not self.serves(dropout):
+            self.release()
+            policies = enumerate(self.choose_remat(dropout))
+            options = [self.program(part, dropout, remat) for part, remat in policies]
+            self.programs = StagePrograms((self._stored.layout, dropout), options, {})
+            self._has_run = False
+        if self._released:
+            self._call_with_parts(self._allocate)
+            self._released = False
+        if not self._has_run:
+            self._call_with_parts(self._compile)
+            self._has_run = True
+
+    def serves(self, dropout: bool) -> bool:
+        """Whether the programs are made for the state as it is.
+
+        Args:
+          dropout: whether any task has dropout.
+        """
+        wanted = self._stored.layout, dropout
+        return self.programs is not None and self.programs.made_for == wanted
+
+    def _call_with_parts(self, call: Callable[[int], None]) -> None:
+        """Calls a function with the index of every part, in a thread for each stage. The parts of a
+        stage keep their order, because the collectives of a mesh are always dispatched in one."""
+
+        def call_with_parts_of(stage: int) -> None:
+            for part in range(stage, len(self._backbone.parts), len(self.stages)):
+                call(part)
+
+        in_threads(call_with_parts_of, range(len(self.stages)))
+
+    def _allocate(self, part: int) -> None:
+        """Allocates the memory of a part's residuals, for the microbatches in flight."""
+        options, residuals = self.programs.options[part], self.programs.residuals
+        if part not in residuals:
+            arguments = self.forward_arguments(part, *self.empty_inputs(part))
+            shapes = forward.eval_shape(options, *arguments)[2]
+            residuals[part] = _zeros_like(shapes, self._backbone.homes[part])
+        self._spent[part] = [residuals[part]() for _ in range(self._in_flight[part])]
+        jax.block_until_ready(self._spent[part])
+
+    def _compile(self, part: int) -> None:
+        """Compiles the programs of a part, if that has not been done ahead, and runs each with an
+        empty microbatch, which adds nothing to the state."""
+        options, inputs = self.programs.options[part], self.empty_inputs(part)
+        is_missing = self._backbone.homes[part].is_local and self.programs is not self._ahead
+        if is_missing:
+            spent = self._spent[part][-1]
+            compiled(forward_into.lower(options, spent, *self.forward_arguments(part, *inputs)))
+        out, residuals = self.forward(part, *inputs)
+        if is_missing:
+            arguments = self._backward_arguments(part, residuals, out.x)
+            compiled(backward.lower(options, *arguments))
+        self.backward(part, residuals, out.x)
+        jax.block_until_ready(self._stored.states[part])
+
+    def warm_moves(self) -> None:
+        """Moves empty arrays between neighbouring parts once. Between processes, programs do it,
+        and nothing may be compiled while stages exchange arrays."""
+        homes = self._backbone.homes
+        for one, other in zip(homes, homes[1:], strict=False):
+            moved = one.move(self._empty_passed(one), other, P(DATA))
+            jax.block_until_ready((moved, other.move(moved.x, one, P(DATA))))
+
+    def program(
+        self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
+    ) -> StageOptions:
+        """The static choices of a part's programs."""
+        backbone = self._backbone
+        adapters = self._stored.layout.tree.adapters
+        options = forward_options(backbone, self._options, adapters, dropout)
+        return StageOptions(
+            backbone.config,
+            options._replace(remat=remat, sharding=backbone.homes[part].weights),
+            backbone.parts[part],
+            backbone.homes[part],
+            self._stored.layouts[part],
+        )
+
+    def recompute_more(self) -> None:
+        """Prepares for another call of `compile` after a device ran out of memory in one. All
+        stages recompute more, because it is not known which one ran out. Accumulators may be lost.
+        """
+        self._leaner_by += 1
+        self.programs, self._ahead, self._has_run = None, None, False
+        self.release()
+
+    @cached_property
+    def _in_flight(self) -> list[int]:
+        """For each part, the most microbatches between their passes in a long round. With GPipe
+        that is all of a round, of which one counts here."""
+        parts, schedule = len(self._backbone.parts), self._options.schedule
+        if schedule == "gpipe":
+            return [1] * parts
+        table = round_table(schedule, len(self.stages), parts, [{0: (0,)}] * (4 * parts))
+        return table.schedule.virtual_peak_buffers().tolist()
+
+    def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
+        """The remat policy of each part.
+
+        Args:
+          dropout: whether any task has dropout.
+
+        Raises:
+          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
+        """
+        found = self._first_choice(dropout)
+        for _ in range(self._leaner_by):
+            layers = [part.layers for part in self._backbone.parts]
+            before = [per_layer(own, count) for own, count in zip(found, layers, strict=True)]
+            found = [leaner(own) or own for own in before]
+            if found == before:
+                raise microbatch_too_large(self._options.shape.tokens)
+        return found
+
+    def _first_choice(self, dropout: bool) -> list[str | tuple[str, ...]]:
+        """The remat policy of each part, as long as no device has run out of memory."""
+        backbone, remat = self._backbone, self._options.remat
+        memory = self._options.memory or device_memory()
+        if remat != "auto":
+            return [remat] * len(backbone.parts)
+        if memory is None:
+            return ["dots"] * len(backbone.parts)
+        if self._options.schedule == "gpipe":
+            raise PlanningError(
+                "schedule='gpipe' keeps the values of all microbatches of a round, so remat='auto' "
+                "cannot know how much fits; name a remat policy"
+            )
+        adapters = self._stored.layout.tree.adapters
+        forward = forward_options(backbone, self._options, adapters, dropout)
+        stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight
+        held = [self._held(i) for i in range(parts)]
+        microbatch, found = empty_microbatch(self._options.shape), []
+        for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
+            weights, pools = zip(*held[i % stages :: stages], strict=True)
+            config = home.device_config(backbone.config, part.layers)
+            own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
+            room = step_room(weights, pools, memory)
+            room -= size_of(config, backbone.compute_dtype).decoded_bytes
+            room -= int(exchanged_bytes(self._gradient_bytes(i % stages, stages), self._replicas))
+            if home.weights.fsdp > 1:
+                # One layer's weights are gathered while another one's are used; so is the head.
+                head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
+                layer = bytes_of(own.weights["layers"]) // part.layers
+                room -= max(2 * layer, head * part.is_last)
+            adapters = home.device_adapters(
+                held[i][1], self._stored.layouts[i].tree.adapters, config
+            )
+            given = own, forward, adapters, microbatch, self._empty_table(), room
+            found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
+        return found
+
+    def _gradient_bytes(self, first: int, stages: int) -> int:
+        """Bytes of the gradients of all parts of a stage, as if no device divided them."""
+        own = [layout.tree.accumulators for layout in self._stored.summed[first::stages]]
+        return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(own))
+
+    def _held(self, part: int) -> tuple[Any, Any]:
+        """Shapes and dtypes of a part's weights and pools on one device."""
+        home, weights = self._backbone.homes[part], self._backbone.weights[part]
+        pools, specs = self._stored.states[part].adapters, self._stored.layouts[part].tree
+        divided = home.weight_specs(weights), home.leaf_specs(specs.adapters)
+        return home.of_one_device((weights, pools), divided)
+
+    def empty_inputs(self, part: int) -> tuple[Microbatch, SlotTable, Passed | None]:
+        """A microbatch without samples, and what else the forward pass of a part takes with it."""
+        home = self._backbone.homes[part]
+        microbatch = _stacked([empty_microbatch(self._options.shape)] * self.shards)
+        passed = self._empty_passed(home) if part > 0 else None
+        return home.put(microbatch, P(DATA)), home.put(self._empty_table(), P()), passed
+
+    def _empty_passed(self, home: StageMesh) -> Passed:
+        """What a part passes to the next one, without values, on the mesh of either."""
+        shape, width = self._options.shape, self._backbone.config.hidden_size
+        x = (self.shards, shape.tokens, width), self._backbone.compute_dtype
+        finite = np.ones((self.shards, shape.chunks), bool)
+        return Passed(*home.run(_zeros((x,), DATA, home)), home.put(finite, P(DATA)))
+
+    def _empty_table(self) -> SlotTable:
+        return slot_table({}, None, self.slots)
+
+
+def _stacked(microbatches: Sequence[Microbatch]) -> Microbatch:
+    """The microbatches of all data shards as one, on the host."""
+    return jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
+
+
+def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:
+    """A function that makes arrays of zeros with the shapes and dtypes of residuals, on the
+    devices of a stage."""
+    shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(residuals))
+    return partial(home.run, _zeros(shapes, AXES, home))
+
+
+@cache
+def _zeros(shapes: tuple[tuple[Any, ...], ...], axes: tuple[str, ...], home: StageMesh) -> Any:
+    """The program that makes arrays of zeros, whose first axis the devices of a stage divide."""
+
+    @partial(jax.jit, out_shardings=home.shardings([P(axes)] * len(shapes)))
+    def zeros() -> list[jax.Array]:
+        return [jnp.zeros(*shape) for shape in shapes]
+
+    return zeros

@@ -1,0 +1,406 @@
+"""What an engine needs of its devices, and the executor of one device."""
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.errors import fits
+from jaxmux.models import (
+    Backbone,
+    SlotTable,
+    Weights,
+    keep_small_arrays_together,
+)
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.peft import Layout
+
+from ..engine_options import EngineOptions
+from ..rounds.results import DispatchedPass
+from ..rounds.rounds import (
+    Dispatch,
+    ReplicaInput,
+    RoundPlan,
+    SampleIndices,
+    empty_microbatch,
+    fill_microbatches,
+    shares_of_replicas,
+    slot_table,
+)
+from ..state.stored_state import StoredState
+from ..state.train_state import TrainState
+from ..state.updates import DueUpdates, UpdateStats, update
+from ..tasks.prepared_task import PreparedTask
+from .programs import (
+    TrainingStep,
+    accumulate,
+    accumulate_arguments,
+    compile_accumulate,
+    evaluate,
+    forward_options,
+    refuse_implementations,
+)
+from .size_ahead import DeviceSizeAhead, ProgramsAhead
+
+
+class RoundOutcome(NamedTuple):
+    """How far a call of `Executor.run` came.
+
+    Attributes:
+      updates: by the slots of an update that was due, its results on the device.
+      ahead: indices of the microbatches of the following round that have ended.
+      lost: True if the accumulated gradients were lost, because the device ran out of memory. Slots
+        that have not been updated begin their global batches again.
+    """
+
+    updates: dict[tuple[int, ...], UpdateStats]
+    ahead: tuple[int, ...] = ()
+    lost: bool = False
+
+
+class Measurement(NamedTuple):
+    """A measurement of held-out losses that has been dispatched.
+
+    Attributes:
+      losses: function that waits for the losses: float32 [T], the sum of the cross entropies of the
+        measured samples in nats, divided by the number of target tokens of all held-out samples of
+        the task; NaN if the forward pass was not finite.
+      tokens: by slot, number of tokens of the chunks that hold the measured samples, with padding.
+    """
+
+    losses: Callable[[], np.ndarray]
+    tokens: Mapping[int, int]
+
+
+class Executor(Protocol):
+    """Runs the compiled programs. The engine decides what is trained, an executor where and when.
+
+    The state of the tasks lies in the `StoredState` that the executor was created with.
+
+    Attributes:
+      remat: the remat policy of every layer, or one policy for all layers, with which the training
+        programs are compiled; None before they are.
+      replicas: what each replica trains at a time.
+      dispatch: divides the samples of a round among the replicas; None if there is only one.
+    """
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None: ...
+
+    @property
+    def replicas(self) -> Sequence[ReplicaInput]: ...
+
+    @property
+    def dispatch(self) -> Dispatch | None: ...
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        """Checks that the implementations that the options name can serve the state.
+
+        Args:
+          dropout: whether the pool has dropout.
+
+        Raises:
+          PlanningError: an implementation cannot serve this device, these dtypes or sizes.
+        """
+        ...
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: list[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
+    ) -> RoundOutcome:
+        """Dispatches microbatches and updates of a round, and returns before they are finished.
+
+        Args:
+          plan: the round.
+          done: indices of its microbatches that earlier calls have dispatched. The call appends
+            those that it dispatches, also if it ends in an exception.
+          stop: function that is called after every microbatch. Once it returns True, no further
+            microbatch begins and no further update is dispatched.
+          due: function that returns an update's numbers for the given slots, of which there may be
+            none. It may wait for the results of earlier rounds.
+          following: function that returns the round after this one, or None if there is none. The
+            call may begin its microbatches. If it was not stopped, the next call is given this
+            round; microbatches that have begun end in that call, or in `settle`.
+        """
+        ...
+
+    def marker(self) -> Any:
+        """Small arrays that are ready when the dispatched microbatches have ended on the devices of
+        the last part of every replica."""
+        ...
+
+    def take_passes(self) -> list[DispatchedPass]:
+        """The passes that have been given to the stages of pipelines since the last call."""
+        ...
+
+    def settle(self) -> tuple[int, ...]:
+        """Ends the microbatches of the following round that have begun, so that tasks can be
+        changed. The round itself is forgotten.
+
+        Returns:
+          The indices of its microbatches that have ended, in this call and before.
+        """
+        ...
+
+    def collect(self) -> None:
+        """Moves the gradients of all replicas into the `StoredState`, so that they can be read.
+        Later sums then have another order."""
+        ...
+
+    def recover(self) -> None:
+        """Prepares for another try after a call of `run` whose outcome was `lost`: the accumulators
+        become empty, and from now on layers recompute more."""
+        ...
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+        """Dispatches a measurement of the losses of held-out samples of tasks, with their current
+        adapters, without dropout.
+
+        Args:
+          tasks: by slot, the tasks.
+          samples: by slot, the indices of the held-out samples that are measured.
+        """
+        ...
+
+    def try_memory(self, dropout: bool) -> bool:
+        """Tries whether there is memory for the programs that have been compiled ahead for the
+        state. Those of several devices are run once, because none may be loaded while stages
+        exchange arrays.
+
+        Args:
+          dropout: whether the pool has dropout.
+
+        Returns:
+          False if no programs have been compiled ahead for this state, or those of several devices
+          need too much; then `warm_up` prepares others.
+
+        Raises:
+          jax.errors.JaxRuntimeError: the only device has too little memory.
+        """
+        ...
+
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
+        """Compiles all programs and runs them once, so that no later round, update or measurement
+        compiles anything while the state keeps its size.
+
+        Args:
+          none_due: no update, with all optimizer kinds that tasks may have.
+          dropout: whether the pool has dropout.
+
+        Returns:
+          True if the state keeps its bits; False if accumulators and losses are empty, because the
+          devices ran out of memory and layers recompute more now.
+        """
+        ...
+
+    def release(self) -> None:
+        """Frees the memory that the executor keeps from round to round besides the state. The next
+        round takes it again. Between two rounds only, after `settle`."""
+        ...
+
+
+# Rounds after a compilation in which the host waits for the device before each update.
+_TRIAL_ROUNDS = 8
+
+
+class SingleDevice:
+    """Runs rounds on the default device: the `Executor` of one device.
+
+    Forward and backward pass of a microbatch are one program. If the device runs out of memory, the
+    program is compiled again with more recomputation.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        options: EngineOptions,
+        stored: StoredState,
+        programs: ProgramsAhead | DeviceSizeAhead | None = None,
+    ):
+        """Creates an executor; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone, on the default device.
+          options: the options of the engine.
+          stored: the train state, in one part.
+          programs: programs that are being compiled for the tasks that will be trained; None
+            compiles programs when they are needed.
+        """
+        self._backbone = backbone
+        self._options = options
+        self._stored = stored
+        self._programs = programs
+        # The compiled training step, and for which state it is compiled.
+        self._step: TrainingStep | None = None
+        self._compiled_for: tuple[Layout, bool] | None = None
+        # How often the device ran out of memory, and the rounds until the program counts as tried.
+        self._leaner_by = 0
+        self._trial_rounds = 0
+        self._guard: jax.Array | None = None
+        # The layout of the state for which the measurement of held-out losses is compiled.
+        self._measured_for: Layout | None = None
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        if self._step is None or self._compiled_for[0] != self._stored.layout:
+            return None
+        return self._step.forward.remat
+
+    @property
+    def _state(self) -> TrainState:
+        (state,) = self._stored.states
+        return state
+
+    @property
+    def _layers(self) -> Weights:
+        return self._backbone.weights["layers"]
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        refuse_implementations(self._backbone, self._options, dropout, self._state)
+
+    @property
+    def replicas(self) -> tuple[ReplicaInput]:
+        return (ReplicaInput(self._options.shape, place=_placed),)
+
+    @property
+    def dispatch(self) -> None:
+        return None
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: list[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
+    ) -> RoundOutcome:
+        slots, outcome = jax.device_put(plan.slots), RoundOutcome({})
+        left = list(plan.updates)
+        for i in range(len(done), len(plan.microbatches) + 1):
+            while left and left[0].after < i:
+                numbers = due(left[0].slots)
+                # A GPU says only afterwards that it ran out of memory. Before the update it is not
+                # too late.
+                if self._trial_rounds and not fits(jax.block_until_ready, self._state.loss):
+                    return outcome._replace(lost=True)
+                state, stats = update(self._state, self._stored.layout, numbers, self._layers)
+                self._stored.states = [state]
+                outcome.updates[left.pop(0).slots] = stats
+            if i == len(plan.microbatches):
+                break
+            if not fits(self._accumulate, plan.microbatches[i].arrays, slots, plan.dropout):
+                return outcome._replace(lost=True)
+            done.append(i)
+            if stop():
+                return outcome
+        tried = self._trial_rounds and not plan.updates
+        if tried and not fits(jax.block_until_ready, self._state.loss):
+            return outcome._replace(lost=True)
+        self._trial_rounds = max(0, self._trial_rounds - 1)
+        return outcome
+
+    def marker(self) -> jax.Array:
+        return self._stored.marker()
+
+    def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
+        """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
+        wanted = self._stored.layout, dropout
+        if self._step is None or self._compiled_for != wanted:
+            self._trial_rounds = _TRIAL_ROUNDS
+            if self._guard is None:
+                self._guard = keep_small_arrays_together()
+            self._step = self._compiled_ahead(dropout) or compile_accumulate(
+                self._backbone,
+                self._options,
+                dropout,
+                self._state,
+                microbatch,
+                slots,
+                self._leaner_by,
+            )
+            self._compiled_for = wanted
+        arguments = accumulate_arguments(
+            self._backbone, self._step.forward, self._state, microbatch, slots
+        )
+        if self._step.is_read:
+            _, _, *arrays = arguments
+            accumulators, loss = self._step.program(*arrays)
+        else:
+            accumulators, loss = accumulate(*arguments)
+        self._stored.states = [self._state._replace(accumulators=accumulators, loss=loss)]
+
+    def _compiled_ahead(self, dropout: bool) -> TrainingStep | None:
+        """The training step that has been compiled ahead."""
+        if self._programs is None or self._leaner_by:
+            return None
+        return self._programs.training_step(self._stored.layout, dropout)
+
+    def take_passes(self) -> list[DispatchedPass]:
+        return []
+
+    def settle(self) -> tuple[int, ...]:
+        return ()
+
+    def collect(self) -> None:
+        pass
+
+    def recover(self) -> None:
+        self._leaner_by += 1
+        self._step = None
+        self._stored.empty_accumulators()
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+        if self._programs:
+            self._programs.wait_for_evaluation()
+        backbone, capacity = self._backbone, len(self._state.loss)
+        forward = forward_options(backbone, self._options, self._state.adapters)
+        table = jax.device_put(slot_table(tasks, None, capacity))
+        losses, tokens = np.zeros(capacity, np.float32), Counter()
+        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+        shares = shares_of_replicas(batches, samples, self.dispatch)
+        for microbatch in fill_microbatches(batches, self.replicas, shares):
+            weights, adapters = backbone.weights, self._state.adapters
+            arguments = weights, adapters, losses, _placed(microbatch.arrays), table
+            if self._measured_for != self._stored.layout:
+                compiled(evaluate.lower(backbone.config, forward, *arguments))
+                self._measured_for = self._stored.layout
+            losses = evaluate(backbone.config, forward, *arguments)
+            tokens.update(microbatch.tokens)
+        return Measurement(lambda: jax.device_get(losses), tokens)
+
+    def try_memory(self, dropout: bool) -> bool:
+        if not isinstance(self._programs, DeviceSizeAhead):
+            return False
+        return self._programs.try_memory(self._stored.layout, dropout)
+
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
+        microbatch = _placed([empty_microbatch(self._options.shape)])
+        table = jax.device_put(slot_table({}, None, len(none_due.due)))
+        while not (
+            fits(self._accumulate, microbatch, table, dropout)
+            and fits(jax.block_until_ready, self._state.loss)
+        ):
+            self.recover()
+        state, _ = update(self._state, self._stored.layout, none_due, self._layers, warm=True)
+        self._stored.states = [state]
+        self.marker()
+        forward = forward_options(self._backbone, self._options, state.adapters)
+        none = np.zeros(len(none_due.due), np.float32)
+        arguments = state.adapters, none, microbatch, table
+        evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)
+        return not self._leaner_by
+
+    def release(self) -> None:
+        pass
+
+
+def _placed(microbatches: Sequence[Microbatch]) -> Microbatch:
+    (microbatch,) = microbatches
+    return jax.device_put(microbatch)

@@ -1,0 +1,501 @@
+"""The compiled programs of one device, and how they are prepared: the options of the forward pass,
+and the remat policy of every layer, chosen by the memory that is free for kept values.
+
+The training step of an engine on one GPU is kept in JAX's cache folder, under a name that is
+computed without tracing. JAX's own cache saves a later process only the compilation by XLA; this
+one also saves the seconds in which Python traces and lowers the step.
+"""
+
+import functools
+import logging
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import xxhash
+from jax.experimental import serialize_executable
+from jaxtyping import Array, Float
+
+import jaxmux
+from jaxmux import data, pallas_kernels
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.errors import first_line, microbatch_too_large
+from jaxmux.models import (
+    NAMED_POLICIES,
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    SlotTable,
+    Weights,
+    attention,
+    block_bytes,
+    device_memory,
+    hidden_states,
+    kept_bytes,
+    microbatch_losses,
+    pick_implementation,
+)
+from jaxmux.models.forward import dropout_of
+from jaxmux.models.head_adapters import bytes_at_head, head_adapters
+from jaxmux.models.remat_policies import leaner, per_layer
+from jaxmux.pallas_kernels.compilation import compiled
+from jaxmux.pallas_kernels.slot_sum import add_to_slots
+from jaxmux.peft import ops_of
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.device_profile import PackedBytes
+from jaxmux.planner.costs.memory_model import USABLE, fill_layers, keeps_attention, working_bytes
+
+from ..engine_options import EngineOptions
+from ..rounds.rounds import empty_microbatch, slot_table
+from ..state.train_state import TrainState
+
+
+def step_room(weights: Any, adapters: Any, memory: int) -> int:
+    """Bytes that a microbatch's forward and backward pass may use, besides weights and train state.
+
+    Args:
+      weights: tree of the weights on the device.
+      adapters: tree of the float32 master weights of all slots on the device.
+      memory: bytes that everything on the device may take together.
+    """
+    weight_bytes, master_bytes = bytes_of(weights), bytes_of(adapters)
+    # Masters, accumulators and the two moments of the optimizer with most moments, so that the
+    # policies do not depend on the optimizers in use.
+    return int(USABLE * memory) - weight_bytes - 4 * master_bytes
+
+
+def bytes_of(tree: Any) -> int:
+    """Bytes of all arrays of a tree, which may be `jax.ShapeDtypeStruct`s."""
+    return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(tree))
+
+
+def choose_remat(
+    backbone: Backbone,
+    options: ForwardOptions,
+    adapters: Any,
+    microbatch: Microbatch,
+    slots: SlotTable,
+    room: int,
+    in_flight: int = 1,
+) -> tuple[str, ...]:
+    """The remat policy of every layer: the least recomputation that fits into `room` bytes.
+
+    The function logs its choice, and a warning if even the most recomputation does not fit.
+
+    Args:
+      backbone: the frozen backbone.
+      options: static options of the forward pass; `options.remat` is not read.
+      adapters: adapters of all slots; only shapes and dtypes are read.
+      microbatch: a microbatch of the training run's shape class; only shapes and dtypes are read.
+      slots: scale and dropout of every slot.
+      room: bytes for the forward and backward pass of a microbatch (`step_room`).
+      in_flight: number of microbatches between their forward and their backward pass, which all
+        keep values.
+    """
+    config, weights = backbone.config, backbone.weights
+    # Plain XLA is traced fastest, and every implementation keeps nearly the same values: softmax
+    # totals and padded ranks differ by less than 1%. Only cuDNN's attention keeps more, in rows of
+    # several sequences.
+    plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
+    chunks = len(microbatch.chunk_slot)
+    chunk_len = microbatch.tokens.size // chunks
+    at_head = bytes_at_head(adapters, chunks)
+    room -= in_flight * at_head
+    loss_bytes = block_bytes(config.vocab_size, chunk_len if at_head else 1)
+    packed_kept, packed_needed = _packed_attention(backbone, options, microbatch)
+    sizes: dict[str, float] = {}
+    for policy in NAMED_POLICIES:
+        sizes[policy] = packed_kept * keeps_attention(policy) + kept_bytes(
+            config, plain._replace(remat=policy), weights, adapters, microbatch, slots
+        )
+        working = working_bytes(sizes, loss_bytes, packed_needed)
+        if in_flight * config.num_layers * sizes[policy] <= room - working:
+            # All layers fit under this policy, and tracing further policies takes seconds.
+            break
+    policies = fill_layers(sizes, config.num_layers, (room - working) / in_flight)
+    needed = working + in_flight * sum(sizes[policy] for policy in policies)
+    _log.info(
+        "kept for the backward pass: %s; about %.1f of %.1f GiB",
+        ", ".join(
+            f"{policy!r} in {len(list(group))} layers" for policy, group in groupby(policies)
+        ),
+        needed / 2**30,
+        room / 2**30,
+    )
+    if needed > room:
+        _log.warning(
+            "a microbatch needs about %.1f GiB besides weights and train state, there are %.1f "
+            "GiB; use smaller microbatches (tokens_per_microbatch)",
+            needed / 2**30,
+            room / 2**30,
+        )
+    return policies
+
+
+def _packed_attention(
+    backbone: Backbone, options: ForwardOptions, microbatch: Microbatch
+) -> tuple[float, float]:
+    """Bytes that cuDNN's attention of one layer takes in rows of several sequences: kept for the
+    backward pass, and needed while it runs. Both are 0 for other implementations."""
+    if options.attention != "cudnn":
+        return 0.0, 0.0
+    config, itemsize = backbone.config, backbone.compute_dtype.itemsize
+    packed = PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize)
+    size = microbatch.tokens.size, options.max_sequences
+    return packed.kept_by(*size), packed.needed_by(*size)
+
+
+# What XLA puts into CUDA graphs: its defaults, and loops. The host need not wait for each of their
+# turns then.
+_GRAPHS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,WHILE"
+_XLA_OPTIONS = {
+    "xla_gpu_enable_command_buffer": _GRAPHS,
+    # XLA compiles an 8B model's step in 18 s instead of 26 s if it leaves out its own Triton
+    # products, and the step takes as long.
+    "xla_gpu_enable_triton_gemm": False,
+}
+
+
+@partial(
+    jax.jit,
+    static_argnums=(0, 1),
+    donate_argnums=(4, 5),
+    compiler_options=_XLA_OPTIONS,
+)
+def accumulate(
+    config: BackboneConfig,
+    options: ForwardOptions,
+    weights: Weights,
+    adapters: Any,
+    accumulators: Any,
+    loss: Float[Array, " T"],
+    microbatch: Microbatch,
+    slots: SlotTable,
+) -> tuple[Any, Float[Array, " T"]]:
+    """Runs the forward and backward pass of one microbatch and adds its gradients and losses.
+
+    Args:
+      config: configuration of the backbone.
+      options: static options of the forward pass.
+      weights: the frozen weights.
+      adapters: adapters of all slots, as in `TrainState`.
+      accumulators: gradients accumulated so far, as in `TrainState`; donated.
+      loss: float32 [T], losses accumulated so far; donated.
+      microbatch: the samples.
+      slots: scale and dropout of every slot.
+
+    Returns:
+      The accumulators and the losses with those of the microbatch added.
+    """
+
+    def forward(accumulators):
+        return _losses(config, options, weights, adapters, accumulators, microbatch, slots)
+
+    (losses, _), backward = jax.vjp(forward, accumulators)
+    # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the others. The
+    # accumulators are passed in as their own cotangents, and the next accumulators come out: see
+    # `grouped_lora_linear`.
+    (new_accumulators,) = backward((jnp.ones_like(losses), accumulators))
+    return new_accumulators, add_to_slots(loss, losses, microbatch.chunk_slot)
+
+
+def accumulate_arguments(
+    backbone: Backbone,
+    options: ForwardOptions,
+    state: TrainState,
+    microbatch: Microbatch,
+    slots: SlotTable,
+) -> tuple[Any, ...]:
+    """The arguments of `accumulate`, in order."""
+    return (
+        backbone.config,
+        options,
+        backbone.weights,
+        state.adapters,
+        state.accumulators,
+        state.loss,
+        microbatch,
+        slots,
+    )
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def evaluate(
+    config: BackboneConfig,
+    options: ForwardOptions,
+    weights: Weights,
+    adapters: Any,
+    losses: Float[Array, " T"],
+    microbatch: Microbatch,
+    slots: SlotTable,
+) -> Float[Array, " T"]:
+    """Runs the forward pass of one microbatch and adds its losses, without gradients.
+
+    Args:
+      config: configuration of the backbone.
+      options: static options of the forward pass.
+      weights: the frozen weights.
+      adapters: adapters of all slots, as in `TrainState`.
+      losses: float32 [T], losses accumulated so far.
+      microbatch: the samples.
+      slots: scale and dropout of every slot.
+
+    Returns:
+      The losses, float32 [T], with the losses of the microbatch added.
+    """
+    chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
+    return add_to_slots(losses, chunk, microbatch.chunk_slot)
+
+
+def _losses(
+    config, options, weights, adapters, accumulators, microbatch, slots
+) -> tuple[Float[Array, " chunks"], Any]:
+    """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators."""
+    given = adapters, accumulators, microbatch.chunk_slot, dropout_of(microbatch, slots, options)
+    at_head, accumulators = head_adapters(options.adapter_ops, *given)
+    hidden, accumulators, finite = hidden_states(
+        config, weights, adapters, accumulators, microbatch, slots, options, at_head
+    )
+    losses = microbatch_losses(weights, hidden, finite, microbatch, at_head=at_head)
+    return losses, accumulators
+
+
+_log = logging.getLogger("jaxmux")
+# Training steps that are kept; that of an 8B model takes 50 MB.
+_MOST_STEPS = 16
+
+
+def forward_options(
+    backbone: Backbone, options: EngineOptions, adapters: Mapping[str, Any], dropout: bool = False
+) -> ForwardOptions:
+    """The options of the forward pass, except the remat policy, which keeps its default.
+
+    Args:
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      adapters: by adapter kind, the pool of its arrays, or their descriptions.
+      dropout: whether any task has dropout.
+
+    Raises:
+      PlanningError: `options.attention` names an implementation that cannot serve this device,
+        dtype or shape class.
+    """
+    unroll, shape = options.unroll, options.shape
+    given = backbone.config, backbone.compute_dtype, shape.row_len
+    if options.attention and (reason := attention.refusal(options.attention, *given)):
+        raise PlanningError(f"attention={options.attention!r} {reason}")
+    return ForwardOptions(
+        attention=options.attention or pick_implementation(*given),
+        grouped_lora=options.grouped_lora,
+        unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
+        dropout=dropout,
+        max_sequences=shape.max_sequences,
+        adapter_ops=ops_of(adapters),
+    )
+
+
+def refuse_implementations(
+    backbone: Backbone, options: EngineOptions, dropout: bool, state: TrainState
+) -> None:
+    """Checks that the implementations that `options` names can serve the training step, by tracing
+    it. If it names none, nothing is traced.
+
+    Args:
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      dropout: whether any task has dropout.
+      state: the train state; only shapes and dtypes are read.
+
+    Raises:
+      PlanningError: an implementation cannot serve this device, these dtypes or sizes.
+    """
+    if not (options.attention or options.grouped_lora):
+        return
+    forward = forward_options(backbone, options, state.adapters, dropout)
+    microbatch = empty_microbatch(options.shape)
+    slots = slot_table({}, None, len(state.loss))
+    try:
+        accumulate.trace(*accumulate_arguments(backbone, forward, state, microbatch, slots))
+    except ValueError as e:
+        raise PlanningError(str(e)) from None
+
+
+class TrainingStep(NamedTuple):
+    """A compiled `accumulate`.
+
+    Attributes:
+      forward: the options of its forward pass.
+      program: the program.
+      is_read: whether it was read from the cache. Then it has not been traced, and JAX does not
+        find it by its function and arguments.
+    """
+
+    forward: ForwardOptions
+    program: jax.stages.Compiled
+    is_read: bool = False
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of device memory that it needs while it runs, besides its arguments and results; 0
+        if unknown."""
+        stats = self.program.memory_analysis()
+        return int(stats.temp_size_in_bytes) if stats else 0
+
+
+def compile_accumulate(
+    backbone: Backbone,
+    options: EngineOptions,
+    dropout: bool,
+    state: TrainState,
+    microbatch: Microbatch,
+    slots: SlotTable,
+    leaner_by: int = 0,
+) -> TrainingStep:
+    """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
+    shape.
+
+    Args:
+      backbone: the frozen backbone.
+      options: the options of the engine.
+      dropout: whether any task has dropout.
+      state: the train state; only shapes and dtypes are read.
+      microbatch: a microbatch of the engine's shape class; only shapes and dtypes are read.
+      slots: scale and dropout of every slot; only shapes and dtypes are read.
+      leaner_by: how often the choice ran out of memory; each time, layers recompute more.
+
+    Raises:
+      OutOfDeviceMemory: all layers recompute everything, and it was not enough.
+    """
+    forward = forward_options(backbone, options, state.adapters, dropout)
+    remat, memory = options.remat, options.memory or device_memory()
+    arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
+    path = _step_path(arguments, remat, memory, leaner_by)
+    if path and (step := _read_step(path, arguments)):
+        return step
+    if remat == "auto" and memory is None:
+        remat = "dots"
+    elif remat == "auto":
+        room = step_room(backbone.weights, state.adapters, memory)
+        remat = choose_remat(backbone, forward, state.adapters, microbatch, slots, room)
+    for _ in range(leaner_by):
+        remat = leaner(per_layer(remat, backbone.config.num_layers))
+        if remat is None:
+            raise microbatch_too_large(options.shape.tokens)
+    forward = forward._replace(remat=remat)
+    arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
+    step = TrainingStep(forward, compiled(accumulate.lower(*arguments)))
+    if path:
+        _keep_step(path, step)
+    return step
+
+
+def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
+    """The file of a kept training step. Its name is a digest of everything on which the compiled
+    step depends: source code, packages, device, settings of JAX and XLA, static arguments, and
+    shapes and dtypes of the others.
+
+    Args:
+      arguments: those of `accumulate`, with a forward pass whose remat policy is not yet chosen.
+      *choices: what else decides the remat policies.
+
+    Returns:
+      The file, which need not exist; None where the step is not kept.
+    """
+    folder = _step_folder()
+    if folder is None:
+        return None
+    config, forward, *arrays = arguments
+    # An op is described by its kind's name and the source code.
+    forward = forward._replace(adapter_ops=tuple(name for name, _ in forward.adapter_ops))
+    leaves, tree = jax.tree.flatten(arrays)
+    described = (
+        _sources(),
+        sorted(path.name for folder in sys.path for path in Path(folder).glob("*.dist-info")),
+        [(device.device_kind, device.client.platform_version) for device in jax.devices()],
+        sorted((key, str(value)) for key, value in jax.config.values.items()),
+        sorted(
+            (key, value) for key, value in os.environ.items() if key.startswith(("XLA_", "JAX_"))
+        ),
+        config,
+        forward,
+        choices,
+        str(tree),
+        [(leaf.shape, str(leaf.dtype), getattr(leaf, "weak_type", False)) for leaf in leaves],
+    )
+    text = repr(described)
+    if " at 0x" in text:
+        # Another process would not find the step, and another object might get the same address.
+        _log.warning("the compiled training step is not kept: an argument is described by address")
+        return None
+    return folder / xxhash.xxh3_128_hexdigest(text.encode())
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of the package's source code and of its tables."""
+    digest = xxhash.xxh3_128()
+    for folder in (Path(package.__file__).parent for package in (jaxmux, data, pallas_kernels)):
+        for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.json"))):
+            digest.update(str(path.relative_to(folder)).encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _step_folder() -> Path | None:
+    """The folder of kept training steps; None if none are kept. That is so on a CPU, where programs
+    of one machine may not run on another with the same folder, and if JAX has no cache in a local
+    folder."""
+    cache = jax.config.jax_compilation_cache_dir
+    if jax.default_backend() != "gpu" or not cache or "://" in cache:
+        return None
+    return Path(cache) / "training_steps"
+
+
+def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
+    """The training step that was kept in a file; None if there is none."""
+    if not path.exists():
+        return None
+    # Kernels find the runtime of Mosaic GPU only after this import, which lowering them does too.
+    import jax.experimental.mosaic.gpu  # noqa: F401
+
+    _, forward, *arrays = arguments
+    _, _, accumulators, loss, *_ = arrays
+    try:
+        remat, content = pickle.loads(path.read_bytes())
+        program = serialize_executable.deserialize_and_load(
+            content,
+            in_tree=jax.tree.structure((tuple(arrays), {})),
+            out_tree=jax.tree.structure((accumulators, loss)),
+            execution_devices=jax.devices()[:1],
+        )
+        os.utime(path)
+    except Exception as e:  # A damaged file may fail in any way, and compiling mends it.
+        _log.warning("%s: %s; the training step is compiled again", path, first_line(e))
+        return None
+    return TrainingStep(forward._replace(remat=remat), program, is_read=True)
+
+
+def _keep_step(path: Path, step: TrainingStep) -> None:
+    """Keeps a training step in a file, and deletes those that were not used for longest."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.
+        content, _, _ = serialize_executable.serialize(step.program)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial.write_bytes(pickle.dumps((step.forward.remat, content)))
+        partial.replace(path)
+        kept = sorted(path.parent.iterdir(), key=lambda file: file.stat().st_mtime)
+        for file in kept[:-_MOST_STEPS]:
+            file.unlink(missing_ok=True)
+    except Exception as e:  # Training goes on without it, whatever JAX or the disk refuses.
+        with suppress(OSError):
+            partial.unlink()
+        _log.warning("%s: the compiled training step is not kept: %s", path, first_line(e))

@@ -1,0 +1,327 @@
+"""The pipeline of one replica: its microbatches, and the order in which their passes run."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import PartitionSpec as P
+
+from jaxmux.models import SlotTable
+from jaxmux.planner import PlanningError
+from jaxmux.planner.devices import Replica, Stage
+from jaxmux.planner.pipeline.schedules import (
+    Ended,
+    Pass,
+    Sent,
+    StreamOrder,
+    walk,
+)
+from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
+from jaxmux.sharding.stage_mesh import DATA
+
+from ..engine_options import EngineOptions
+from ..rounds.results import DispatchedPass
+from ..rounds.rounds import PackedMicrobatch, ReplicaInput, RoundPlan
+from ..state.stored_state import StoredState
+from .compiled_stages import (
+    SCHEDULES,
+    STREAMING,
+    TASK_BY_TASK,
+    CompiledStages,
+    StagePrograms,
+    round_table,
+)
+
+
+class Queued(NamedTuple):
+    """A microbatch that has not ended.
+
+    Attributes:
+      plan: its round.
+      index: its index in the round.
+      tables: the round's `SlotTable` on each stage.
+    """
+
+    plan: RoundPlan
+    index: int
+    tables: list[SlotTable]
+
+    @property
+    def microbatch(self) -> PackedMicrobatch:
+        return self.plan.microbatches[self.index]
+
+
+class ReplicaPipeline:
+    """The stages of a `PlacedBackbone`, and the microbatches that are on their way through them.
+
+    The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
+    dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
+    With 1F1B and LoRAPP, rounds follow each other without a gap: with 1F1B in the order of the
+    round, with LoRAPP a microbatch that waits for an update is passed over (mLoRA 3.2). With other
+    schedules the pipeline is empty between two rounds.
+
+    Attributes:
+      input: what the replica trains at a time.
+      state: the part of the train state that this replica works on.
+    """
+
+    def __init__(
+        self,
+        backbone: PlacedBackbone,
+        options: EngineOptions,
+        state: StoredState,
+        number: int = 0,
+        ahead: StagePrograms | None = None,
+        replicas: int = 1,
+    ):
+        """Creates a pipeline; nothing is compiled yet.
+
+        Args:
+          backbone: the frozen backbone.
+          options: the options of the engine, with the shape class of this replica.
+          state: the state that the replica works on, in the parts of the backbone.
+          number: index of the replica.
+          ahead: programs that have been compiled; None if there are none.
+          replicas: number of replicas, which exchange gradients and adapters.
+
+        Raises:
+          PlanningError: the parts do not lie on the stages in turn, the stages have different
+            numbers of data shards, or `options.schedule` is unknown or does not suit them.
+        """
+        self.state = state
+        self._number = number
+        self._passes: list[DispatchedPass] = []
+        self._backbone, self._options = backbone, options
+        self._compiled = CompiledStages(backbone, options, state, ahead, replicas)
+        self._stages = self._compiled.stages
+        self._refuse_schedule()
+        meshes = (stage.mesh.shape for stage in self._stages)
+        self.input = ReplicaInput(
+            options.shape,
+            Replica(tuple(Stage(**mesh) for mesh in meshes)),
+            options.schedule in STREAMING,
+            options.schedule in TASK_BY_TASK,
+            self._compiled.place,
+        )
+        # Microbatches that have not begun; and those that have, by their number. Numbers are never
+        # used again. Those of a table have a number before they begin.
+        self._waiting: list[Queued] = []
+        self._running: dict[int, Queued] = {}
+        self._numbered = 0
+        # The order of passes: an endless one, or that of a table for a round.
+        self._order = StreamOrder(len(self._stages)) if self.input.streams else None
+        self._tabled: Iterator[Pass | Sent] = iter(())
+        # What is to be sent; and what passes use, by part and number of the microbatch.
+        self._results: dict[Pass, Any] = {}
+        self._passed: dict[tuple[int, int], Passed] = {}
+        self._residuals: dict[tuple[int, int], Any] = {}
+        self._gradients: dict[tuple[int, int], jax.Array] = {}
+
+    def _refuse_schedule(self) -> None:
+        """PlanningError if the schedule does not suit the parts and stages."""
+        schedule, homes = self._options.schedule, self._backbone.homes
+        stages, parts = len(self._stages), len(homes)
+        if [self._stages[part % stages] for part in range(parts)] != list(homes) or parts % stages:
+            raise PlanningError("the parts of a backbone should lie on its stages in turn")
+        if len({stage.shards for stage in self._stages}) > 1:
+            raise PlanningError("all stages should have the same number of data shards (dp, fsdp)")
+        if schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise PlanningError(f"schedule should be one of {known}, found {schedule!r}")
+        if self._options.remat == "none" and any(stage.weights.fsdp > 1 for stage in self._stages):
+            raise PlanningError(
+                "remat='none' would keep every layer's gathered weights, for which fsdp has no "
+                "room; use remat='norms'"
+            )
+        if (schedule == "interleaved") != (parts > stages):
+            raise PlanningError(
+                f"schedule={schedule!r} does not suit {parts} parts on {stages} stages: several "
+                "parts on a stage are interleaved"
+            )
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        """The remat policy of every layer, or one for all; None before programs are compiled."""
+        return self._compiled.remat
+
+    @property
+    def programs(self) -> StagePrograms | None:
+        """The programs of the parts; None before they are chosen."""
+        return self._compiled.programs
+
+    @property
+    def begun_all(self) -> bool:
+        """Whether every known microbatch has begun, so that another round may begin."""
+        return self.input.streams and not self._waiting
+
+    def compile(self, dropout: bool) -> None:
+        """Compiles the programs and allocates the memory of residuals, if that has not been done
+        for the state as it is."""
+        self._compiled.compile(dropout)
+
+    def serves(self, dropout: bool) -> bool:
+        """Whether the programs are made for the state as it is."""
+        return self._compiled.serves(dropout)
+
+    def recompute_more(self) -> None:
+        """Prepares for another call of `compile` after a device ran out of memory in one."""
+        self._compiled.recompute_more()
+
+    def warm_moves(self) -> None:
+        """Moves empty arrays between neighbouring stages once."""
+        self._compiled.warm_moves()
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        """PlanningError if an implementation that the options name cannot serve the state."""
+        compiled = self._compiled
+        arguments = compiled.forward_arguments(0, *compiled.empty_inputs(0))
+        try:
+            forward.trace(compiled.program(0, dropout), *arguments)
+        except ValueError as e:
+            raise PlanningError(str(e)) from None
+
+    def add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
+        """Puts microbatches of a round behind those that are known.
+
+        Args:
+          plan: the round.
+          indices: indices of the microbatches in the round.
+        """
+        tables = [stage.put(plan.slots, P()) for stage in self._stages]
+        own = [Queued(plan, index, tables) for index in indices]
+        if self._order:
+            self._waiting += own
+        elif own:
+            samples = [queued.microbatch.samples for queued in own]
+            stages, parts, first = len(self._stages), len(self._backbone.parts), self._numbered
+            table, order = round_table(self._options.schedule, stages, parts, samples)
+            self._running = {first + number: own[i] for number, i in enumerate(order)}
+            self._numbered += len(own)
+            self._tabled = (_renumbered(step, first) for step in walk(table))
+
+    def forget(self) -> None:
+        """Forgets the microbatches that have not begun. All others must have ended."""
+        self._waiting.clear()
+        self._running.clear()
+        self._compiled.release()
+
+    def release(self) -> None:
+        """Frees the memory that the pipeline keeps from round to round besides the state."""
+        self._compiled.release()
+
+    def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
+        """Dispatches the next pass, or sends a result, or ends a microbatch, if there is one.
+
+        Args:
+          may_begin: function that tells whether a microbatch may begin.
+
+        Returns:
+          Whether there was one; and the microbatch that has ended, None if none has.
+        """
+        step = self._next(may_begin)
+        if step is None:
+            return False, None
+        if isinstance(step, Ended):
+            return True, self._running.pop(step.microbatch)
+        if isinstance(step, Sent):
+            self._send(step.result_of)
+            return True, None
+        self._run_pass(step)
+        ends = self._order is None and not step.forward and step.virtual_stage == 0
+        return True, self._running.pop(step.microbatch) if ends else None
+
+    def take_passes(self) -> list[DispatchedPass]:
+        """The passes that have been dispatched since the last call."""
+        taken, self._passes = self._passes, []
+        return taken
+
+    def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Sent | Ended | None:
+        if self._order:
+            candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
+            first = next((i for i, own in enumerate(candidates) if may_begin(own)), None)
+            step = self._order.next(self._order.begun + (first is not None))
+            if isinstance(step, Pass) and step.forward and step.virtual_stage == 0:
+                self._running[step.microbatch] = self._waiting.pop(first)
+            return step
+        for step in self._tabled:
+            if isinstance(step, Sent):
+                if step.result_of in self._results:
+                    return step
+                continue
+            at = step.virtual_stage, step.microbatch
+            if step.forward and step.virtual_stage == 0:
+                if may_begin(self._running[step.microbatch]):
+                    return step
+            elif at in (self._passed if step.forward else self._gradients):
+                return step
+        return None
+
+    def _run_pass(self, step: Pass) -> None:
+        """Dispatches a pass."""
+        part, m = at = step.virtual_stage, step.microbatch
+        queued, stage = self._running[m], part % len(self._stages)
+        given = self._number, stage, part, queued.index, step.forward, queued.plan.steps
+        self._passes.append(DispatchedPass(time.perf_counter(), *given))
+        if step.forward:
+            arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
+            out, self._residuals[at] = self._compiled.forward(
+                part, arrays, queued.tables[stage], passed
+            )
+            if part == len(self._backbone.parts) - 1:
+                self._gradients[at] = out.x
+            else:
+                self._results[step] = out
+        else:
+            dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
+            if part > 0:
+                self._results[step] = dx
+
+    def _send(self, step: Pass) -> None:
+        """Sends the result of a pass to the next part or the one before."""
+        part, homes = step.virtual_stage, self._backbone.homes
+        target, arrived = (part + 1, self._passed) if step.forward else (part - 1, self._gradients)
+        result = self._results.pop(step)
+        arrived[target, step.microbatch] = homes[part].move(result, homes[target], P(DATA))
+
+    def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
+        """Dispatches the forward passes of held-out samples.
+
+        Args:
+          microbatches: the microbatches of this replica.
+          slots: scales of the slots, without dropout.
+
+        Returns:
+          The losses by data shard and slot, float32 [D, T], which every process can read; what
+          counts is their sum over D.
+        """
+        homes, stages = self._backbone.homes, len(self._stages)
+        programs = [self._compiled.program(part, False) for part in range(len(homes))]
+        tables = [stage.put(slots, P()) for stage in self._stages]
+        none = np.zeros((self.input.replica.shards, self._compiled.slots), np.float32)
+        losses = [home.put(none, P(DATA)) for home in homes]
+        for microbatch in microbatches:
+            arrays, passed = self._compiled.place(microbatch.arrays), None
+            for part, program in enumerate(programs):
+                if part > 0:
+                    passed = homes[part - 1].move(passed, homes[part], P(DATA))
+                passed, losses[part] = homes[part].run(
+                    evaluate,
+                    program,
+                    self._backbone.weights[part],
+                    self.state.states[part].adapters,
+                    losses[part],
+                    arrays[part % stages],
+                    tables[part % stages],
+                    passed,
+                )
+        self.state.measured = losses
+        return homes[-1].share(losses[-1])
+
+
+def _renumbered(step: Pass | Sent, first: int) -> Pass | Sent:
+    """A step with the numbers of microbatches `first` larger."""
+    if isinstance(step, Sent):
+        return Sent(_renumbered(step.result_of, first))
+    return step._replace(microbatch=first + step.microbatch)

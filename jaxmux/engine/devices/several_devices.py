@@ -1,0 +1,432 @@
+"""The executor of several devices: replicas, each a pipeline of stages. Also the programs
+of another size of an engine on several devices, compiled ahead."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import groupby
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxmux.errors import fits
+from jaxmux.peft import Layout
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.replicas import TokenCosts, assign_samples
+from jaxmux.sharding import PlacedBackbone, in_threads, only_compiling
+
+from ..engine_options import EngineOptions, EngineSize
+from ..rounds.results import DispatchedPass
+from ..rounds.rounds import (
+    Dispatch,
+    PackedMicrobatch,
+    ReplicaInput,
+    RoundPlan,
+    SampleIndices,
+    empty_microbatch,
+    fill_microbatches,
+    shares_of_replicas,
+    slot_table,
+)
+from ..state.slots import pool_of
+from ..state.stored_state import StoredState
+from ..state.updates import DueUpdates, UpdateStats, no_stats, no_updates, update_parts
+from ..tasks.prepared_task import PreparedTask
+from .compiled_stages import StagePrograms
+from .executor import Measurement, RoundOutcome
+from .replica_pipeline import Queued, ReplicaPipeline
+from .replica_state import ReplicaState, filled_up
+from .size_ahead import SizeAhead
+
+
+class _Waiting(NamedTuple):
+    """An update that has not been dispatched.
+
+    Attributes:
+      slots: the slots that are updated.
+      microbatches: indices of the microbatches with samples of these slots that have not ended.
+    """
+
+    slots: tuple[int, ...]
+    microbatches: set[int]
+
+    @classmethod
+    def of(cls, slots: tuple[int, ...], plan: RoundPlan, done: Sequence[int]) -> "_Waiting":
+        own = {i for i, m in enumerate(plan.microbatches) if not m.samples.keys().isdisjoint(slots)}
+        return cls(slots, own - {*done})
+
+
+class SeveralDevices:
+    """Runs rounds on replicas of a backbone: the `Executor` of several devices.
+
+    The first replica has the train state; the others have copies of the adapters, see
+    `replica_state`. With 1F1B and LoRAPP, rounds follow each other without a gap: a microbatch
+    begins as soon as the tasks in it have been updated in the round before.
+    """
+
+    def __init__(
+        self,
+        backbones: Sequence[PlacedBackbone],
+        options: EngineOptions,
+        stored: StoredState,
+        ahead: Sequence[StagePrograms] | None = None,
+    ):
+        """Creates an executor; nothing is compiled yet.
+
+        Args:
+          backbones: for each replica, the frozen backbone on its devices.
+          options: the options of the engine.
+          stored: the train state, in the parts of the first replica's backbone.
+          ahead: for each replica, programs that have been compiled (`programs` of another
+            executor); None if there are none.
+
+        Raises:
+          PlanningError: `options.schedule` is unknown or does not suit the parts of a backbone, or
+            `options.replica_shapes` does not suit the replicas.
+        """
+        self._options, self._stored = options, stored
+        self._weights = backbones[0].weights
+        self._copies = [
+            ReplicaState(StoredState(backbone.parts, backbone.homes), stored)
+            for backbone in backbones[1:]
+        ]
+        states = [stored, *(copy.own for copy in self._copies)]
+        self._replicas = [
+            ReplicaPipeline(backbone, own_options, state, number, programs, len(backbones))
+            for number, (backbone, own_options, state, programs) in enumerate(
+                zip(
+                    backbones,
+                    options.of_replicas(len(backbones)),
+                    states,
+                    ahead or [None] * len(backbones),
+                    strict=True,
+                )
+            )
+        ]
+        shapes = {replica.input.replica: replica.input.shape for replica in self._replicas}
+        if any(shapes[r.input.replica] != r.input.shape for r in self._replicas):
+            raise PlanningError("equal replicas should have one shape class in replica_shapes")
+        costs = options.sequence_costs or TokenCosts(shapes)
+        configurations = [replica.input.replica for replica in self._replicas]
+        several = len(configurations) > 1
+        self._dispatch = partial(assign_samples, configurations, costs) if several else None
+        # The round that has begun before the current one has ended, and its ended microbatches.
+        self._ahead: RoundPlan | None = None
+        self._ahead_done: list[int] = []
+        # The layout of the state, the dropout and the optimizer kinds for which all programs have
+        # run.
+        self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
+        # The layout of the state for which held-out losses have been measured.
+        self._measured_for: Layout | None = None
+        # False if accumulators have become empty since the programs were warmed up.
+        self._kept = True
+        # Replicas whose devices have run out of memory.
+        self._full: list[ReplicaPipeline] = []
+        # Whether other replicas than the first one have no gradients.
+        self._collected = True
+        # True if a round ended in an exception, with microbatches between two parts.
+        self._broken = False
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        return self._replicas[0].remat
+
+    @property
+    def replicas(self) -> list[ReplicaInput]:
+        return [replica.input for replica in self._replicas]
+
+    @property
+    def dispatch(self) -> Dispatch | None:
+        return self._dispatch
+
+    @property
+    def programs(self) -> list[StagePrograms | None]:
+        """For each replica, the programs of its parts; None before they are chosen."""
+        return [replica.programs for replica in self._replicas]
+
+    def refuse_implementations(self, dropout: bool) -> None:
+        if self._options.attention or self._options.grouped_lora:
+            self._refresh()
+            for replica in self._replicas:
+                replica.refuse_implementations(dropout)
+
+    def run(
+        self,
+        plan: RoundPlan,
+        done: list[int],
+        stop: Callable[[], bool],
+        due: Callable[[tuple[int, ...]], DueUpdates],
+        following: Callable[[], RoundPlan | None],
+    ) -> RoundOutcome:
+        if self._broken:
+            raise RuntimeError(
+                "an earlier round ended in an exception; restore a checkpoint in a new engine"
+            )
+        # The flag stays if the call ends in an exception between two passes of a microbatch.
+        self._broken, self._collected = True, False
+        outcome = self._run(plan, done, stop, due, following)
+        self._broken = False
+        return outcome
+
+    def _run(self, plan, done, stop, due, following) -> RoundOutcome:
+        self._refresh()
+        if not self._compile(plan.dropout):
+            return RoundOutcome({}, lost=True)
+        if not self._is_warm_for(plan):
+            self._warm_up(due(()), plan.dropout)
+        if self._ahead is plan:
+            self._ahead = None
+        else:
+            self._add(plan, [i for i in range(len(plan.microbatches)) if i not in done])
+        left, updates = [_Waiting.of(due.slots, plan, done) for due in plan.updates], {}
+        asked = stopped = False
+
+        def may_begin(queued: Queued) -> bool:
+            if stopped:
+                return False
+            waiting = {slot for update in left for slot in update.slots}
+            return queued.plan is plan or waiting.isdisjoint(queued.microbatch.samples)
+
+        while True:
+            for update in [] if stopped else [u for u in left if not u.microbatches]:
+                left.remove(update)
+                updates[update.slots] = self._update(due(update.slots))
+            if not left and not stopped and len(done) == len(plan.microbatches):
+                break
+            advanced = False
+            # The replicas take turns, so that none waits for another one's dispatches.
+            for replica in self._replicas:
+                if replica.begun_all and not asked and not stopped:
+                    asked, self._ahead_done = True, []
+                    found = following()
+                    # While stages exchange arrays nothing may be compiled.
+                    self._ahead = found if found and self._is_warm_for(found) else None
+                    if self._ahead:
+                        self._add(self._ahead, range(len(self._ahead.microbatches)))
+                dispatched, ended = replica.advance(may_begin)
+                advanced |= dispatched
+                if ended:
+                    if ended.plan is plan:
+                        done.append(ended.index)
+                        for update in left:
+                            update.microbatches.discard(ended.index)
+                    else:
+                        self._ahead_done.append(ended.index)
+                    stopped = stop() or stopped
+            if not advanced:
+                break
+        ahead = tuple(self._ahead_done) if self._ahead else ()
+        if stopped:
+            self._forget()
+        return RoundOutcome(updates, ahead=ahead)
+
+    def _compile(self, dropout: bool) -> bool:
+        """Prepares all replicas for rounds; returns whether they fit into memory. Several processes
+        cannot tell each other so, and the exception of one ends them all."""
+
+        def compiled(replica: ReplicaPipeline) -> bool:
+            if jax.process_count() == 1:
+                return fits(replica.compile, dropout)
+            replica.compile(dropout)
+            return True
+
+        pairs = zip(self._replicas, in_threads(compiled, self._replicas), strict=True)
+        self._full = [replica for replica, fit in pairs if not fit]
+        return not self._full
+
+    def marker(self) -> list[jax.Array]:
+        return [state.marker() for state in (self._stored, *(copy.own for copy in self._copies))]
+
+    def take_passes(self) -> list[DispatchedPass]:
+        passes = [own for replica in self._replicas for own in replica.take_passes()]
+        return sorted(passes, key=lambda own: own.seconds)
+
+    def settle(self) -> tuple[int, ...]:
+        if not self._ahead:
+            return ()
+        self._collected = False
+        for replica in self._replicas:
+            while True:
+                dispatched, ended = replica.advance(lambda _: False)
+                if not dispatched:
+                    break
+                if ended:
+                    self._ahead_done.append(ended.index)
+        ahead = tuple(self._ahead_done)
+        self._forget()
+        return ahead
+
+    def collect(self) -> None:
+        for copy in [] if self._collected else self._copies:
+            copy.refresh()
+            slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+            copy.send_gradients(slots)
+        self._collected = True
+
+    def recover(self) -> None:
+        for replica in self._full:
+            replica.recompute_more()
+        # The whole round begins again, so what any replica has accumulated no longer counts.
+        for state in (self._stored, *(copy.own for copy in self._copies)):
+            state.empty_accumulators()
+
+    def _refresh(self) -> None:
+        for copy in self._copies:
+            copy.refresh()
+
+    def _add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
+        """Gives microbatches of a round to their replicas."""
+        own: list[list[int]] = [[] for _ in self._replicas]
+        for index in indices:
+            own[plan.microbatches[index].replica].append(index)
+        for replica, each in zip(self._replicas, own, strict=True):
+            replica.add(plan, each)
+
+    def _update(self, updates: DueUpdates) -> UpdateStats:
+        if not updates.due.any():
+            return no_stats(len(updates.due))
+        slots = filled_up(np.flatnonzero(updates.due), len(updates.due))
+        for copy in self._copies:
+            copy.send_gradients(slots)
+        stats = update_parts(self._stored, updates, self._weights)
+        for copy in self._copies:
+            copy.receive_adapters(slots)
+        return stats
+
+    def _is_warm_for(self, plan: RoundPlan) -> bool:
+        """Whether all programs of a round have run for the state as it is."""
+        layout, dropout, optimizers = self._warm_for
+        same = (layout, dropout) == (self._stored.layout, plan.dropout)
+        return same and plan.optimizers <= optimizers
+
+    def _warm_up(self, none_due: DueUpdates, dropout: bool) -> None:
+        """Runs the programs of all updates without a slot, because nothing may be compiled or
+        loaded while stages exchange arrays."""
+        self._wait()
+        for replica in self._replicas:
+            replica.warm_moves()
+        # What a program returns may be described otherwise than what was first put on the devices:
+        # only the second time, all arguments are results of programs.
+        for _ in range(2):
+            for copy in self._copies:
+                copy.warm_up()
+            update_parts(self._stored, none_due, self._weights, warm=True)
+            self.marker()
+        self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
+
+    def _wait(self) -> None:
+        """Returns when the devices have ended what has been dispatched."""
+        for replica in self._replicas:
+            replica.state.wait()
+
+    def _forget(self) -> None:
+        """Forgets the microbatches that have not begun."""
+        for replica in self._replicas:
+            replica.forget()
+        self._ahead, self._ahead_done = None, []
+
+    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+        self._refresh()
+        if self._measured_for != self._stored.layout:
+            # While stages exchange arrays nothing may be compiled.
+            self._wait()
+            self._measured_for = self._stored.layout
+        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+        shares = shares_of_replicas(batches, samples, self.dispatch)
+        tokens: Counter[int] = Counter()
+
+        def microbatches() -> Iterator[PackedMicrobatch]:
+            for microbatch in fill_microbatches(batches, self.replicas, shares):
+                tokens.update(microbatch.tokens)
+                yield microbatch
+
+        table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
+        losses = [
+            self._replicas[i].evaluate(own, table)
+            for i, own in groupby(microbatches(), key=lambda microbatch: microbatch.replica)
+        ]
+        return Measurement(
+            lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses)), tokens
+        )
+
+    def try_memory(self, dropout: bool) -> bool:
+        self._refresh()
+        if not all(replica.serves(dropout) for replica in self._replicas):
+            return False
+        if self._compile(dropout):
+            return True
+        # The programs that failed may have taken the accumulators with them.
+        self.recover()
+        self._kept = False
+        return False
+
+    def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
+        self._refresh()
+        kept, self._kept = self._kept, True
+        while not self._compile(dropout):
+            self.recover()
+            kept = False
+        self._warm_up(none_due, dropout)
+        table = slot_table({}, None, len(none_due.due))
+        for i, replica in enumerate(self._replicas):
+            empty = [empty_microbatch(replica.input.shape)] * replica.input.replica.shards
+            jax.block_until_ready(replica.evaluate([PackedMicrobatch(i, empty, {}, {})], table))
+        self._measured_for = self._stored.layout
+        return kept
+
+    def release(self) -> None:
+        for replica in self._replicas:
+            replica.release()
+
+
+class MeshSizeAhead(SizeAhead):
+    """The programs of an engine on several devices. Its thread does what the engine will do when
+    its size changes, but only compiles: see `sharding.only_compiling`."""
+
+    def __init__(
+        self,
+        sizes: tuple[EngineSize, EngineSize],
+        backbones: Sequence[PlacedBackbone],
+        options: EngineOptions,
+        pool: PoolSpec,
+        kinds: Sequence[str],
+        stored: StoredState,
+    ):
+        """Starts the thread.
+
+        Args:
+          sizes: the present size of the engine, and the other size.
+          backbones: for each replica, the frozen backbone.
+          options: the options of an engine of the other size.
+          pool: the pool of an engine of the other size.
+          kinds: the optimizer kinds that tasks may have.
+          stored: the present state.
+        """
+        given = backbones, options, pool, kinds, stored.without_arrays()
+        super().__init__(sizes, partial(_compile, *given))
+
+    @property
+    def programs(self) -> list[StagePrograms] | None:
+        """For each replica, the programs of its parts; waits for them. None if they could not be
+        compiled."""
+        return None if self._compiled.exception() else self._compiled.result()
+
+
+def _compile(
+    backbones: Sequence[PlacedBackbone],
+    options: EngineOptions,
+    pool: PoolSpec,
+    kinds: Sequence[str],
+    stored: StoredState,
+) -> list[StagePrograms]:
+    config = backbones[0].config
+    _, specs = pool_of(config, [], pool, keep_moments=True)
+    with only_compiling():
+        (slots,) = stored.layout.tree.loss.shape
+        stored.resize(specs, np.full(pool.slots, slots, np.int32))
+        stored.warm_up(kinds, 0)
+        executor = SeveralDevices(backbones, options, stored)
+        executor.warm_up(no_updates(stored.layout, config.num_layers, kinds), pool.dropout)
+    return executor.programs

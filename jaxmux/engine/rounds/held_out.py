@@ -1,0 +1,162 @@
+"""When held-out losses are measured, and when tasks stop because of their time."""
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor as Threads
+
+import numpy as np
+from jaxtyping import Int
+
+from jaxmux.data.stored_samples import stream_lengths
+
+from ..devices.executor import Executor
+from ..state.slot import Measuring, Slot
+from ..state.slots import Slots
+from .results import EVALUATION, DeviceTime, DispatchedEvaluation, Results
+from .rounds import RoundPlan, turn_from
+
+
+class HeldOut:
+    """Dispatches the measurements of held-out losses. Their results arrive with those of updates,
+    which decide whether a task stops early.
+
+    A task with more held-out data than a turn may have is measured in several turns, one in a
+    round, as a large global batch is trained. It trains on when all have been dispatched. The
+    others need not wait for it.
+    """
+
+    def __init__(
+        self,
+        slots: Slots,
+        results: Results,
+        executor: Executor,
+        copies: Threads,
+        most_tokens: int | None,
+        device_time: DeviceTime,
+    ):
+        """Starts without measurements.
+
+        Args:
+          slots: the slots, with the tasks that are trained.
+          results: gets what has been dispatched.
+          executor: runs the measurements.
+          copies: the thread that waits for copies on their way to the host.
+          most_tokens: most tokens of a turn, as for `Turns`.
+          device_time: takes note of when the devices measure.
+        """
+        self._slots, self._results = slots, results
+        self._executor, self._copies = executor, copies
+        self._most_tokens, self._device_time = most_tokens, device_time
+
+    @property
+    def unfinished(self) -> list[int]:
+        """The slots of measurements that have not been dispatched as a whole."""
+        return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
+
+    def delays(self, number: int, step: int | None) -> bool:
+        """Whether a task waits for its measurement before it trains on.
+
+        Args:
+          number: number of its slot.
+          step: number of its steps after a round that is being dispatched and completes a global
+            batch; None if there is no such round.
+        """
+        slot = self._slots[number]
+        if slot.measuring or step is None or not slot.is_measured_after(step):
+            return slot.measuring is not None
+        if self._most_tokens is None:
+            return False
+        return int(self._lengths(slot).sum(dtype=np.int64)) > self._most_tokens
+
+    def _lengths(self, slot: Slot) -> Int[np.ndarray, " samples"]:
+        """The tokens as which the held-out samples of a task count."""
+        least = self._executor.replicas[0].shape.least_tokens
+        return np.maximum(stream_lengths(slot.prepared.eval_samples), least)
+
+    def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
+        """Stops tasks that have trained for their longest time, begins to measure those whose turn
+        it is, and goes on with the measurements that have begun.
+
+        Args:
+          plan: the round that has been dispatched.
+          begun: the round after it, if it has begun.
+          rounds: number of rounds that have been dispatched.
+        """
+        trained = plan.steps | (begun.steps if begun else {})
+        self._stop_in_time({n: step + 1 for n, step in trained.items()})
+        updated = {n: plan.steps[n] for n in plan.steps if n in plan.ends and self._slots.runs(n)}
+        self._begin(n for n, step in updated.items() if self._slots[n].is_measured_after(step + 1))
+        self.go_on(rounds)
+
+    def measure(self, numbers: Sequence[int], rounds: int) -> None:
+        """Begins to measure the held-out losses of tasks, with the adapters that they have after
+        everything that has been dispatched, and dispatches the first turns.
+
+        Args:
+          numbers: slots of the tasks. Tasks without held-out samples are left out.
+          rounds: number of rounds that have been dispatched.
+        """
+        self._begin(n for n in numbers if self._slots[n].prepared.eval_samples)
+        self._dispatch([n for n in self.unfinished if n in numbers], rounds)
+
+    def go_on(self, rounds: int) -> None:
+        """Dispatches the next turn of every measurement that has begun.
+
+        Args:
+          rounds: number of rounds that have been dispatched.
+        """
+        begun = {n: self._slots[n].measuring.step for n in self.unfinished}
+        self._stop_in_time({n: step for n, step in begun.items() if step})
+        self._dispatch(list(begun), rounds)
+
+    def _begin(self, numbers: Iterable[int]) -> None:
+        """Lets measurements begin with the next turn, unless they have begun."""
+        for slot in map(self._slots.__getitem__, numbers):
+            step = slot.progress.step + self._results.steps_awaited(slot)
+            slot.measuring = slot.measuring or Measuring(step)
+
+    def _dispatch(self, numbers: Sequence[int], rounds: int) -> None:
+        """Dispatches a turn of the measurements of tasks."""
+        if not numbers:
+            return
+        tasks = {n: self._slots[n] for n in numbers}
+        measured = {n: slot.measuring for n, slot in tasks.items()}
+        turns = {n: self._next_turn(slot) for n, slot in tasks.items()}
+        prepared = {n: slot.prepared for n, slot in tasks.items()}
+        begun = time.monotonic()
+        dispatched = self._executor.evaluate(prepared, turns)
+        losses = self._device_time.add(EVALUATION, begun, dispatched.losses).result
+        ended, adapters = [], {}
+        for n, slot in tasks.items():
+            slot.measuring.samples = turns[n].stop
+            if turns[n].stop < len(slot.prepared.eval_samples):
+                continue
+            ended.append(n)
+            if slot.prepared.task.keep_best and slot.measuring.step:
+                copied = self._slots.copy_to_host(slot.name, ("adapter",))
+                adapters[n] = self._copies.submit(copied).result
+            slot.measuring = None
+        self._results.add_evaluation(
+            DispatchedEvaluation(
+                rounds, tasks, measured, frozenset(ended), adapters, losses, dispatched.tokens
+            )
+        )
+
+    def _next_turn(self, slot: Slot) -> range:
+        """The held-out samples of the next turn of a task."""
+        return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
+
+    def _stop_in_time(self, steps: Mapping[int, int]) -> None:
+        """Lets tasks stop that have trained for their longest time.
+
+        Args:
+          steps: by slot, the number of steps after which its task can stop: that of the step that
+            has been dispatched, or that has begun.
+        """
+        for number, step in steps.items():
+            if not self._slots.runs(number):
+                continue
+            slot = self._slots[number]
+            longest = slot.prepared.task.max_seconds
+            if longest and slot.stop_after is None and slot.progress.seconds >= longest:
+                slot.stop_after = step

@@ -1,0 +1,615 @@
+"""Plans of rounds, packed into the microbatches of every replica."""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain, zip_longest
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxmux.data import Sample, fill_microbatch
+from jaxmux.data.microbatch import Microbatch
+from jaxmux.models import SlotTable
+from jaxmux.peft import dropout_of, scale_of
+from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import ONE_DEVICE, Replica
+from jaxmux.planner.packing import Placement, ShapeClass, pack_round
+
+from ..tasks.prepared_task import BatchLengths, PreparedTask
+
+# The microbatches of all data shards where an executor reads them: arrays on one device, or on the
+# devices of each stage.
+PlacedMicrobatch = Any
+
+
+class ReplicaInput(NamedTuple):
+    """What a replica (a copy of the backbone on its devices) trains at a time.
+
+    Attributes:
+      shape: shape class of its microbatches.
+      replica: its devices. Each data shard of a stage trains a microbatch of its own.
+      streams: whether rounds follow each other in its pipeline without a gap.
+      task_by_task: whether every task has microbatches and an update of its own.
+      place: copies the microbatches of all data shards to where the replica reads them.
+    """
+
+    shape: ShapeClass
+    replica: Replica = ONE_DEVICE
+    streams: bool = False
+    task_by_task: bool = False
+    place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the microbatches of all data shards together, with padding."""
+        return self.replica.shards * self.shape.tokens
+
+
+# A function from the stream lengths of samples, by slot, and the shape class to the placements of
+# the samples in each microbatch.
+Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
+
+# By slot, indices of samples in the task's global batch.
+SampleIndices = Mapping[int, Sequence[int]]
+
+# A function from the stream lengths of a round's samples, by slot, to the samples of each replica.
+Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
+
+
+class PackedMicrobatch(NamedTuple):
+    """What the data shards of a replica train at the same time: one microbatch each.
+
+    Attributes:
+      replica: index of the replica.
+      arrays: the arrays that the forward pass reads.
+      samples: by slot, indices of the samples in the task's global batch.
+      tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
+      trained_tokens: by slot, the tokens of those chunks that are not left out as a whole.
+      read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
+    """
+
+    replica: int
+    arrays: PlacedMicrobatch
+    samples: SampleIndices
+    tokens: Mapping[int, int]
+    trained_tokens: Mapping[int, int] = MappingProxyType({})
+    read_tokens: Mapping[int, int] = MappingProxyType({})
+
+
+class Due(NamedTuple):
+    """An update in a round.
+
+    Attributes:
+      after: index of the microbatch with which the global batches of the slots are complete; -1 if
+        they are complete before the round.
+      slots: the slots that are updated.
+    """
+
+    after: int
+    slots: tuple[int, ...]
+
+
+class RoundPlan(NamedTuple):
+    """One round (a turn of every live task), ready for an executor.
+
+    Attributes:
+      steps: by slot, the index of the task's global batch in the round, from 0.
+      ends: the slots whose global batches are complete with the round; the others go on in the
+        following round.
+      microbatches: the microbatches, where the executor reads them.
+      updates: the updates of the slots in `ends`, in the order in which they become due.
+      slots: scale, dropout rate and dropout key of every slot.
+      dropout: whether the pool has dropout.
+      optimizers: the optimizer kinds of the tasks.
+      tokens: by slot, number of tokens in the task's global batch, without padding and virtual
+        tokens.
+      target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
+      computed_tokens: by slot, number of tokens of the chunks that hold the task's turn, with
+        padding.
+    """
+
+    steps: dict[int, int]
+    ends: frozenset[int]
+    microbatches: list[PackedMicrobatch]
+    updates: tuple[Due, ...]
+    slots: SlotTable
+    dropout: bool
+    optimizers: frozenset[str]
+    tokens: dict[int, int]
+    target_tokens: dict[int, int]
+    computed_tokens: dict[int, int]
+
+    def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
+        """The slots whose global batches go on, and of which these microbatches hold all samples.
+
+        Args:
+          microbatches: indices of microbatches.
+        """
+        rest = set(range(len(self.microbatches))) - {*microbatches}
+        left = {slot for i in rest for slot in self.microbatches[i].samples}
+        return [slot for slot in self.steps if slot not in self.ends and slot not in left]
+
+
+# For each group, the slots of its tasks.
+Groups = Sequence[tuple[int, ...]]
+
+# Rounds after a change of the tasks before new groups are searched. They are more than the rounds
+# that are packed ahead, so that while tasks change often, no search is begun in vain.
+_ROUNDS_WITHOUT_SEARCH = 8
+
+
+class TaskGroups:
+    """Divides the tasks of a round into groups, whose microbatches follow each other.
+
+    While one group is updated, the others keep a pipeline busy. To find the best groups of many
+    tasks takes longer than a round. That is no matter for tasks that end as planned, because rounds
+    are packed ahead. After any other change of the tasks the pipeline would become empty meanwhile,
+    so the first rounds keep the groups of before, and each new task joins the one with the fewest
+    tokens. Later rounds keep them too unless the search finds better ones. Without such changes,
+    the groups depend only on which tasks are live, so a training run that goes on has the same.
+
+    Attributes:
+      task_by_task: whether every task is a group, which shares no microbatch with others.
+    """
+
+    def __init__(self, replicas: Sequence[ReplicaInput]):
+        """Chooses no groups yet.
+
+        Args:
+          replicas: the replicas. The groups are those that suit the longest pipeline of them, with
+            its share of the samples.
+        """
+        self.task_by_task = any(replica.task_by_task for replica in replicas)
+        # Only where rounds follow each other is a pipeline busy during an update.
+        streams = [replica for replica in replicas if replica.streams]
+        self._longest = max(streams, key=lambda own: own.replica.pp, default=None)
+        self._devices = sum(replica.replica.devices for replica in replicas)
+        # By the names of the live tasks, with their slots.
+        self._known: dict[frozenset[tuple[int, str]], Groups] = {}
+        self._last: tuple[frozenset[tuple[int, str]], Groups] = frozenset(), ()
+        # The groups since the last change of the tasks, and the rounds left before others are
+        # searched.
+        self._kept: Groups = ()
+        self._rounds_left = 0
+
+    def renumbered(
+        self, replicas: Sequence[ReplicaInput], numbers: Mapping[int, int]
+    ) -> "TaskGroups":
+        """Groups for microbatches of another size and other numbers of the slots. `begin_anew` lets
+        the first rounds keep the present groups.
+
+        Args:
+          replicas: the replicas, with the new shape class.
+          numbers: by old number, the new one of every slot that has a task.
+        """
+        other, (names, groups) = TaskGroups(replicas), self._last
+        kept = [tuple(numbers[slot] for slot in own if slot in numbers) for own in groups]
+        other._last = frozenset((numbers[n], name) for n, name in names if n in numbers), kept
+        return other
+
+    def begin_anew(self, tasks: Mapping[int, PreparedTask]) -> None:
+        """Prepares for rounds of other tasks than those of the last call. Nothing is searched.
+
+        Args:
+          tasks: by slot, the live tasks.
+        """
+        names, (before, groups) = _names(tasks), self._last
+        self._known = {names: self._known[names]} if names in self._known else {}
+        stay = {slot for slot, _ in names & before}
+        kept = [own for group in groups if (own := [slot for slot in group if slot in stay])]
+        self._kept, self._rounds_left = (), 0
+        if self.task_by_task or names in self._known:
+            return
+        if len(kept) < 2 or 2 * len(stay) < len(tasks):
+            return
+        tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
+        for slot in sorted(tasks.keys() - stay):
+            min(kept, key=lambda group: sum(tokens[own] for own in group)).append(slot)
+        self._kept = [tuple(sorted(group)) for group in kept]
+        self._rounds_left = _ROUNDS_WITHOUT_SEARCH
+
+    def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
+        """The groups of live tasks, by slot."""
+        names = _names(tasks)
+        kept = self._kept if {slot for own in self._kept for slot in own} == tasks.keys() else ()
+        if kept and self._rounds_left:
+            self._rounds_left -= 1
+            self._last = names, kept
+            return kept
+        if names not in self._known:
+            own = {slot: tasks[slot] for slot in sorted(tasks)}
+            self._known[names] = self._choose(own, kept)
+        self._last = names, self._known[names]
+        return self._known[names]
+
+    def _choose(self, tasks: Mapping[int, PreparedTask], kept: Groups) -> Groups:
+        if self.task_by_task:
+            return [(slot,) for slot in tasks]
+        if self._longest is None or self._longest.replica.pp == 1 or len(tasks) == 1:
+            return [tuple(tasks)]
+        from jaxmux.planner.pipeline import grouping_of_share
+
+        replica, slots = self._longest.replica, list(tasks)
+        lengths = [_lengths(task) for task in tasks.values()]
+        present = [tuple(slots.index(slot) for slot in own) for own in kept]
+        shape = self._longest.shape
+        grouping = grouping_of_share(lengths, replica, shape, self._devices, present)
+        return [tuple(slots[i] for i in group) for group in grouping.groups]
+
+
+def _names(tasks: Mapping[int, PreparedTask]) -> frozenset[tuple[int, str]]:
+    return frozenset((slot, task.task.name) for slot, task in tasks.items())
+
+
+def _lengths(task: PreparedTask) -> BatchLengths:
+    return BatchLengths(task.batches, task.steps)
+
+
+def pack_tightly(
+    lengths: Mapping[int, Sequence[int]], shape: ShapeClass, groups: Groups = ()
+) -> Sequence[Sequence[Placement]]:
+    """Packs a round into few microbatches. The engine uses this packing unless its options name
+    another.
+
+    Args:
+      lengths: by slot, the stream lengths in tokens of the samples in the task's global batch.
+      shape: shape class of the microbatches.
+      groups: groups of tasks that follow each other and share no more than the microbatch in which
+        one group ends and the next begins; empty if all tasks share microbatches.
+
+    Returns:
+      For each microbatch, the placements of its samples.
+    """
+    if len(groups) < 2:
+        return pack_round(lengths, shape).microbatches()
+    from jaxmux.planner.pipeline import pack_in_groups
+
+    return [packed.placements(shape) for packed in pack_in_groups(lengths, groups, shape)]
+
+
+def training_rounds(
+    tasks: Mapping[int, PreparedTask],
+    steps: Mapping[int, int],
+    pool: PoolSpec,
+    replicas: Sequence[ReplicaInput],
+    packing: Packing | None = None,
+    dispatch: Dispatch | None = None,
+    accumulated: SampleIndices | None = None,
+    most_tokens: int | None = None,
+    groups_of: TaskGroups | None = None,
+) -> Iterator[RoundPlan]:
+    """Yields the remaining rounds, until every task has trained its last step.
+
+    Args:
+      tasks: by slot, the live tasks.
+      steps: by slot, index of the task's next global batch, from 0.
+      pool: sizes of the pool.
+      replicas: the replicas. If one of them is a pipeline in which rounds follow each other, the
+        tasks of a round may form groups that are updated one after another, see `TaskGroups`.
+      packing: lays out the samples of a group of tasks; None for `pack_tightly`, by which groups
+        may share a microbatch.
+      dispatch: divides the samples of a round among the replicas; None if there is only one.
+      accumulated: by slot, indices of samples in the first global batches whose gradients are in
+        the accumulators already. They are packed with the others of their round, so that those keep
+        their places; then they are left out.
+      most_tokens: most tokens of a task in a round, see `Turns`.
+      groups_of: chooses the groups of these replicas; None lets a new `TaskGroups` do so.
+    """
+    least_tokens = replicas[0].shape.least_tokens
+    turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
+    groups_of = groups_of or TaskGroups(replicas)
+    done = dict(accumulated or {})
+    while turns := turns_of.next():
+        live = {slot: tasks[slot] for slot in turns}
+        steps = {slot: turn.step for slot, turn in turns.items()}
+        ends = frozenset(slot for slot, turn in turns.items() if turn.last)
+        batches = {slot: turn.batch for slot, turn in turns.items()}
+        samples_of = {slot: turn.samples for slot, turn in turns.items()}
+        shares = shares_of_replicas(batches, samples_of, dispatch)
+        groups, microbatches, computed = groups_of(live), [], Counter()
+        # Groups that share no microbatch are packed by themselves.
+        apart = groups_of.task_by_task or packing
+        for own in [[group] for group in groups] if apart else [groups]:
+            samples = {slot: batches[slot] for group in own for slot in group}
+            for found in fill_microbatches(samples, replicas, shares, packing, done, own):
+                computed.update(found.tokens)
+                if found.samples:
+                    placed = replicas[found.replica].place(found.arrays)
+                    microbatches.append(found._replace(arrays=placed))
+        yield RoundPlan(
+            steps,
+            ends,
+            microbatches,
+            _updates(groups, ends, microbatches),
+            slot_table(live, steps, pool.slots),
+            pool.dropout,
+            frozenset(task.task.optimizer.kind for task in live.values()),
+            {slot: sum(s.read_tokens for s in batch) for slot, batch in batches.items()},
+            {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
+            dict(computed),
+        )
+        done = {slot: samples for slot, samples in done.items() if slot not in ends}
+
+
+def shares_of_replicas(
+    batches: Mapping[int, Sequence[Sample]], samples: SampleIndices, dispatch: Dispatch | None
+) -> Sequence[SampleIndices]:
+    """The samples that each replica reads.
+
+    Args:
+      batches: by slot, samples of the task.
+      samples: by slot, indices of the samples that are read.
+      dispatch: divides the samples; None gives all of them to one replica.
+    """
+    if dispatch is None:
+        return [samples]
+    lengths = {
+        slot: [batches[slot][i].stream_length for i in indices] for slot, indices in samples.items()
+    }
+    return [
+        {slot: [samples[slot][i] for i in own] for slot, own in share.items()}
+        for share in dispatch(lengths)
+    ]
+
+
+def all_samples(batches: Mapping[int, Sequence[Sample]]) -> SampleIndices:
+    """By slot, the indices of all samples."""
+    return {slot: range(len(batch)) for slot, batch in batches.items()}
+
+
+def _updates(
+    groups: Groups, ends: frozenset[int], microbatches: Sequence[PackedMicrobatch]
+) -> tuple[Due, ...]:
+    """The updates of a round. One program updates all slots of a group that are due, so it is
+    cheapest at the group's end."""
+    last = {slot: i for i, microbatch in enumerate(microbatches) for slot in microbatch.samples}
+    due = []
+    for group in groups:
+        if complete := tuple(slot for slot in group if slot in ends):
+            due.append(Due(max(last.get(slot, -1) for slot in group), complete))
+    return tuple(sorted(due, key=lambda update: update.after))
+
+
+def fill_microbatches(
+    batches: Mapping[int, Sequence[Sample]],
+    replicas: Sequence[ReplicaInput],
+    shares: Sequence[SampleIndices],
+    packing: Packing | None = None,
+    left_out: SampleIndices | None = None,
+    groups: Groups = (),
+) -> Iterator[PackedMicrobatch]:
+    """Packs global batches and yields their microbatches, those of one replica after those of
+    another: in `arrays`, a list with one `Microbatch` of NumPy arrays for each data shard. Every
+    sample occurs once.
+
+    A replica's samples go to its data shards in turn. With one replica, what a shard sums up for a
+    task therefore does not depend on the other tasks.
+
+    Args:
+      batches: by slot, the samples of the task's global batch.
+      replicas: the replicas.
+      shares: the samples of each replica.
+      packing: as for `training_rounds`.
+      left_out: by slot, indices of samples that are packed like the others but left out of the
+        arrays. A microbatch that holds only such samples has no samples.
+      groups: the groups in which the tasks follow each other, as for `pack_tightly`.
+    """
+    absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
+    for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
+        shape = replica.shape
+        sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
+        packed = _pack_shards(batches, replica, share, packing, groups)
+        # A shard that has fewer microbatches than another one gets empty ones.
+        for of_shards in zip_longest(*packed, fillvalue=()):
+            kept = [
+                [p for p in placements if (p.slot, p.sample) not in absent]
+                for placements in of_shards
+            ]
+            samples: dict[int, list[int]] = {}
+            for p in chain.from_iterable(kept):
+                samples.setdefault(p.slot, []).append(p.sample)
+            arrays = [fill_microbatch(placements, batches, **sizes) for placements in kept]
+            tokens = _tokens(of_shards, batches, shape)
+            trained = _tokens(kept, batches, shape) if absent else tokens
+            read = {
+                slot: sum(batches[slot][sample].read_tokens for sample in own)
+                for slot, own in samples.items()
+            }
+            yield PackedMicrobatch(i, arrays, samples, tokens, trained, read)
+
+
+def _tokens(
+    of_shards: Iterable[Sequence[Placement]],
+    batches: Mapping[int, Sequence[Sample]],
+    shape: ShapeClass,
+) -> dict[int, int]:
+    """By slot, the tokens of the chunks in which samples lie, of all data shards together."""
+    chunks = {
+        (shard, p.slot, chunk)
+        for shard, placements in enumerate(of_shards)
+        for p in placements
+        for chunk in _chunks(p, batches[p.slot][p.sample].stream_length, shape)
+    }
+    counts = Counter(slot for _, slot, _ in chunks)
+    return {slot: n * shape.chunk_len for slot, n in counts.items()}
+
+
+def _chunks(placement: Placement, length: int, shape: ShapeClass) -> range:
+    """The numbers of the chunks of a microbatch in which a sample of this stream length lies."""
+    begin = placement.row * shape.row_len + placement.offset
+    return range(begin // shape.chunk_len, -(-(begin + length) // shape.chunk_len))
+
+
+def _pack_shards(
+    batches: Mapping[int, Sequence[Sample]],
+    replica: ReplicaInput,
+    share: SampleIndices,
+    packing: Packing | None,
+    groups: Groups,
+) -> Iterator[list[list[Placement]]]:
+    """For each data shard of a replica, the placements of its samples in each microbatch."""
+    shards, packing = replica.replica.shards, packing or partial(pack_tightly, groups=groups)
+    for shard in range(shards):
+        own = {slot: share.get(slot, ())[shard::shards] for slot in batches}
+        lengths = {
+            slot: [batches[slot][i].stream_length for i in samples]
+            for slot, samples in own.items()
+            if samples
+        }
+        yield [
+            [p._replace(sample=own[p.slot][p.sample]) for p in placements]
+            for placements in packing(lengths, replica.shape)
+        ]
+
+
+def empty_microbatch(shape: ShapeClass) -> Microbatch:
+    """The arrays of a microbatch without samples, to compile programs for its shapes.
+
+    Args:
+      shape: shape class of the microbatch.
+    """
+    return fill_microbatch(
+        (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+    )
+
+
+def slot_table(
+    tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
+) -> SlotTable:
+    """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task.
+
+    Args:
+      tasks: by slot, the tasks.
+      steps: by slot, index of the global batch that is trained, on which the dropout key depends;
+        None turns dropout off.
+      slots: number of slots T.
+    """
+    scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
+    key = np.zeros(slots, np.uint32)
+    for slot, prepared in tasks.items():
+        scale[slot] = scale_of(prepared.task.adapter)
+        if steps is not None:
+            rate[slot] = dropout_of(prepared.task.adapter)
+            key[slot] = prepared.dropout_key(steps[slot])
+    return SlotTable(scale, rate, key)
+
+
+class Turn(NamedTuple):
+    """What a round trains of a task.
+
+    Attributes:
+      step: index of the task's global batch, from 0.
+      batch: the samples of the global batch.
+      samples: indices of the samples of the batch that are trained.
+      last: whether the global batch is complete with them.
+    """
+
+    step: int
+    batch: Sequence[Sample]
+    samples: range
+    last: bool
+
+
+class Turns:
+    """The turns of tasks in one round after another.
+
+    A task whose global batch has more than a given number of tokens trains it in several turns, and
+    is updated after the last one. The others need not wait for it, because they are updated in
+    every round. How a batch is divided depends on nothing but its samples and that number.
+    """
+
+    def __init__(
+        self,
+        tasks: Mapping[int, PreparedTask],
+        steps: Mapping[int, int],
+        most_tokens: int | None = None,
+        accumulated: Mapping[int, Sequence[int]] | None = None,
+        least_tokens: int = 1,
+    ):
+        """Begins before the first round.
+
+        Args:
+          tasks: by slot, the tasks.
+          steps: by slot, index of the task's next global batch, from 0.
+          most_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own.
+            None lets every turn be a global batch.
+          accumulated: by slot, indices of samples of the next global batch that have been trained.
+            The turns that have trained nothing else are over.
+          least_tokens: tokens as which a shorter sample counts, see `ShapeClass.least_tokens`.
+        """
+        self._tasks = tasks
+        self._steps = dict(steps)
+        self._most_tokens, self._least_tokens = most_tokens, least_tokens
+        # By slot, the turns of the current global batch that are left.
+        self._left = {
+            slot: _not_over(self._divide(slot), accumulated.get(slot, ()) if accumulated else ())
+            for slot in steps
+            if self._is_live(slot)
+        }
+
+    def next(self) -> dict[int, Turn]:
+        """By slot, the turns of the next round; empty if every task has trained its last step."""
+        turns = {}
+        for slot in self._tasks:
+            if not self._is_live(slot):
+                continue
+            left = self._left.get(slot) or self._divide(slot)
+            turns[slot], self._left[slot] = left[0], left[1:]
+            self._steps[slot] += turns[slot].last
+        return turns
+
+    def _is_live(self, slot: int) -> bool:
+        return self._steps[slot] < self._tasks[slot].steps
+
+    def _divide(self, slot: int) -> list[Turn]:
+        """The turns of the current global batch of a task."""
+        step = self._steps[slot]
+        batch = self._tasks[slot].batches[step]
+        lengths = [max(sample.stream_length, self._least_tokens) for sample in batch]
+        ranges = divide(lengths, self._most_tokens)
+        return [Turn(step, batch, own, own.stop == len(batch)) for own in ranges]
+
+
+def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
+    """Divides a global batch into turns.
+
+    Args:
+      lengths: the tokens as which each sample counts.
+      most_tokens: most tokens of a turn; a longer sample is a turn of its own. None for one turn.
+
+    Returns:
+      For each turn, the indices of its samples.
+    """
+    turns, begin = [], 0
+    while begin < len(lengths):
+        turns.append(turn_from(begin, lengths, most_tokens))
+        begin = turns[-1].stop
+    return turns
+
+
+def turn_from(begin: int, lengths: Sequence[int], most_tokens: int | None) -> range:
+    """The turn that begins with a sample, as `divide` has it.
+
+    Args:
+      begin: index of the sample.
+      lengths, most_tokens: as for `divide`.
+    """
+    if most_tokens is None:
+        return range(begin, len(lengths))
+    tokens, end = int(lengths[begin]), begin + 1
+    while end < len(lengths) and tokens + int(lengths[end]) <= most_tokens:
+        tokens += int(lengths[end])
+        end += 1
+    return range(begin, end)
+
+
+def _not_over(turns: list[Turn], accumulated: Sequence[int]) -> list[Turn]:
+    """The turns of a global batch without the first ones of which all samples have been trained.
+    The last turn stays, because the update follows it."""
+    trained = set(accumulated)
+    over = 0
+    while over < len(turns) - 1 and trained.issuperset(turns[over].samples):
+        over += 1
+    return turns[over:]

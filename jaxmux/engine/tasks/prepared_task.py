@@ -1,0 +1,488 @@
+"""Makes a task ready to train: tokenizes its data, finds the linears that it adapts, and checks the
+adapter with which it begins. Tasks that cannot be trained are refused here.
+
+It also gives planners the sizes of the backbone and the lengths of the samples in global batches.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxmux.data import GlobalBatches, Sample, Samples
+from jaxmux.data.stored_samples import stream_lengths
+from jaxmux.data.tokenization import encode
+from jaxmux.models import MODULES, BackboneConfig, linear_sizes
+from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
+from jaxmux.models.loss import block_bytes
+from jaxmux.models.modules import abstract_weights, divisible_weights, layer_linears
+from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
+from jaxmux.peft import (
+    AdapterError,
+    LayerMask,
+    dropout_of,
+    import_adapter,
+    kind_of,
+    size_of_adapter,
+)
+from jaxmux.peft.chat_template_file import refuse_other_tokens
+from jaxmux.peft.kind import BaseTensors
+from jaxmux.peft.leaves import named_leaves
+from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
+from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
+from jaxmux.planner.devices import FSDP_BLOCKS, KEY_BLOCKS, TP_BLOCKS
+from jaxmux.sharding.stage_mesh import KEY_MODULES
+from jaxmux.tasks import Task, TaskError
+
+from .task_data import Loaded, read_data
+
+# The lengths of global batches that have been read, by step.
+_LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictionary()
+
+
+class BatchLengths(Sequence[list[int]]):
+    """By step, the stream lengths in tokens of the samples of a task's global batch.
+
+    The stream length of a sample is its number of tokens minus 1, because the model does not read
+    the last token. A global batch is read only when its lengths are requested.
+
+    Attributes:
+      batches: global batches of the task.
+      steps: number of steps that the task trains.
+    """
+
+    def __init__(self, batches: GlobalBatches, steps: int):
+        self.batches, self.steps = batches, steps
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __getitem__(self, step: int) -> list[int]:
+        if not 0 <= step < self.steps:
+            raise IndexError(f"step {step} of {self.steps}")
+        # The choice of a mesh asks for the same steps again and again.
+        known = _LENGTHS.setdefault(self.batches, {})
+        if step not in known:
+            known[step] = [sample.stream_length for sample in self.batches[step]]
+        return known[step]
+
+
+# Any mesh that divides linears by both axes.
+_DIVIDED = WeightSharding(tp=2, fsdp=2)
+
+
+def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
+    """A backbone's sizes for the cost models; no weights are allocated.
+
+    Args:
+      config: configuration of the backbone.
+      dtype: dtype of the weights and of the activations between layers.
+
+    Returns:
+      The sizes. The field `kept` is empty.
+    """
+    weights = abstract_weights(config, dtype)
+    divided = jax.eval_shape(divisible_weights, weights)
+    itemsize = jnp.dtype(dtype).itemsize
+    return BackboneSize(
+        name=config.architecture,
+        layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        linears={module: linear_sizes(config, module) for module in MODULES},
+        layer_bytes=_nbytes(weights["layers"]) // config.num_layers,
+        divided_layer_bytes=_nbytes(divided["layers"]) // config.num_layers,
+        outside_bytes=_nbytes({name: w for name, w in weights.items() if name != "layers"}),
+        stream_bytes=itemsize,
+        kept={},
+        head_block_bytes=block_bytes(config.vocab_size),
+        packed=PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize),
+        backbone_format=config.linear_format,
+    )
+
+
+def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
+    """The sizes of a backbone that a mesh has to divide, by their key in config.json, for
+    `planner.devices.Replica.require`.
+
+    Args:
+      config: configuration of the backbone.
+    """
+    return {
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "intermediate_size": config.intermediate_size,
+        "hidden_size": config.hidden_size,
+        **_scale_blocks(config),
+    }
+
+
+def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
+    """The largest numbers that divide all blocks with a scale along the axes of a mesh."""
+    found: dict[str, list[int]] = {}
+    weights = jax.eval_shape(divisible_weights, abstract_weights(config))
+    for module, weight in layer_linears(weights).items():
+        keys = {TP: KEY_BLOCKS if module in KEY_MODULES else TP_BLOCKS, FSDP: FSDP_BLOCKS}
+        axes = {role: keys[axis] for role, axis in _DIVIDED.mesh_axes(module).items()}
+
+        def note(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...], axes=axes) -> None:
+            for name, size in zip(names, leaf.shape[leaf.ndim - len(names) :], strict=True):
+                if name in axes:
+                    found.setdefault(axes[name], []).append(size)
+
+        if not weight.is_plain:
+            weight.map_axes(note)
+    return {key: math.gcd(*sizes) for key, sizes in found.items()}
+
+
+def _nbytes(tree) -> int:
+    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+class EarlierLength(NamedTuple):
+    """The number of steps that a task was to train before it was extended.
+
+    Attributes:
+      until: number of updates that had been dispatched when it was extended.
+      steps: the number of steps.
+    """
+
+    until: int
+    steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTask:
+    """A task (fine-tuning job) with its tokenized data and the linears that it adapts.
+
+    `prepare_task` makes it. `Engine.register_tasks` and `best_shape` take it.
+
+    Attributes:
+      task: the task.
+      targets: by point (for LoRA, the path of a linear within a layer, "mlp.up_proj"), a bool mask
+        [L] of the layers in which the task adapts it, from `AdapterKind.targets`.
+      make_adapter: function without arguments that returns the initial adapter at the task's own
+        rank; for LoRA, by path of a linear, its `Factors`. The arrays are made only when an engine
+        adds the task, because they are as large as the trained adapter.
+      samples: the tokenized training data.
+      batches: the global batches (the samples of one optimizer update); `batches[k]` is the k-th,
+        from 0.
+      steps: number of global batches that the task trains.
+      eval_samples: the tokenized held-out data; empty if the task has none.
+      size: the sizes of the adapter's arrays without low-rank factors, whose rank and linears tell
+        theirs; None for LoRA, which has no others.
+      earlier: the numbers of steps before extensions, in the order of the updates.
+    """
+
+    task: Task
+    targets: dict[str, LayerMask]
+    make_adapter: Callable[[], Any]
+    samples: Samples
+    batches: GlobalBatches
+    steps: int
+    eval_samples: Sequence[Sample]
+    size: KindSize | None = None
+    earlier: tuple[EarlierLength, ...] = ()
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """Stream lengths in tokens that training or held-out samples have, each once, the shortest
+        first. The stream length of a sample is its number of tokens minus 1, because the model does
+        not read the last token, and the number of virtual tokens that its adapter puts before
+        it."""
+        parts = [stream_lengths(own) for own in (self.samples.samples, self.eval_samples)]
+        return np.unique(np.concatenate(parts)).tolist()
+
+    @property
+    def longest(self) -> int:
+        """Stream length of the longest training or held-out sample, in tokens."""
+        return self.lengths[-1]
+
+    @property
+    def longest_tokens(self) -> int:
+        """Tokens of the longest training or held-out sample, as `Task.max_length` counts them."""
+        return self.longest + 1 - kind_of(self.task.adapter).virtual_tokens(self.task.adapter)
+
+    @property
+    def pool(self) -> PoolSpec:
+        """The sizes of a pool that holds only this task."""
+        return pool_of_task(self.task, self.targets, self.size)
+
+    def refuse_rows_of(self, row_len: int) -> None:
+        """Checks that every training and held-out sample fits into a row of a microbatch.
+
+        A sample of n tokens takes n - 1 tokens of a row, because its last token is only predicted,
+        and its virtual tokens.
+
+        Args:
+          row_len: tokens of a row.
+
+        Raises:
+          TaskError: the longest sample does not fit.
+        """
+        if self.longest > row_len:
+            raise TaskError(
+                f"task {self.task.name!r}: its longest sample takes {self.longest} places in a "
+                f"row, and a row has {row_len}; lower max_length or raise row_len"
+            )
+
+    @functools.cached_property
+    def fingerprints(self) -> dict[str, str]:
+        """Hashes of the training and held-out samples, by what they describe ("data of task 'a'").
+        A run directory records them, so that a training run does not continue with other data.
+        Virtual tokens are no part of the data."""
+        parts = {"data": self.samples.samples, "held-out data": self.eval_samples}
+        return {f"{part} of task {self.task.name!r}": _hash(found) for part, found in parts.items()}
+
+    @functools.cached_property
+    def relative_rates(self) -> dict[str, np.ndarray]:
+        """By path of a trained leaf ("lora/mlp.up_proj/a"), a float32 array [L]: the learning rate
+        of the leaf in each layer, divided by the task's learning rate; 0 in layers that are not
+        adapted."""
+        kind = kind_of(self.task.adapter)
+        rates = kind.relative_rates(self.task.adapter, self.targets)
+        return named_leaves(kind.in_pools(rates))
+
+    @property
+    def begins_slowly(self) -> bool:
+        """Whether the initial adapter takes long to compute."""
+        adapter = self.task.adapter
+        return self.task.resume_from is None and kind_of(adapter).begins_slowly(adapter)
+
+    def with_adapter(self) -> "PreparedTask":
+        """Returns a new prepared task that holds its initial adapter until it is asked for it. For
+        large backbones it takes long to make one, and can so be done beside training."""
+        ahead = [self.make_adapter()]
+
+        def make_adapter() -> Any:
+            return ahead.pop() if ahead else self.make_adapter()
+
+        return dataclasses.replace(self, make_adapter=make_adapter)
+
+    def extended(self, steps: int, at: int) -> "PreparedTask":
+        """Returns a new prepared task that trains another number of steps. From update `at` on, its
+        learning-rate schedule spreads over all of them. Extensions that were to have effect later
+        than that have none.
+
+        Args:
+          steps: number of global batches that the new task trains.
+          at: number of updates that have been dispatched when the task is extended.
+        """
+        task = dataclasses.replace(self.task, steps=steps, epochs=None)
+        batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
+        earlier = tuple(own for own in self.earlier if own.until < at)
+        if at > 0:
+            earlier += (EarlierLength(at, self.steps_at(at - 1)),)
+        return dataclasses.replace(self, task=task, batches=batches, steps=steps, earlier=earlier)
+
+    def steps_at(self, step: int) -> int:
+        """The number of steps that the task is to train, as far as it is known when an update is
+        dispatched.
+
+        Args:
+          step: index of the update's global batch, from 0.
+        """
+        return next((own.steps for own in self.earlier if step < own.until), self.steps)
+
+    def learning_rate(self, updates: int, step: int) -> float:
+        """The learning rate of an update of the task, by the schedule of its optimizer.
+
+        Args:
+          updates: number of updates that the task has applied before; skipped updates do not count.
+          step: index of the update's global batch, from 0.
+        """
+        optimizer = self.task.optimizer
+        return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps_at(step))
+
+    def dropout_key(self, step: int) -> np.uint32:
+        """The seed of the task's dropout masks in one step. It depends only on the task's name, its
+        seed and `step`.
+
+        Args:
+          step: index of the task's global batch, from 0.
+        """
+        text = f"{self.task.name}/{self.task.seed}/{step}"
+        return np.uint32(zlib.crc32(text.encode()))
+
+
+def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | None) -> PoolSpec:
+    """The sizes of a pool that holds only one task.
+
+    Args:
+      task: the task.
+      targets, size: as in `PreparedTask`.
+    """
+    pool = pool_of_adapter(task.adapter, targets, size)
+    return pool._replace(optimizer=task.optimizer.kind)
+
+
+def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None) -> PoolSpec:
+    """The sizes of a pool that holds only one adapter.
+
+    Args:
+      adapter: the specification of the adapter.
+      targets, size: as in `PreparedTask`; of `targets` the points.
+    """
+    others = () if size is None else (size,)
+    kind = kind_of(adapter)
+    if size is not None and not kind.low_rank:
+        return PoolSpec(1, 1, (), others=others)
+    rank, dropout = kind.rank_in(LOW_RANK_KIND, adapter), dropout_of(adapter) > 0
+    linears = tuple(point for point in targets if point not in OUTSIDE)
+    return PoolSpec(1, rank, linears, dropout, others=others)
+
+
+def prepare_task(
+    task: Task,
+    config: BackboneConfig,
+    tokenizer: Any,
+    base_fingerprint: str = "",
+    base: BaseTensors | None = None,
+    loaded: Loaded | None = None,
+    base_model: str = "",
+) -> PreparedTask:
+    """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
+
+    If `task.resume_from` names an adapter, it is read and checked here. The arrays of the initial
+    adapter are made only when an engine adds the task.
+
+    Args:
+      task: the task (fine-tuning job).
+      config: configuration of the backbone (`Backbone.config`).
+      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
+      base_fingerprint: hash of the backbone (`Backbone.fingerprint`). An adapter in
+        `task.resume_from` that records another backbone is refused. Empty checks nothing.
+      base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
+        Kinds that are trained as differences from the backbone need it for `task.resume_from`.
+      loaded: data that other tasks with this backbone and tokenizer have read, as for `read_data`;
+        None reads all data of the task.
+      base_model: name or path of the backbone. If the folder `task.resume_from` names another one,
+        a warning says so. Empty checks nothing.
+
+    Returns:
+      The prepared task, for `Engine.register_tasks` and `best_shape`.
+
+    Raises:
+      TaskError: the task cannot be trained. The message names the task and the field, file, line or
+        key at fault.
+    """
+    kind = kind_of(task.adapter)
+    try:
+        first = dataclasses.replace(task, adapter=kind.with_tokens(task.adapter, tokenizer))
+        targets = dict(kind.targets(first.adapter, config))
+        if task.resume_from is not None:
+            refuse_other_tokens(task.resume_from, tokenizer)
+            _saved_adapter(task, targets, config, base, base_fingerprint, base_model)
+        _refuse_sample_prompt(task, config, tokenizer)
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+    data = read_data(task, config, tokenizer, loaded)
+    given = first, targets, config, base, data.batches
+    make_adapter = functools.partial(_first_adapter, *given)
+    size = size_of_adapter(task.adapter, config)
+    return PreparedTask(task, targets, make_adapter, *data[:4], size)
+
+
+def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:
+    """ValueError if the prompt that is completed after training cannot be completed."""
+    if task.sample_prompt is not None:
+        ((ids, _),) = encode(tokenizer, [task.sample_prompt], is_rendered=False)
+        tokens = len(ids)
+        virtual = kind_of(task.adapter).virtual_tokens(task.adapter)
+        context = config.max_position_embeddings - virtual
+        if not 0 < tokens < context:
+            taken = f", less {virtual} virtual tokens" * (virtual > 0)
+            raise ValueError(
+                f"sample_prompt has {tokens} tokens; it should have at least 1 and fewer than the "
+                f"backbone's context of {context}{taken}"
+            )
+
+
+def _hash(samples: Sequence[Sample]) -> str:
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(len(sample.input_ids).to_bytes(4))
+        digest.update(sample.input_ids.tobytes())
+        digest.update(sample.target_mask.tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _first_adapter(
+    task: Task,
+    targets: dict[str, LayerMask],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+    batches: GlobalBatches,
+) -> Any:
+    if task.resume_from is not None:
+        return _saved_adapter(task, targets, config, base)
+    kind, given = kind_of(task.adapter), (task.adapter, targets, config, task.seed, base)
+    try:
+        return (
+            kind.initial(*given, first_epoch(batches))
+            if kind.reads_samples
+            else kind.initial(*given)
+        )
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+
+
+def first_epoch(batches: GlobalBatches) -> Iterator[Sample]:
+    """The samples of a task in the order in which it trains them first.
+
+    Args:
+      batches: the global batches.
+    """
+    for number in range(batches.batches_per_epoch):
+        yield from batches[number]
+
+
+def _saved_adapter(
+    task: Task,
+    targets: dict[str, LayerMask],
+    config: BackboneConfig,
+    base: BaseTensors | None,
+    base_fingerprint: str = "",
+    base_model: str = "",
+) -> Any:
+    """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
+    specification."""
+    saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base, base_model)
+    kind = kind_of(task.adapter)
+    if kind_of(saved) is not kind:
+        # Kinds with one class of specifications differ in fields of it.
+        hint = f"; what it holds is {saved}" if type(saved) is type(task.adapter) else ""
+        raise AdapterError(
+            f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
+            f"asks for {kind.name!r}{hint}"
+        )
+    expected = kind.as_stored(task.adapter)
+    for field in kind.identity:
+        found, wanted = getattr(saved, field), getattr(expected, field)
+        if found != wanted:
+            raise AdapterError(
+                f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"
+            )
+    if not _same_targets(kind.targets(saved, config), targets):
+        raise AdapterError(
+            f"{task.resume_from}: target modules are {_shown(saved)}, "
+            f"the task asks for {_shown(task.adapter)}"
+        )
+    return adapter
+
+
+def _same_targets(one: Mapping[str, LayerMask], other: Mapping[str, LayerMask]) -> bool:
+    return one.keys() == other.keys() and all(np.array_equal(one[m], other[m]) for m in one)
+
+
+def _shown(spec: Any) -> str:
+    targets = spec.target_modules
+    return targets if isinstance(targets, str) else ", ".join(targets)

@@ -1,0 +1,36 @@
+"""Tasks that come and go while training goes on, and the server that trains them for tenants.
+
+    live = LiveTraining(engine, prepare)
+    threading.Thread(target=live.run).start()
+    live.register(jaxmux.Task("billing", "billing.jsonl", steps=100), priority=1)
+    for event in live.events():
+        ...
+
+`LiveTraining` owns an engine and keeps a queue of tasks with priorities. `planner.scheduling`
+chooses which of them train.
+"""
+
+from .store import Event, Store
+from .task import At, Command, End, Extension, Meter, SavedTask, StateChange, TaskStatus
+from .training import LiveTraining
+
+# These modules import names of this package that are defined above.
+from .server import ServerOptions, tuning_server  # isort: skip
+from .serving import serve  # isort: skip
+
+__all__ = [
+    "At",
+    "Command",
+    "End",
+    "Event",
+    "Extension",
+    "LiveTraining",
+    "Meter",
+    "SavedTask",
+    "ServerOptions",
+    "StateChange",
+    "Store",
+    "TaskStatus",
+    "serve",
+    "tuning_server",
+]

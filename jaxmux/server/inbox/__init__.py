@@ -1,0 +1,1 @@
+"""The watched folder of a server: tenants put specifications in, and read status files."""

@@ -1,0 +1,245 @@
+"""What a status file tells a tenant about a task."""
+
+import dataclasses
+import errno
+import json
+import re
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxmux.peft.peft_folder import is_adapter_folder
+from jaxmux.printable import shown_state
+from jaxmux.runs.metrics import finite_or_none
+
+from .. import Meter, StateChange, TaskStatus
+from ..task import QUEUED, TRAINED
+from .directory import Place, WatchedDirectory
+
+# In a reason, tasks that are named one after another.
+_TASKS = re.compile(r"\btasks? ('[^']+'(?:, '[^']+')*)")
+
+
+class Shown(NamedTuple):
+    """What a status file is made from. The file is written again when this changes.
+
+    Attributes:
+      task: the name of the task in the server; None if there can be none of this name.
+      status: the task as the server sees it; None if it is not registered.
+      place: the place of a waiting task in the queue, from 1; None if it does not wait.
+      adapter: the folder with the adapter of a task that has succeeded or stopped early; None
+        before.
+      error: why the specification is refused, or a change of it; None if it is not.
+      copies: the folder of the copies of the task's files; None if there are none.
+      waits: whether the specification is not refused, but waits for what `error` tells.
+    """
+
+    task: str | None
+    status: TaskStatus | None = None
+    place: int | None = None
+    adapter: Path | None = None
+    error: str | None = None
+    copies: Path | None = None
+    waits: bool = False
+
+    def is_like(self, other: "Shown | None") -> bool:
+        """Whether another one says the same; quick for a status that has not changed.
+
+        Args:
+          other: the other one; None for none.
+        """
+        return (
+            other is not None
+            and self.status is other.status
+            and (self.place, self.adapter) == (other.place, other.adapter)
+            and (self.error, self.waits) == (other.error, other.waits)
+        )
+
+    def text(self) -> str:
+        """The content of the status file."""
+        return json.dumps(self.fields(), indent=2) + "\n"
+
+    def fields(self) -> dict[str, Any]:
+        """The entries of the status file. `status_of` has the inverse."""
+        status, error = self.status, self.error
+        state = "waiting" if self.waits else "refused"
+        fields: dict[str, Any] = {"task": self.task, "state": state, "error": error}
+        if status:
+            fields |= {
+                "state": status.state,
+                "reason": self._of_tenant(status.reason),
+                "priority": status.priority,
+                "place_in_queue": self.place,
+                "step": status.step,
+                "steps": status.steps,
+                "rank": status.rank,
+                "loss": finite_or_none(status.loss),
+                "held_out_loss": finite_or_none(status.held_out_loss),
+                "best_step": status.best_step,
+                "share": round(status.share, 4),
+                "adapter": self.adapter and str(self.adapter),
+                "warnings": [self._of_tenant(warning) for warning in status.warnings],
+                "meter": dataclasses.asdict(status.meter),
+                "history": [
+                    change._asdict() | {"reason": self._of_tenant(change.reason)}
+                    for change in status.history
+                ],
+            }
+        return fields
+
+    def _of_tenant(self, reason: str | None) -> str | None:
+        """A reason with the tenant's own paths in place of those of the copies, and without names
+        of other tenants' tasks."""
+        if reason and self.copies:
+            reason = reason.replace(f"{self.copies}/", "")
+        return reason and _TASKS.sub(self._own_tasks, reason)
+
+    def _own_tasks(self, named: re.Match[str]) -> str:
+        """What a reason says to the tenant in place of names of tasks."""
+        tenant = f"'{self.task.partition('.')[0]}."
+        names = named[1].split(", ")
+        own = [name for name in names if name.startswith(tenant)]
+        if own == names:
+            return named[0]
+        if own:
+            return f"tasks {', '.join(own)} and others"
+        return "another tenant's task" if len(names) == 1 else "other tenants' tasks"
+
+
+def status_of(fields: Mapping[str, Any]) -> TaskStatus:
+    """The status of a task from the entries that `Shown.fields` has made of it.
+
+    Args:
+      fields: the entries. Only those of the server's own files are trusted.
+
+    Raises:
+      KeyError, TypeError: they are damaged.
+    """
+    # Files of earlier versions tell of no rank and no warnings.
+    fields = {"rank": None, "warnings": (), **fields}
+    own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
+    history = tuple(StateChange.of(change) for change in fields["history"])
+    own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}
+    own |= {"state": shown_state(own["state"], own["reason"]), "warnings": tuple(own["warnings"])}
+    return TaskStatus(**own)
+
+
+def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:
+    """By name, the places of the waiting tasks, from 1. Tasks that arrived together have places one
+    after the other, although the scheduler may prefer a later one of them.
+
+    Args:
+      statuses: all tasks, in the order in which they were registered.
+    """
+    waiting = [status for status in statuses if status.state == QUEUED]
+    waiting.sort(key=lambda status: -status.priority)
+    return {status.name: place for place, status in enumerate(waiting, start=1)}
+
+
+# Status files are written for at most so many seconds in a row; the others come next time.
+_SECONDS = 0.5
+# The folder may be gone, or the name may be too long for that of a status file.
+_FAULTS_OF_TENANTS = (errno.ENOENT, errno.ENAMETOOLONG)
+
+
+class StatusFiles:
+    """The status files. One thread uses it."""
+
+    def __init__(self, directory: WatchedDirectory, adapters: Path, every: float):
+        """Starts without knowing what the files tell, so each is written anew.
+
+        Args:
+          directory: the directory of the specifications.
+          adapters: the folder of the server's adapters.
+          every: seconds between two statuses of a task.
+        """
+        self._directory, self._adapters, self._every = directory, adapters, every
+        # What the file of a specification tells, and since when.
+        self._shown: dict[Place, tuple[Shown, float]] = {}
+        # The places whose files have yet to tell what they should.
+        self._late: set[Place] = set()
+        # The places whose files could not be written, and why; None for faults of the tenant.
+        self._unwritten: dict[Place, str | None] = {}
+
+    @property
+    def problems(self) -> dict[str, str]:
+        """By tenant, why status files cannot be written."""
+        return {
+            place.tenant: f"status files cannot be written ({why})"
+            for place, why in self._unwritten.items()
+            if why
+        }
+
+    def tells(self, place: Place, status: TaskStatus | None) -> bool:
+        """Whether the file tells a status, and the adapter of a task that has one, or it was tried
+        to write it.
+
+        Args:
+          place: the place of the specification.
+          status: the status.
+        """
+        shown, _ = self._shown.get(place, (None, 0.0))
+        return shown is not None and shown.status is status and place not in self._late
+
+    def forget(self, place: Place) -> None:
+        """Leaves a status file as it is.
+
+        Args:
+          place: the place of the specification.
+        """
+        self._shown.pop(place, None)
+        self._unwritten.pop(place, None)
+
+    def remove(self, place: Place) -> None:
+        """Deletes the status file of a specification, if it was written.
+
+        Args:
+          place: the place of the specification.
+        """
+        self._unwritten.pop(place, None)
+        if self._shown.pop(place, None):
+            self._directory.remove_status(place)
+
+    def write(self, wanted: Iterable[tuple[Place, Shown]]) -> None:
+        """Writes the files that do not tell what they should, those first that were written longest
+        ago.
+
+        Args:
+          wanted: what the files of specifications should tell, but for the adapters.
+        """
+        now = time.monotonic()
+        due: list[tuple[float, Place, Shown]] = []
+        self._late.clear()
+        for place, shown in wanted:
+            if shown.status is None and shown.error is None:
+                continue
+            before, at = self._shown.get(place, (None, float("-inf")))
+            if shown.status and shown.status.state in TRAINED:
+                shown = shown._replace(adapter=self._adapter(shown.status.name, before))
+            if place in self._unwritten or not shown.is_like(before):
+                self._late.add(place)
+                # A call may come a little earlier than the one before.
+                if now - at >= 0.9 * self._every:
+                    due.append((at, place, shown))
+        due.sort(key=lambda own: own[0])
+        for _, place, shown in due:
+            self._shown[place] = shown, now
+            self._late.discard(place)
+            self._write(place, shown)
+            if time.monotonic() > now + _SECONDS:
+                return
+
+    def _write(self, place: Place, shown: Shown) -> None:
+        try:
+            self._directory.write_status(place, shown.text())
+            self._unwritten.pop(place, None)
+        except OSError as e:
+            self._unwritten[place] = None if e.errno in _FAULTS_OF_TENANTS else e.strerror
+
+    def _adapter(self, name: str, before: Shown | None) -> Path | None:
+        """The folder of a task's adapter, once it is there."""
+        if before and before.adapter:
+            return before.adapter
+        folder = self._adapters / name
+        return folder if is_adapter_folder(folder) else None

@@ -1,0 +1,528 @@
+"""Turns the files of a watched directory into commands, and the answers into status files.
+
+The files say what is wanted, and every poll compares this with what the server says of its tasks.
+So nothing has to be remembered of changes that came while nobody watched.
+"""
+
+import dataclasses
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxmux.atomic_files import write_atomically
+from jaxmux.errors import first_line, without_task
+from jaxmux.specifications.limits import TenantLimits
+from jaxmux.specifications.schema import (
+    WatchedSpecification,
+    refused_change,
+    registered_task,
+    watched_specification,
+)
+from jaxmux.tasks import TaskError
+
+from .. import LiveTraining, TaskStatus
+from ..task import ENDED, PAUSED
+from .accepted import AcceptedTasks, Intake, TryLater, tenant_of
+from .directory import Place, Scan, Signature, WatchedDirectory
+from .status import Shown, StatusFiles, places_in_queue
+
+
+@dataclasses.dataclass
+class WatchedTask:
+    """A specification and what has become of it.
+
+    Attributes:
+      task: the name of its task in the server.
+      seen: its signature in the last poll; None if it was missing.
+      missing: number of polls in a row in which it was missing.
+      changes: number of polls in a row in which it had changed, or a file that it names.
+      read: its signature when it was read; None before.
+      wanted: what it asks for; None if it is refused as it is.
+      files: the files that it names, with their signatures in the last poll.
+      refused: `files` as they were when they were refused.
+      retry_at: the time before which nothing is tried again.
+      resume_at: the time before which a task is not resumed that the server has paused.
+      error: why it is refused, or a change of it, or what it waits for.
+      waits: whether it is not refused, but waits.
+      commands: the commands that have been given and have no answer yet.
+    """
+
+    task: str
+    seen: Signature | None = None
+    missing: int = 0
+    changes: int = 0
+    read: Signature | None = None
+    wanted: WatchedSpecification | None = None
+    files: Mapping[str, Signature | None] | None = None
+    refused: Mapping[str, Signature | None] | None = None
+    retry_at: float = 0.0
+    resume_at: float = 0.0
+    error: str | None = None
+    waits: bool = False
+    commands: list[tuple[str, Future[None]]] = dataclasses.field(default_factory=list)
+
+
+# Lines about specifications that are printed in a minute; tenants can cause any number.
+_LINES_A_MINUTE = 10
+# A problem with a folder is told again if it was gone for so many seconds.
+_SECONDS_GONE = 60
+
+
+class WatchLines:
+    """Prints what is wrong with files, and not more often than helps. One thread uses it."""
+
+    def __init__(self, directory: Path, say: Callable[[str], None]):
+        """Starts without having printed anything.
+
+        Args:
+          directory: the watched directory.
+          say: function that prints one line.
+        """
+        self._directory, self._say = directory, say
+        self._count, self._since = 0, float("-inf")
+        # The problems of tenants' folders, and when they were there last.
+        self._seen: dict[tuple[str, str], float] = {}
+
+    def say_refused(self, place: Place, error: str, waits: bool) -> None:
+        """Says why a specification is refused, or what it waits for.
+
+        Args:
+          place: the place of the specification.
+          error: why, as its status file tells it.
+          waits: whether it waits.
+        """
+        now = time.monotonic()
+        if now - self._since > 60:
+            self._count, self._since = 0, now
+        self._count += 1
+        if self._count <= _LINES_A_MINUTE:
+            # The line begins with the file already.
+            error = without_task(error.removeprefix(f"{place.name}.json: "), place.name)
+            self._say(f"{place}: {'waits' if waits else 'refused'}: {error}")
+        elif self._count == _LINES_A_MINUTE + 1:
+            self._say("more specifications are refused or wait; their status files tell why")
+
+    def say_problems(self, problems: Mapping[str, str]) -> None:
+        """Says what has not been there for some time.
+
+        Args:
+          problems: by tenant, what is wrong; "" stands for the directory.
+        """
+        now = time.monotonic()
+        self._seen = {own: at for own, at in self._seen.items() if now - at < _SECONDS_GONE}
+        for name, problem in problems.items():
+            if (name, problem) not in self._seen:
+                self._say(f"{self._directory}{name and '/'}{name}: {problem}")
+            self._seen[name, problem] = now
+
+
+_log = logging.getLogger("jaxmux")
+
+# A file that is missing in so many polls is deleted. Some editors move a file away and write it
+# anew, so it is missing for a moment.
+_POLLS_OF_DELETION = 2
+# A tenant is told of a file that has changed in so many polls in a row.
+_POLLS_OF_CHANGE = 10
+# A poll takes in tasks for at most so many seconds.
+_SECONDS_A_POLL = 0.5
+_SECONDS_TO_RETRY = 10.0
+_SECONDS_TO_RESUME = 60.0
+# At most this share of a core is spent on polls.
+_SHARE = 0.1
+# The file in the server's folder that lists the refused specifications; most entries that it has,
+# and most characters of an error.
+REFUSED, _MOST_REFUSED, _LONGEST_ERROR = "refused.json", 256, 2000
+
+
+class DirectoryWatcher:
+    """Watches a directory for a server. One thread calls `run`, or `poll` again and again."""
+
+    def __init__(
+        self,
+        directory: WatchedDirectory,
+        live: LiveTraining,
+        folder: Path,
+        limits: TenantLimits,
+        say: Callable[[str], None],
+        every: float = 1.0,
+    ):
+        """Goes on with the tasks that an earlier server in the same folder has accepted.
+
+        Args:
+          directory: the directory.
+          live: the server.
+          folder: the folder of the server.
+          limits: the most that tenants may ask for.
+          say: function that prints one line.
+          every: seconds from one poll to the next, and from one status of a task to the next.
+
+        Raises:
+          RunDirectoryError: a specification that was accepted is damaged.
+        """
+        self._directory, self._live, self._limits = directory, live, limits
+        self._lines, self._every = WatchLines(directory.path, say), every
+        self._status_files = StatusFiles(directory, folder / "adapters", every)
+        self._accepted = AcceptedTasks(folder)
+        # A task that the server has forgotten must not be taken for one that it never knew.
+        live.ended.know_while(self._accepted.is_unfinished)
+        self._intake = Intake(directory, self._accepted, limits)
+        self._stopped = threading.Event()
+        self._folder = folder
+        # The content of refused.json.
+        self._refused: dict[str, Any] | None = None
+        # The specifications that were not read in the last poll because there are too many.
+        self._ignored: dict[Place, str] = {}
+        self._watched: dict[Place, WatchedTask] = {}
+        registered = {status.name for status in live.statuses()}
+        for name in self._accepted:
+            if name in registered or self._accepted.ended(name):
+                self._watched[_place_of(name)] = WatchedTask(name)
+            else:
+                # The process ended after the task was accepted, before it was registered.
+                self._accepted.forget(name)
+
+    def run(self) -> None:
+        """Polls until `stop` is called."""
+        failed = None
+        while not self._stopped.is_set():
+            # Waiting for a disk disturbs nobody, so it does not count.
+            began = time.thread_time()
+            try:
+                self.poll()
+                failed = None
+            except OSError as e:
+                self._lines.say_problems({"": f"cannot be read ({e.strerror}); tasks go on"})
+            except Exception as e:
+                # A server that has failed takes no more commands, and soon calls `stop`.
+                if self._stopped.wait(self._every):
+                    return
+                if str(e) != failed:
+                    _log.exception("a look at the watched directory failed; tasks go on")
+                failed = str(e)
+            seconds = time.thread_time() - began
+            self._stopped.wait(max(self._every, seconds / _SHARE))
+
+    def stop(self) -> None:
+        """Lets `run` return after its present poll."""
+        self._stopped.set()
+
+    def poll(self) -> None:
+        """Looks at all files once.
+
+        Raises:
+          OSError: the directory cannot be read. Nothing has been done.
+          RuntimeError: the server takes no more commands.
+        """
+        scan = self._directory.scan(self._watched.keys(), self._ignored.keys())
+        self._lines.say_problems(scan.problems)
+        for place in scan.files:
+            if place not in self._watched:
+                self._watched[place] = WatchedTask(place.task)
+        # Answers come first, so that the statuses show all that has been answered.
+        waiting = [(place, own) for place, own in self._watched.items() if own.commands]
+        unanswered = {place for place, own in waiting if not self._answered(place, own)}
+        statuses = self._live.statuses()
+        known = {status.name: status for status in statuses}
+        # Also of tasks that the server has forgotten.
+        by_name = {**self._accepted.last_statuses, **known}
+        new: list[Place] = []
+        for place, own in list(self._watched.items()):
+            if place in unanswered:
+                continue
+            signature = scan.files.get(place)
+            if signature is None:
+                if place.tenant not in scan.unread:
+                    self._miss(place, own, by_name.get(own.task))
+            elif self._is_new(place, own, signature, by_name.get(own.task)):
+                new.append(place)
+            own.seen = signature
+        self._take_in(new, by_name)
+        self._note_ignored(scan)
+        places = places_in_queue(statuses)
+        shown = (
+            (place, self._shown(own, by_name, places.get(own.task)))
+            for place, own in self._watched.items()
+        )
+        ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
+        ended = [s for s in self._accepted.newly_ended(known) if self._live.ended.is_kept(s.name)]
+        self._status_files.write((*shown, *ignored))
+        self._lines.say_problems(self._status_files.problems)
+        self._note_ends(ended)
+        self._record_refused()
+        for name in self._accepted.finished - known.keys():
+            if _place_of(name) not in self._watched:
+                # Neither the server nor the tenant knows of it any more.
+                self._accepted.forget(name)
+
+    def _is_new(
+        self, place: Place, own: WatchedTask, signature: Signature, status: TaskStatus | None
+    ) -> bool:
+        """Reads a specification that has changed, and gives the commands that it asks for. Returns
+        whether its task is to be taken in."""
+        own.missing = 0
+        if signature != own.read:
+            if signature != own.seen:
+                # Perhaps somebody still writes it. It is read then, even if it is as before.
+                own.read = None
+                self._note_change(place, own, "the file")
+                return False
+            own.read, own.refused, own.retry_at, own.changes = signature, None, 0.0, 0
+            own.wanted = self._read(place, own)
+            if own.wanted and own.task in self._accepted:
+                self._check_change(place, own, status)
+        if own.wanted is None:
+            return False
+        if own.task not in self._accepted:
+            return time.monotonic() >= own.retry_at
+        if status and status.state not in ENDED:
+            self._command(place, own, status)
+        elif own.error and own.waits:
+            # It has ended before a command could be kept.
+            own.error = None
+            self._check_change(place, own, status)
+        return False
+
+    def _read(self, place: Place, own: WatchedTask) -> WatchedSpecification | None:
+        try:
+            self._intake.check_name(place)
+            data = self._directory.read(place)
+            wanted = watched_specification(data, place.name, self._limits)
+        except TaskError as e:
+            self._refuse(place, own, str(e))
+            return None
+        except Exception as e:
+            # Whatever is in a tenant's file must not be the end of the others.
+            _log.exception("%s cannot be read", place)
+            self._refuse(place, own, f"cannot be read: {first_line(e)}")
+            return None
+        own.error = None
+        return wanted
+
+    def _check_change(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
+        """Refuses a change that is not permitted; then nothing of the specification holds."""
+        new = own.wanted.task
+        old = registered_task(self._accepted[own.task], new, status.steps if status else None)
+        problem = refused_change(old, new)
+        state = status.state if status else self._accepted.ended(own.task)
+        if state in ENDED and (old != new or (status and came_too_late(own.wanted, status))):
+            problem = f"has ended ({state}); give the file and the task another name"
+        if problem:
+            own.wanted = None
+            self._refuse(place, own, f"{place.name}.json: {problem}")
+
+    def _command(self, place: Place, own: WatchedTask, status: TaskStatus) -> None:
+        """Gives the commands without which a task is not as its specification wants it."""
+        wanted, name = own.wanted, own.task
+        if time.monotonic() < own.retry_at:
+            return
+        if wanted.priority != status.priority:
+            own.commands.append(("priority", self._live.set_priority(name, wanted.priority)))
+        if wanted.paused and status.state != PAUSED:
+            own.commands.append(("paused", self._live.pause(name)))
+        if not wanted.paused and status.state == PAUSED and time.monotonic() >= own.resume_at:
+            # The server itself has paused a task with a reason, which may last.
+            own.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
+            own.commands.append(("paused", self._live.resume(name)))
+        # Before the data have been read, the number of steps may not be known.
+        steps = wanted.task.steps
+        if None in (steps, status.steps):
+            return
+        if steps != status.steps:
+            own.commands.append(("steps", self._live.extend(name, steps)))
+        elif steps != self._accepted[name].steps:
+            try:
+                self._accepted.extend(name, steps)
+            except OSError as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                why = f"new numbers of steps are trained, but not noted yet ({e.strerror})"
+                self._lines.say_problems({place.tenant: why})
+
+    def _answered(self, place: Place, own: WatchedTask) -> bool:
+        """Takes note of the answers to commands; returns whether all have been answered."""
+        if any(not future.done() for _, future in own.commands):
+            return False
+        commands, own.commands = own.commands, []
+        failed = [(what, e) for what, future in commands if (e := future.exception())]
+        if commands and not failed and (own.wanted or own.missing):
+            own.error = None
+        for what, error in failed[:1]:
+            if what == "register":
+                self._accepted.forget(own.task)
+            if isinstance(error, OSError):
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                why = f"{what} cannot be kept yet ({error.strerror})"
+                self._refuse(place, own, why, waits=True)
+            elif isinstance(error, TaskError):
+                status = self._status(own.task)
+                if what == "cancel":
+                    # It has ended, which is shown when it is kept; nothing is wrong with the wish.
+                    own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                elif not (status and status.state in ENDED):
+                    own.wanted = None
+                    self._refuse(place, own, str(error))
+                elif own.wanted:
+                    # It has ended meanwhile, so what the command was for came too late.
+                    self._check_change(place, own, status)
+        return True
+
+    def _status(self, name: str) -> TaskStatus | None:
+        """What the server says now of a task that was accepted, or said before it forgot it."""
+        with suppress(TaskError):
+            return self._live.status(name) if name in self._accepted else None
+        return self._accepted.last_statuses.get(name)
+
+    def _miss(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
+        """A specification is not there."""
+        own.missing += 1
+        if own.missing < _POLLS_OF_DELETION:
+            return
+        goes_on = own.task in self._accepted and status and status.state not in ENDED
+        if own.missing == _POLLS_OF_DELETION or not goes_on:
+            own.read = own.wanted = own.error = None
+            own.retry_at = 0.0
+        if own.task not in self._accepted:
+            self._status_files.remove(place)
+            del self._watched[place]
+        elif goes_on:
+            if time.monotonic() >= own.retry_at:
+                own.commands.append(("cancel", self._live.cancel(own.task)))
+        elif status is None and self._accepted.ended(own.task):
+            # The server knows nothing of it any more, and nobody wants it.
+            self._status_files.forget(place)
+            del self._watched[place]
+        elif own.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
+            self._status_files.forget(place)
+            del self._watched[place]
+
+    def _note_ignored(self, scan: Scan) -> None:
+        """Takes note of the specifications that are not read, for their status files."""
+        for place in self._ignored.keys() - scan.ignored.keys() - self._watched.keys():
+            if place.tenant not in scan.unread:
+                self._status_files.remove(place)
+        self._ignored = scan.ignored
+
+    def _take_in(self, places: list[Place], by_name: Mapping[str, TaskStatus]) -> None:
+        """Takes in tasks, those of different tenants in turns."""
+        if not places:
+            return
+        end = time.monotonic() + _SECONDS_A_POLL
+        unfinished = Counter(
+            tenant_of(name)
+            for name in self._accepted
+            if name not in by_name or by_name[name].state not in ENDED
+        )
+        for place in self._intake.in_turns(places):
+            own = self._watched[place]
+            files = self._directory.files(place.tenant, own.wanted.task)
+            before, own.files = own.files, files
+            stable = files == before
+            if not stable:
+                own.refused = None
+                changed = (p for p in files if before is None or files[p] != before.get(p))
+                self._note_change(place, own, next(changed, "data"))
+                continue
+            own.changes = 0
+            # Files that were refused are not read again before they change.
+            if files == own.refused:
+                continue
+            try:
+                task = self._intake.take(place, own.wanted.task, files, unfinished[place.tenant])
+            except TryLater as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                self._refuse(place, own, str(e), waits=True)
+            except TaskError as e:
+                own.refused = files
+                self._refuse(place, own, str(e))
+            except OSError as e:
+                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                why = f"its files cannot be copied yet ({e.strerror or e})"
+                self._refuse(place, own, why, waits=True)
+            else:
+                own.error = own.refused = None
+                unfinished[place.tenant] += 1
+                registered = self._live.register(task, own.wanted.priority)
+                own.commands.append(("register", registered))
+                if own.wanted.paused:
+                    own.commands.append(("paused", self._live.pause(task.name)))
+            if time.monotonic() > end:
+                return
+
+    def _shown(
+        self, own: WatchedTask, by_name: Mapping[str, TaskStatus], place: int | None
+    ) -> Shown:
+        """What the status file of a specification tells."""
+        # Others than those accepted here may have registered a task of this name.
+        status = by_name.get(own.task) if own.task in self._accepted else None
+        copies = self._accepted.copies(own.task)
+        place = place if status else None
+        return Shown(own.task, status, place, None, own.error, copies, own.waits)
+
+    def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
+        """Notes the ends of tasks, and deletes the copies of their files. The server may forget the
+        tasks then, so their status files come first."""
+        for status in ended:
+            place = _place_of(status.name)
+            if place in self._watched and not self._status_files.tells(place, status):
+                continue
+            try:
+                self._accepted.end(status)
+            except OSError as e:
+                # The next poll tries it again.
+                _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)
+                return
+
+    def _record_refused(self) -> None:
+        """Writes which specifications are refused or wait, for the page of the server."""
+        refused = [(p, own.error, own.waits) for p, own in self._watched.items() if own.error]
+        refused += [(place, why, False) for place, why in self._ignored.items()]
+        refused.sort(key=lambda own: own[0])
+        rows = [
+            {"task": place.task, "error": error[:_LONGEST_ERROR], "waits": waits}
+            for place, error, waits in refused[:_MOST_REFUSED]
+        ]
+        record = {"count": len(refused), "refused": rows}
+        if record != self._refused:
+            try:
+                write_atomically(self._folder / REFUSED, json.dumps(record, indent=2) + "\n")
+                self._refused = record
+            except OSError as e:
+                # The status files tell it too, and the next poll tries it again.
+                _log.debug("%s cannot be written (%s)", REFUSED, e.strerror)
+
+    def _note_change(self, place: Place, own: WatchedTask, what: str) -> None:
+        """Tells a tenant of a file that changes all the time."""
+        own.changes += 1
+        if own.changes >= _POLLS_OF_CHANGE:
+            why = f"{what} still changes; it is read when two looks find it the same"
+            self._refuse(place, own, why, waits=True)
+
+    def _refuse(self, place: Place, own: WatchedTask, error: str, waits: bool = False) -> None:
+        if error != own.error:
+            own.error, own.waits = error, waits
+            self._lines.say_refused(place, error, waits)
+
+
+def _place_of(name: str) -> Place:
+    """The place of the specification of a task."""
+    return Place(*name.split(".", 1))
+
+
+def came_too_late(wanted: WatchedSpecification, status: TaskStatus) -> bool:
+    """Whether a priority or a pause is wanted that a task which has ended did not have at its end.
+
+    Args:
+      wanted: what the specification asks for now.
+      status: the status of the task.
+    """
+    before = status.history[-2]
+    # The server pauses tasks too, and then tells why.
+    by_server = before.state == PAUSED and before.reason is not None
+    paused = wanted.paused if by_server else before.state == PAUSED
+    return (wanted.priority, wanted.paused) != (status.priority, paused)

@@ -1,0 +1,311 @@
+"""A server that trains the tasks of many tenants, and survives whatever ends its process."""
+
+import dataclasses
+import logging
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxmux.backbone_folder import resolve_backbone
+from jaxmux.data import load_tokenizer
+from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
+from jaxmux.field_checks import flag, integer, names, number
+from jaxmux.models import (
+    BackboneConfig,
+    backbone_dtype,
+    backbone_fingerprint,
+    check_backbone,
+    checkpoint_tensors,
+    device_memory,
+)
+from jaxmux.planner import PlanningError
+from jaxmux.planner.costs.admission import Admission
+from jaxmux.planner.packing import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from jaxmux.runs.metrics import LOG_BYTES
+from jaxmux.runs.run_inputs import configuration_of
+from jaxmux.runs.run_layout import engine_options, load_on, refuse_mesh
+from jaxmux.runs.run_options import RunOptions
+from jaxmux.runs.run_shape import pool_costs
+from jaxmux.runs.task_warnings import of_live_task, of_options
+from jaxmux.runs.trackers import RunTrackers, TrackedRun, refuse_missing
+from jaxmux.specifications.fields import part_to_json
+
+from . import LiveTraining
+from .database import ServerStore
+from .folder import ServerDirectory
+
+_count = partial(integer, least=1)
+# Microbatches of one task that a round trains unless `round_tokens` says otherwise.
+_MICROBATCHES = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerOptions(RunOptions):
+    """Settings of a tuning server. Those of `RunOptions` mean the same, with other defaults: a
+    server does not know its tasks when it starts, so it gets the sizes that tasks may have.
+
+    Attributes:
+      row_len: tokens of a row, a power of two of at least 64; the longest sample that a task may
+        have.
+      chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
+        takes the shortest one that the device's kernels support.
+      max_sequences: most samples of a row; None makes room for one for every 16 tokens.
+      round_tokens: most tokens of one task that a round trains, see `EngineOptions`; None for four
+        microbatches of the mesh. The bits of a task whose global batches are larger depend on it.
+      reserved_slots: number of tasks that train at the same time.
+      reserved_rank: the highest rank that a task may have. Low-rank adapters in
+        `reserved_adapters` add to the rank, linears and dropout that all tasks may have.
+      reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
+      reserved_dropout: whether tasks may have dropout.
+      elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
+        load up to them. A task's results then depend on its neighbours, but only in the order of
+        sums. False keeps all sizes, and a task's bits depend on itself alone, but for several
+        replicas of the backbone.
+      prepared_at_once: number of tasks whose data are read at the same time, beside training, and
+        of initial adapters that are computed at the same time if they take long.
+      slow_preparation_seconds: a task whose data take longer to read, in seconds, no longer counts
+        among those, so that the data of others are read meanwhile: of at most 32 tasks in all.
+      most_ended: number of tasks whose status is known after their end.
+      most_preparation_seconds: a task fails if reading its data takes longer, in seconds, or
+        computing its initial adapter.
+      trackers: programs that show the metrics, as for `RunOptions`. A server is one run there.
+      events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl, and
+        rounds.jsonl as rounds.<n>.jsonl. The last three of these files are kept.
+    """
+
+    row_len: int | None = _count(1024)
+    round_tokens: int | None = _count(None, optional=True)
+    reserved_slots: int = _count(8)
+    reserved_rank: int = _count(16)
+    reserved_targets: str | tuple[str, ...] | None = names("all-linear", optional=True)
+    reserved_dropout: bool = flag(True)
+    elastic: bool = flag(False)
+    prepared_at_once: int = _count(2)
+    slow_preparation_seconds: float = number(30.0, above=0)
+    most_ended: int = _count(10_000)
+    most_preparation_seconds: float = number(600.0, above=0)
+    events_bytes: int = _count(LOG_BYTES)
+    trackers: str | tuple[str, ...] = names(())
+
+    def most_tokens(self, shape: ShapeClass) -> int:
+        """Most tokens of one task that a round trains.
+
+        Args:
+          shape: shape class of the microbatches.
+        """
+        shards = sum(replica.shards for replica in self.deployment.replicas)
+        return self.round_tokens or _MICROBATCHES * shards * shape.tokens
+
+    def shape(self, least_chunk_len: int = MIN_CHUNK_LEN) -> ShapeClass:
+        """The shape class of the microbatches.
+
+        Args:
+          least_chunk_len: tokens of the shortest chunk that the device's kernels support.
+
+        Raises:
+          PlanningError: a length is not a power of two of at least 64.
+        """
+        chunk_len = self.chunk_len or least_chunk_len
+        found = smallest_shape_class([1], self.tokens_per_microbatch, chunk_len, self.row_len)
+        if self.max_sequences is None:
+            return found
+        return dataclasses.replace(found, max_sequences=self.max_sequences)
+
+
+def server_admissions(
+    options: ServerOptions, config: BackboneConfig, engine_options: EngineOptions
+) -> tuple[Admission, ...]:
+    """What predicts whether the pool and microbatches of a size fit into memory, for each kind of
+    replica, that of the first replica first. Empty if the devices' memory is unknown, as on CPU
+    without `memory_gib`.
+
+    Args:
+      options: the settings of the server.
+      config: configuration of the backbone.
+      engine_options: the options with which its engine starts.
+
+    Raises:
+      PlanningError: the server does not fit as it starts. The message says what would.
+    """
+    if not (options.memory or device_memory()):
+        return ()
+    pool, shape, found = engine_options.reserved, engine_options.shape, []
+    for replica in options.deployment.counts:
+        costs = pool_costs(
+            pool, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
+        )
+        own = Admission(costs.replica, shape, reserved=pool, more_stages=False)
+        if reason := own.refusal(pool.slots, shape.rows):
+            place = f"mesh {replica}: " if options.mesh else ""
+            raise PlanningError(f"{place}{reason}")
+        found.append(own)
+    return tuple(found)
+
+
+_log = logging.getLogger("jaxmux")
+
+# More open files than a server needs. Some systems permit no more, although they name no limit.
+_MOST = 2**16
+
+
+def permit_open_files() -> None:
+    """Raises the soft limit of open files to the hard one, up to 65,536, because each task with a
+    million tokens has a file open (`TokenFile`). A limit that cannot be raised is logged."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
+    if soft == resource.RLIM_INFINITY or soft >= most:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    except (OSError, ValueError) as e:
+        _log.warning("the limit of open files stays at %d: %s", soft, e)
+
+
+DEFAULTS = ServerOptions()
+# Tokens of the shortest chunk that the kernels for Hopper GPUs support.
+_HOPPER_CHUNK = 128
+
+
+@contextmanager
+def tuning_server(
+    backbone: str | Path,
+    folder: str | Path,
+    options: ServerOptions = DEFAULTS,
+    *,
+    say: Callable[[str], None] = print,
+) -> Iterator[LiveTraining]:
+    """Opens a server for tasks that come and go. The tasks of an earlier server in the same folder
+    go on, with the bits that they would have had without a break.
+
+        with tuning_server("/models/Llama-3.2-1B", "runs/server") as server:
+            threading.Thread(target=server.run).start()
+            server.register(Task("billing", "billing.jsonl", steps=100)).result()
+            ...
+            server.close()
+
+    A command is on disk before its future is done. Tasks, and what they have used, are saved every
+    `options.checkpoint_every` rounds and at the end.
+
+    Args:
+      backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
+        may begin with "jaxmux:" for a folder that ships with jaxmux.
+      folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
+        that have succeeded), events.jsonl, rounds.jsonl and the events.<n>.jsonl and
+        rounds.<n>.jsonl before them, checkpoints, journal (the commands since then), server.json
+        (the record of what is served) and the files of trackers.
+      options: sizes of microbatches and pool, memory, checkpoints and other settings.
+      say: function that prints one line; it is told of damaged checkpoints, of what cannot be
+        written, of sizes other than those of the earlier server, and how many warnings tasks have.
+
+    Returns:
+      A context manager that gives the `LiveTraining`. The thread that calls its `run` owns the
+      devices. At the end, the context closes the server and waits until `run` has returned.
+
+    Raises:
+      BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
+    """
+    path = str(Path(resolve_backbone(backbone)).absolute())
+    config = BackboneConfig.from_folder(path, options.backbone_format)
+    tokenizer = load_tokenizer(path)
+    check_backbone(path)
+    refuse_missing(options.trackers)
+    if jax.process_count() > 1:
+        raise PlanningError("a server trains in one process; start it in one")
+    refuse_mesh(options.deployment, config)
+    fingerprint, dtype = backbone_fingerprint(path), backbone_dtype(options.dtype)
+    shape = options.shape(_HOPPER_CHUNK if jax.default_backend() == "gpu" else MIN_CHUNK_LEN)
+    most = EngineSize(options.reserved_slots, shape.rows)
+    own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
+    sizes = _sizes(options, own_options)
+    if options.elastic:
+        own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
+    admissions = server_admissions(options, config, own_options)
+    permit_open_files()
+    with ExitStack() as stack:
+        identity = {
+            "backbone": path,
+            "fingerprint": fingerprint,
+            "dtype": str(dtype),
+            "backbone_format": options.backbone_format,
+        }
+        directory = stack.enter_context(ServerDirectory(folder, identity))
+        model = load_on(options.deployment, path, dtype, config, options.backbone_cache, say)
+        first, *others = admissions or (None,)
+        engine = stack.enter_context(
+            closing(Engine(model, own_options, first, more_admissions=others))
+        )
+        run = TrackedRun(
+            directory.path.name, directory.path, None, configuration_of(path, [], options)
+        )
+        store = ServerStore(
+            directory,
+            engine.backbone,
+            options.keep_checkpoints,
+            RunTrackers(options.trackers, run, say),
+            say,
+            options.events_bytes,
+        )
+        stack.enter_context(closing(store))
+        kept = store.read()
+        live = LiveTraining(
+            engine,
+            partial(
+                prepare_task,
+                config=config,
+                tokenizer=tokenizer,
+                base_fingerprint=fingerprint,
+                base=checkpoint_tensors(path, dtype, options.backbone_format),
+                base_model=str(path),
+            ),
+            store=store,
+            saved=kept.saved,
+            commands=kept.commands,
+            totals=kept.totals,
+            reached={name: told.steps for name, told in kept.told.items()},
+            told={name: told.state for name, told in kept.told.items()},
+            rounds=kept.rounds,
+            save_every=options.checkpoint_every,
+            prepared_at_once=options.prepared_at_once,
+            slow_preparation_seconds=options.slow_preparation_seconds,
+            most_preparation_seconds=options.most_preparation_seconds,
+            most_ended=options.most_ended,
+            most=most if options.elastic else None,
+            warnings=partial(of_live_task, config=config),
+        )
+        # The arrays are kept by those tasks alone that have not gone on yet.
+        del kept
+        stack.callback(live.wait)
+        stack.callback(live.close)
+        for warning in of_options(options, config):
+            say(f"warning: {warning}")
+        directory.record_sizes(sizes, say)
+        yield live
+        live.close()
+        live.wait()
+        # `run` has saved everything, but not those who call `step`.
+        live.save()
+
+
+def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
+    """The sizes on which the bits of tasks depend, by the names of the options that set them.
+
+    Args:
+      options: settings of the server.
+      most: options of its engine at its largest size.
+    """
+    pool = most.reserved
+    return dataclasses.asdict(most.shape) | {
+        "round_tokens": most.round_tokens,
+        "reserved_slots": pool.slots,
+        "reserved_rank": pool.rank,
+        "reserved_targets": list(pool.modules),
+        "reserved_dropout": pool.dropout,
+        "reserved_adapters": [part_to_json("adapter", own) for own in options.reserved_adapters],
+        "elastic": options.elastic,
+        "mesh": str(options.deployment),
+    }

@@ -1,0 +1,636 @@
+"""Trains tasks that come and go on one engine (MuxTune 3.2, mLoRA 3.4)."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.field_checks import LARGEST_INTEGER
+from jaxmux.peft import Adapter, kind_of
+from jaxmux.tasks import Task, TaskError
+
+from .data import Preparation, file_identities
+from .saving import Saving
+from .size import ElasticSize
+from .store import Event, EventStream, MemoryStore, Store
+from .task import (
+    FAILED,
+    PREPARING,
+    TRAINED,
+    Command,
+    CommandQueue,
+    LiveTask,
+    Meter,
+    SavedTask,
+    TaskStatus,
+    Waiting,
+)
+from .tasks import LiveTasks, StatusBoard
+
+
+class CommandRunner:
+    """Takes commands from their queue, keeps them, and lets the tasks change. Only the thread that
+    owns the engine uses it.
+
+    Attributes:
+      is_busy: whether commands are being carried out.
+    """
+
+    def __init__(self, queue: CommandQueue, tasks: LiveTasks, store: Store, arrivals: int):
+        """Starts without commands.
+
+        Args:
+          queue: the commands that wait.
+          tasks: the tasks.
+          store: keeps commands before they are carried out.
+          arrivals: number of the next arrival of a task.
+        """
+        self._queue, self._tasks, self._store = queue, tasks, store
+        self._arrivals = arrivals
+        self.is_busy = False
+        # The commands that are being carried out.
+        self._taken: Sequence[Waiting] = ()
+
+    def carry_out(self) -> bool:
+        """Carries out the commands that wait: first those up to the second one for the same task,
+        and so on. These do not depend on each other, so they are checked and recorded together.
+
+        Returns:
+          Whether any of them could be carried out.
+        """
+        self._taken = waiting = self._queue.take()
+        # Tasks that are registered at the same end of a round have arrived together.
+        self._arrivals += bool(waiting)
+        changed, self.is_busy = False, True
+        try:
+            while waiting:
+                names: set[str] = set()
+                independent = 0
+                for command, _ in waiting:
+                    if command.task in names:
+                        break
+                    names.add(command.task)
+                    independent += 1
+                changed |= self._carry_out_independent(waiting[:independent])
+                waiting = waiting[independent:]
+            self._taken = ()
+        finally:
+            self.is_busy = False
+        return changed
+
+    def end(self, why: str) -> None:
+        """Gives an error to all commands that have not been carried out.
+
+        Args:
+          why: what has ended before them.
+        """
+        for _, future in (*self._taken, *self._queue.take()):
+            if not future.done():
+                future.set_exception(RuntimeError(f"{why} before the command"))
+
+    def _carry_out_independent(self, waiting: Sequence[Waiting]) -> bool:
+        permitted: list[Waiting] = []
+        for command, future in waiting:
+            try:
+                self._tasks.check(command)
+                if command.kind == "register":
+                    self._store.check(command.value[0])
+            except TaskError as e:
+                future.set_exception(e)
+            else:
+                permitted.append((command, future))
+        recorded = [self._tasks.with_at(command) for command, _ in permitted]
+        try:
+            if recorded:
+                self._store.record(recorded)
+        except OSError as e:
+            for _, future in permitted:
+                future.set_exception(e)
+            return False
+        for command, (_, future) in zip(recorded, permitted, strict=True):
+            self._tasks.carry_out(command, self._arrivals)
+            future.set_result(None)
+        return bool(recorded)
+
+
+_log = logging.getLogger("jaxmux")
+
+# Seconds after which it is tried again to save tasks when the disk was busy or full.
+_RETRY = 1.0
+
+
+class LiveTraining:
+    """Trains tasks that come and go while training goes on.
+
+    One thread owns the engine: it calls `run`, or `step` again and again. All other methods may be
+    called in any thread. Commands (`register`, `cancel`, `pause`, `resume`, `set_priority` and
+    `extend`) are carried out at the next end of a round, in the order in which they were given.
+    Their results are futures: `result()` waits until the command has been carried out, and raises
+    its error. Functions that are added to a future (`add_done_callback`) are called in the thread
+    that owns the engine, so they must not wait for another command.
+
+    Tasks are trained by priority; among equals, those that came first go first, and of those that
+    came at the same end of a round, the ones with the highest throughput. A task that cannot
+    train yet waits, and its status tells why; a running task makes room for one of higher priority
+    and goes on later as after `pause`. A task that does not fit into the engine's pool and
+    microbatches even alone is refused, so programs are never compiled again.
+
+    Attributes:
+      ended: the tasks that have ended.
+      problem: why not all was on disk after the last call of `save`, with which `run` ends; None if
+        all was.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        prepare: Callable[[Task], PreparedTask],
+        *,
+        store: Store | None = None,
+        saved: Sequence[SavedTask] = (),
+        commands: Sequence[Command] = (),
+        totals: Meter | None = None,
+        reached: Mapping[str, int] = MappingProxyType({}),
+        told: Mapping[str, str | None] = MappingProxyType({}),
+        rounds: int = 0,
+        save_every: int = 50,
+        prepared_at_once: int = 2,
+        slow_preparation_seconds: float = 30.0,
+        most_preparation_seconds: float = 600.0,
+        most_ended: int = 10_000,
+        most: EngineSize | None = None,
+        quiet_rounds: int = 100,
+        clock: Callable[[], float] = time.time,
+        warnings: Callable[[PreparedTask, TaskProgress | None], Sequence[str]] = lambda *_: (),
+    ):
+        """Starts without tasks, or with those that were saved.
+
+        Args:
+          engine: an engine without tasks. The pool of `engine.options.reserved` gives the places
+            for tasks, and the largest rank, the linears and the dropout that tasks may have.
+          prepare: function that prepares a task, for example `prepare_task` with the backbone's
+            configuration and tokenizer. It is called in other threads, beside training.
+          store: keeps commands, tasks and adapters; None keeps them in memory.
+          saved: the tasks of an earlier training, as its store has kept them.
+          commands: what its store has recorded since then; they are carried out again.
+          totals: what all of its tasks had used when these were saved; None for their sum.
+          reached: by name, the number of steps that tasks are known to have trained there.
+          told: by name, the last state of tasks that events have told there.
+          rounds: number of rounds that were trained there, from which rounds are counted on.
+          save_every: number of rounds from one call of `store.save` to the next.
+          prepared_at_once: number of tasks whose data are read at the same time, and of initial
+            adapters that are computed at the same time if they take long.
+          slow_preparation_seconds: a task whose data take longer no longer counts among them.
+          most_preparation_seconds: a task fails if reading its data takes longer, or computing its
+            initial adapter.
+          most_ended: number of tasks whose status is known after their end. The name of a task that
+            is no longer known can be used again.
+          most: the size up to which the engine grows; it shrinks down to its present size again.
+            The programs are compiled beside training. A task's results then depend on the load, but
+            only in the order of sums. None keeps the engine's size.
+          quiet_rounds: number of rounds for which a smaller size must have sufficed before the
+            engine shrinks.
+          clock: function that returns the time of events, in seconds since 1970.
+          warnings: function that returns what is legal but suspicious about a task: about its
+            settings and data when these have been read, and about its results when it is given its
+            progress at the end of its training.
+        """
+        self._engine, self._clock = engine, clock
+        self._store = store or MemoryStore()
+        engine.warm_up()
+        engine.rounds = rounds
+        self._size = ElasticSize(engine, most, quiet_rounds) if most else None
+        # Number of tokens of the last round, with padding.
+        self._round_tokens = 0
+        self._commands = CommandQueue()
+        self._preparation = Preparation(
+            partial(_prepared, engine, prepare),
+            self._commands.wake,
+            prepared_at_once,
+            slow_preparation_seconds,
+            most_preparation_seconds,
+            PreparedTask.with_adapter,
+            lambda prepared: prepared.begins_slowly,
+        )
+        self._events = EventStream()
+        self._board = StatusBoard()
+        self._tasks = LiveTasks(
+            engine,
+            self._preparation,
+            self._store.export,
+            self._show_state,
+            self._board.forget,
+            clock,
+            most_ended,
+            warnings,
+            lambda name, told: self._tell(name, "warning", {"warnings": list(told)}),
+        )
+        self.ended = self._tasks.ended
+        self._saving = Saving(engine, self._tasks, self._store, save_every)
+        self._store.when_written(self._commands.wake)
+        # What is restored has been told before.
+        self._telling = False
+        for own in saved:
+            self._tasks.restore(own)
+            self._tasks.totals.replace(Meter(), own.meter)
+        if totals is not None:
+            self._tasks.totals = totals.copy()
+        arrivals = 1 + max((own.arrival for own in saved), default=-1)
+        for command in commands:
+            try:
+                self._tasks.check(command, again=True)
+                self._tasks.carry_out(command, arrivals, again=True)
+            except TaskError as e:
+                _log.warning("%s: not carried out again: %s", command.kind, e)
+            arrivals += 1
+        self._tasks.go_on()
+        self._telling = True
+        # What the last commands have changed may not have been told.
+        changed = {command.task for command in commands}
+        for own in self._tasks:
+            own.reached = max(own.reached, reached.get(own.name, 0))
+            if own.ended and told.get(own.name) == own.state:
+                self._show(own)
+            elif own.name in changed or own.state == PREPARING:
+                self._show_state(own)
+        self._board.show_totals(self._tasks.totals)
+        self._saving.changed = bool(commands)
+        self._runner = CommandRunner(self._commands, self._tasks, self._store, arrivals)
+        # The thread that owns the engine, and the exception that has ended `run`.
+        self._owner: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        # Until when the devices' time has been divided among tasks, and when the last round was
+        # dispatched; None while they are idle.
+        self._metered_until: float | None = None
+        self._dispatched_at: float | None = None
+        self.problem: str | None = None
+        # Whether `close` has been called, and whether no thread trains any more after that.
+        self._closed = self._has_ended = False
+        # Held while `run` runs.
+        self._running = threading.Lock()
+
+    def register(self, task: Task, priority: int = 0) -> Future[None]:
+        """Adds a task. Its data are read beside training; it begins as soon as it has a place. It
+        fails if files with its data change after this call and before they have been read.
+
+        Args:
+          task: the task. Its name must not be that of another task of this training.
+          priority: tasks of higher numbers go first.
+
+        Returns:
+          A future; it has a `TaskError` if the name is taken, or the store cannot keep the task.
+        """
+        if not isinstance(task, Task):
+            raise TypeError(f"task should be a Task, found {task!r}")
+        value = task, _integer("priority", priority), file_identities(task)
+        return self._command("register", task.name, value)
+
+    def cancel(self, name: str) -> Future[None]:
+        """Ends a task without a result.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          A future; it has a `TaskError` if there is no such task, or it has ended.
+        """
+        return self._command("cancel", name)
+
+    def pause(self, name: str) -> Future[None]:
+        """Lets a task give up its place until `resume` is called. It goes on later with the bits
+        that it would have had without a break; with several replicas of the backbone, or with a
+        pool that follows its load, up to rounding.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          A future; it has a `TaskError` if there is no such task, or it has ended.
+        """
+        return self._command("pause", name)
+
+    def resume(self, name: str) -> Future[None]:
+        """Lets a paused task wait for a place again.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          A future; it has a `TaskError` if there is no such task, or it is not paused.
+        """
+        return self._command("resume", name)
+
+    def set_priority(self, name: str, priority: int) -> Future[None]:
+        """Changes the priority of a task.
+
+        Args:
+          name: name of the task.
+          priority: tasks of higher numbers go first.
+
+        Returns:
+          A future; it has a `TaskError` if there is no such task, or it has ended.
+        """
+        return self._command("set_priority", name, _integer("priority", priority))
+
+    def extend(self, name: str, steps: int) -> Future[None]:
+        """Lets a task train more steps. The updates that have not been dispatched follow a
+        learning-rate schedule that spreads over all of them.
+
+        Args:
+          name: name of the task.
+          steps: the new number of steps, those included that the task has trained.
+
+        Returns:
+          A future; it has a `TaskError` if there is no such task, it has ended, it has at least so
+          many steps already, or their number is not known because its data have not been read.
+        """
+        return self._command("extend", name, _integer("steps", steps))
+
+    def status(self, name: str) -> TaskStatus:
+        """What can be seen of a task, as of the last end of a round.
+
+        Args:
+          name: name of the task.
+
+        Raises:
+          TaskError: there is no such task.
+        """
+        return self._board.status(name)
+
+    def statuses(self) -> list[TaskStatus]:
+        """What can be seen of all tasks, in the order in which they were registered."""
+        return self._board.statuses()
+
+    def totals(self) -> Meter:
+        """What all tasks have used together, as of the last end of a round: those that this
+        training knows, and those that it has forgotten."""
+        return self._board.totals()
+
+    def events(self) -> Iterator[Event]:
+        """Iterates over what happens from now on. The iterator waits for further events until
+        `close` is called."""
+        return self._events.read()
+
+    def adapter(self, name: str) -> Adapter:
+        """The adapter of a task that has succeeded or stopped early.
+
+        Args:
+          name: name of the task.
+
+        Returns:
+          By path of a linear within a layer ("mlp.up_proj"), its LoRA `Factors`, as from
+          `Engine.adapter`.
+
+        Raises:
+          TaskError: there is no such task, or it has no adapter yet.
+        """
+        state = self.status(name).state
+        if state not in TRAINED:
+            raise TaskError(f"task {name!r}: it has no final adapter, because it is {state}")
+        try:
+            task = self._tasks[name].task
+        except KeyError:
+            # It has been forgotten since.
+            raise TaskError(f"task {name!r}: there is no such task") from None
+        return self._store.adapter(task)
+
+    def close(self) -> None:
+        """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
+        and no more commands are taken."""
+        self._take_no_more()
+        # Without `run`, nobody else ends what waits; while commands are being carried out, `step`
+        # calls this once more.
+        if self._is_owner and not self._runner.is_busy and self._running.acquire(blocking=False):
+            try:
+                self._end()
+            finally:
+                self._running.release()
+
+    def _take_no_more(self) -> None:
+        self._closed = True
+        self._commands.close()
+        self._preparation.close()
+
+    @property
+    def _is_owner(self) -> bool:
+        """Whether this thread may use the engine."""
+        return self._owner in (None, threading.current_thread())
+
+    def run(self) -> None:
+        """Trains until `close` is called, and waits while there is nothing to train. At the end all
+        tasks are saved."""
+        with self._running:
+            try:
+                while not self._closed:
+                    if not self.step():
+                        # Nothing else is kept as long as nothing happens.
+                        self.save(wait=False)
+                        longest = self._preparation.seconds_left
+                        left = self._saving.wanted or self.ended.unkept
+                        self._commands.wait(_RETRY if left else longest)
+                if self._owner:
+                    self.save()
+            except BaseException as e:
+                self._failure = e
+                raise
+            finally:
+                self._end()
+
+    def wait(self) -> None:
+        """Waits until `run` has returned, if it has been called.
+
+        Raises:
+          RuntimeError: `run` has ended with an exception in another thread.
+        """
+        with self._running:
+            if self._closed:
+                self._end()
+            if self._failure is not None and self._owner is not threading.current_thread():
+                raise RuntimeError("training has ended with an exception") from self._failure
+
+    def _end(self) -> None:
+        """Ends the commands that have not been carried out, and all iterators over events."""
+        self._take_no_more()
+        self._runner.end("training has ended" if self._failure else "training was closed")
+        self._events.close()
+        self._has_ended = True
+
+    def step(self) -> bool:
+        """Carries out the commands that wait, chooses the tasks that train, and trains a round.
+
+        Returns:
+          False if there was nothing to train.
+        """
+        self._owner = threading.current_thread()
+        if self._runner.carry_out():
+            self._saving.changed = True
+        if self._closed:
+            self.close()
+        for prepared in self._preparation.take():
+            self._tasks.enter_prepared(prepared.reading, prepared.result)
+        self._tasks.tell_waiting(self._preparation.waiting, self._preparation.waiting_to_begin)
+        wanting = len(self._tasks.candidates)
+        if self._size and wanting:
+            resized = self._size.adjust(wanting, self._round_tokens)
+            # The tasks that wait are told of places to come.
+            growing, self._tasks.growing = self._tasks.growing, self._size.growing
+            self._tasks.changed |= resized or growing != self._tasks.growing
+        if self._tasks.changed:
+            self._tasks.choose()
+        trains = not self._engine.finished
+        if trains and self._metered_until is None:
+            self._metered_until = self._dispatched_at = time.monotonic()
+        try:
+            snapshots = self._saving.begin()
+            updates = self._engine.train_round()
+        except OutOfDeviceMemory as e:
+            self._leave_slots(e)
+            return True
+        self._tell_round()
+        self._take_results(updates)
+        self._saving.go_on(snapshots)
+        if not trains:
+            self._metered_until = None
+            self._store.retry()
+        return trains or bool(updates) or self._tasks.changed
+
+    def _tell_round(self) -> None:
+        """Writes down what the round held that was dispatched last, unless that has been done."""
+        record, now = self._engine.take_round(), time.monotonic()
+        if record is not None:
+            spent = self._engine.device_time.spent(self._dispatched_at, now)
+            self._store.tell_round(record, spent)
+        self._dispatched_at = now
+
+    def _leave_slots(self, error: OutOfDeviceMemory) -> None:
+        """Goes on with half of the slots, or fewer, because the device has too little memory."""
+        self._take_results(self._engine.drain())
+        before = self._engine.size
+        rows, slots = self._size.least.rows if self._size else before.rows, before.slots
+        while slots > 1:
+            slots //= 2
+            self._tasks.requeue(slots, "the device ran out of memory")
+            with suppress(OutOfDeviceMemory):
+                self._engine.resize(EngineSize(slots, rows))
+                break
+        else:
+            raise error
+        if self._size:
+            self._size.note_full(before)
+        _log.warning("%s; training goes on with %d of %d slots", error, slots, before.slots)
+
+    def save(self, wait: bool = True) -> None:
+        """Waits for the devices, and saves all tasks as they are, if anything has changed. `run`
+        calls it; others need it only if they call `step`.
+
+        Args:
+          wait: whether to wait until all is on disk. False saves nothing as long as the disk is
+            busy.
+
+        Raises:
+          RuntimeError: another thread owns the engine, and training has not been closed.
+        """
+        if not (self._is_owner or self._has_ended):
+            raise RuntimeError("only the thread that trains can save; `run` saves by itself")
+        self._take_results(self._engine.drain())
+        self._saving.save(wait)
+        if wait:
+            self.problem = self._store.wait()
+            self._keep_news()
+
+    def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
+        if not isinstance(name, str):
+            raise TypeError(f"the name of a task should be a string, found {name!r}")
+        return self._commands.put(Command(kind, name, value, self._clock()))
+
+    def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
+        """Enters the results of updates."""
+        now, seconds = time.monotonic(), 0.0
+        computed = self._engine.take_computed()
+        if computed.turns:
+            self._round_tokens = sum(turn.tokens for turn in computed.turns)
+        by_task = computed.by_task
+        if by_task:
+            self._saving.changed = True
+            if self._metered_until is not None:
+                seconds, self._metered_until = now - self._metered_until, now
+        evaluations = self._engine.take_evaluations()
+        told = [("update", update) for update in updates]
+        told += [("evaluation", done) for done in evaluations]
+        for kind, done in told:
+            fields = done._asdict()
+            del fields["task"]
+            self._tell(done.task, kind, fields)
+        self._store.track(updates, evaluations, self._clock())
+        # A task's last update is told before its end.
+        self._tasks.take_results(updates, computed, seconds)
+        self._keep_news()
+        for name in {*by_task, *(done.task for _, done in told)}:
+            if name in self._tasks:
+                self._show(self._tasks[name])
+        self._board.show_totals(self._tasks.totals)
+
+    def _keep_news(self) -> None:
+        """Keeps which data tasks have, how tasks have ended, and what they have used since. A task
+        that has succeeded has its adapter on disk by then. What cannot be kept is tried again after
+        the next round."""
+        now, tasks = self._clock(), self._tasks
+        news = [Command("read", name, dict(tasks[name].fingerprints), now) for name in tasks.read]
+        names = [name for name in self.ended.unkept if not self._store.is_exporting(name)]
+        news += [Command("end", name, tasks[name].end, now) for name in names]
+        with suppress(OSError):
+            if news:
+                self._store.record([tasks.with_at(command) for command in news])
+            tasks.read.clear()
+            for name in names:
+                self.ended.note_kept(name)
+                tasks[name].unkept = None
+                if not self._board.shows_end(name):
+                    self._show_state(tasks[name])
+
+    def _show_state(self, own: LiveTask) -> None:
+        """Shows that a task's state, reason, priority or length has changed. That it has succeeded
+        or failed is shown when it is kept."""
+        self._saving.changed = True
+        self._show(own)
+        if self._telling and self._shows_end(own):
+            adapter = own.task.adapter
+            fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
+            fields |= {"steps": own.steps, "adapter": kind_of(adapter).name}
+            self._tell(own.name, "state", fields | {"rank": getattr(adapter, "rank", None)})
+
+    def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
+        self._store.tell(self._events.add(self._clock(), name, kind, fields))
+
+    def _show(self, own: LiveTask) -> None:
+        """Shows the present status of a task."""
+        self._board.show(own.status(ends=self._shows_end(own)))
+
+    def _shows_end(self, own: LiveTask) -> bool:
+        """Whether it may be seen that a task has ended, if it has. One that was cancelled was so by
+        a command, which has been kept; and who has been told once knows it."""
+        if own.state not in TRAINED | {FAILED} or not self._telling:
+            return True
+        return self.ended.is_kept(own.name) or self._board.shows_end(own.name)
+
+
+def _integer(what: str, value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{what} should be an integer, found {value!r}")
+    if abs(value) > LARGEST_INTEGER:
+        raise ValueError(f"{what} should be at most 2^53 - 1 without its sign")
+    return value
+
+
+def _prepared(engine: Engine, prepare: Callable[[Task], PreparedTask], task: Task) -> PreparedTask:
+    """The prepared task; TaskError if the pool has no room for it."""
+    prepared = prepare(task)
+    engine.refuse_outgrowing(prepared)
+    return prepared
