@@ -10,8 +10,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxmux.engine.rounds import results
 from jaxmux.engine.rounds.rounds import ReplicaInput, TaskGroups, training_rounds
-from jaxmux.engine.rounds.rounds import results as round_record
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import pipeline
 from jaxmux.planner.costs import PoolSpec
@@ -156,7 +156,7 @@ def test_each_moment_of_the_devices_is_counted_once_by_what_they_do(seed, monkey
     """Against a walk through the moments: the devices work in the order of dispatch, and what they
     wait for is what the host does meanwhile."""
     random, end, now = Random(seed), 400, 0
-    monkeypatch.setattr(round_record, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(results, "time", SimpleNamespace(monotonic=lambda: now))
     works, begin, free = [], 0, 0
     while begin < end:
         begin += random.randrange(12)
@@ -166,7 +166,7 @@ def test_each_moment_of_the_devices_is_counted_once_by_what_they_do(seed, monkey
     kinds = "compiling", "checkpoints"
     waits = [(random.choice(kinds), begin, begin + 20) for begin in range(5, end, 40)]
     expected, found, since = Counter(), Counter(), 0
-    device_time, contexts = round_record.DeviceTime(), ExitStack()
+    device_time, contexts = results.DeviceTime(), ExitStack()
     ended = []
     for now in range(end + 1):
         if now in {end_of for *_, end_of in waits}:
