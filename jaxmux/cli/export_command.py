@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmux.data import Rendering
 from jaxmux.engine import TaskProgress
-from jaxmux.engine.state.slot import without_best
+from jaxmux.engine.state.slots import without_best
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import (
     KINDS,

@@ -19,8 +19,13 @@ from jaxmux.tasks import TaskError
 from .devices.size_ahead import DeviceSizeAhead, ProgramsAhead, SizeAhead
 from .engine_options import EngineOptions, EngineSize
 from .round_loop import RoundLoop
-from .state.slot import SuspendedTask, after_last_update, best_arrays, without_best
-from .state.slots import refuse_outgrowing
+from .state.slots import (
+    SuspendedTask,
+    after_last_update,
+    best_arrays,
+    refuse_outgrowing,
+    without_best,
+)
 from .state.train_state import SlotState, TrainState
 from .tasks.prepared_task import PreparedTask
 from .tasks.progress import TaskProgress
@@ -407,7 +412,7 @@ class Engine(RoundLoop):
           TaskError: no task of this name is registered.
         """
         slot = self._slots.named(task) if isinstance(task, str) else task.slot
-        return slot.progress.step + self._results.steps_awaited(slot)
+        return slot.steps_dispatched
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
         """Checks that a task fits into the pool and the microbatches as they are, if it has a place

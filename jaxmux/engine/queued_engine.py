@@ -21,7 +21,7 @@ from jaxmux.tasks import TaskError
 from .devices.size_ahead import SizeAhead
 from .engine import Engine
 from .engine_options import EngineSize
-from .state.slot import Slot, SuspendedTask, best_arrays, without_best
+from .state.slots import Slot, SuspendedTask, best_arrays, without_best
 from .state.train_state import SlotState
 from .tasks.prepared_task import PreparedTask
 from .tasks.progress import TaskProgress, TaskUpdate, stop_early
@@ -314,7 +314,7 @@ class QueuedEngine(Engine):
     def finished(self) -> bool:
         """True if every task has ended or has had its last step and measurement dispatched."""
         return super().finished and not any(
-            slot.running and (self._steps_of(slot) < slot.steps or slot.measuring)
+            slot.running and (slot.steps_dispatched < slot.steps or slot.measuring)
             for slot in map(self._slot, self._order)
         )
 
@@ -396,9 +396,6 @@ class QueuedEngine(Engine):
     def _slot(self, name: str) -> Slot:
         return self._outside[name].slot if name in self._outside else self._slots.named(name)
 
-    def _steps_of(self, slot: Slot) -> int:
-        return slot.progress.step + self._results.steps_awaited(slot)
-
     def _adapter_of(self, name: str, arrays: SlotArrays) -> Adapter:
         return adapter_of(arrays, self.prepared(name).task.adapter, self.backbone.config)
 
@@ -429,7 +426,7 @@ class QueuedEngine(Engine):
         return {
             name: slot.steps if slot.running else slot.progress.step
             for name, slot in slots.items()
-            if not slot.running or (self._steps_of(slot) >= slot.steps and not slot.measuring)
+            if not slot.running or (slot.steps_dispatched >= slot.steps and not slot.measuring)
         }
 
     def _shrink(self) -> None:
@@ -480,7 +477,7 @@ class QueuedEngine(Engine):
         """Whether tasks train their last step before they end, or wait at a rung, in the next
         round."""
         slots = [slot for _, slot in self._slots if slot.running]
-        return any(self._steps_of(slot) + 1 == slot.steps_for_now for slot in slots)
+        return any(slot.steps_dispatched + 1 == slot.steps_for_now for slot in slots)
 
     def _compile_ahead(self, size: EngineSize) -> None:
         """Begins to compile the programs for the next size beside training."""
@@ -492,13 +489,13 @@ class QueuedEngine(Engine):
 
     def _has_steps(self, slot: Slot) -> bool:
         """Whether a task has something to train before it has to wait."""
-        return slot.running and self._steps_of(slot) < slot.steps_for_now
+        return slot.running and slot.steps_dispatched < slot.steps_for_now
 
     def _is_unmeasured(self, slot: Slot) -> bool:
         """Whether a task has come to a rung, and its loss there is neither known nor awaited. So it
         is if a run was stopped within the round before, or if a task that had ended there has got
         more steps."""
-        if not slot.running or slot.pause_after != self._steps_of(slot):
+        if not slot.running or slot.pause_after != slot.steps_dispatched:
             return False
         (bracket,) = (own for own in self._brackets if slot.name in own.tasks)
         known = len(slot.progress.rung_losses) > bracket.rungs.index(slot.pause_after)

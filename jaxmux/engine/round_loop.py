@@ -8,7 +8,6 @@ from contextlib import nullcontext, suppress
 from functools import partial
 
 import jax
-import numpy as np
 
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone
@@ -32,9 +31,7 @@ from .rounds.results import (
     RoundRecord,
 )
 from .rounds.rounds import RoundPlan, all_samples
-from .state.renewal import slots_to_renew, slots_with_pairs
-from .state.slot import Slot
-from .state.slots import Slots
+from .state.slots import Slot, Slots
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
 from .tasks.progress import TaskEvaluation, TaskUpdate
@@ -109,8 +106,14 @@ class RoundLoop:
 
     def _measure_held_out(self) -> HeldOut:
         """What measures held-out losses with the present options and executor."""
-        given = self._slots, self._results, self._executor, self._copies
-        return HeldOut(*given, self.options.round_tokens, self.device_time)
+        return HeldOut(
+            self._slots,
+            self._results,
+            self._executor,
+            self._copies,
+            self.options.round_tokens,
+            self.device_time,
+        )
 
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
@@ -136,11 +139,11 @@ class RoundLoop:
 
     def _warm_up(self) -> None:
         """Compiles all programs for the state as it is, and runs them once."""
-        own = self._slots
+        slots, layers = self._slots, self.backbone.config.num_layers
         with self.device_time.waiting(COMPILING):
-            own.warm_up()
-            none_due = no_updates(own.layout, self.backbone.config.num_layers, own.optimizers)
-            kept = self._executor.warm_up(none_due, own.pool.dropout)
+            slots.warm_up()
+            none_due = no_updates(slots.layout, layers, slots.optimizers)
+            kept = self._executor.warm_up(none_due, slots.pool.dropout)
         if not kept:
             self._lose_gradients()
 
@@ -269,8 +272,13 @@ class RoundLoop:
         """Notes what a dispatched round held."""
         left = self._slots.left
         names = {n: (self._slots[n] if n in self._slots else left[n]).name for n in plan.steps}
-        given = names, self._executor.replicas, self._executor.take_passes()
-        self._round = RoundRecord.of(self.rounds, plan, *given)
+        self._round = RoundRecord.of(
+            self.rounds,
+            plan,
+            names,
+            replicas=self._executor.replicas,
+            passes=self._executor.take_passes(),
+        )
 
     def take_round(self) -> RoundRecord | None:
         """What the round held that was dispatched last; None if that has been taken before."""
@@ -296,7 +304,7 @@ class RoundLoop:
         """Counts what all data shards have trained of microbatches with these indices."""
         for i in dispatched:
             replica = self._executor.replicas[plan.microbatches[i].replica]
-            self.microbatches += times * replica.replica.shards
+            self.microbatches += times * replica.shards
             self.computed_tokens += times * replica.tokens
 
     def _settle(self) -> None:
@@ -323,19 +331,10 @@ class RoundLoop:
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
         """The numbers of the updates of these slots."""
         self._fetch()
-        own = self._slots
-        due = np.zeros(own.pool.slots, bool)
-        due[[number for number in slots if own.runs(number)]] = True
-        rates = {
-            number: slot.prepared.learning_rate(slot.progress.updates, slot.progress.step)
-            for number, slot in own
-        }
+        due, rates = self._slots.due(slots)
         if slots:
             self._learning_rates[slots] = rates
-        numbers = own.rates(rates), own.hyperparameters, own.members, own.own_leaves()
-        kinds = {number: own[number].kind.adapter for number in np.flatnonzero(due).tolist()}
-        of_kinds = slots_to_renew(own.layout, kinds), slots_with_pairs(own.layout, kinds)
-        return DueUpdates(due, *numbers, *of_kinds)
+        return due
 
     def _begin_again(self) -> None:
         """Plans the round anew, from its first microbatch, after the device ran out of memory."""
@@ -477,20 +476,7 @@ class RoundLoop:
           after: a round that is being dispatched, whose steps count as trained; None if there is
             none.
         """
-        trained, ends = (after.steps, after.ends) if after else ({}, frozenset())
-        steps = {
-            number: trained[number] + (number in ends)
-            if number in trained
-            else slot.progress.step + self._results.steps_awaited(slot)
-            for number, slot in self._slots
-        }
-        return {
-            number: step
-            for number, step in steps.items()
-            if self._slots.runs(number)
-            and step < self._slots[number].steps_for_now
-            and not self._held_out.delays(number, step if number in ends else None)
-        }
+        return self._slots.live(after, self._held_out.takes_turns)
 
     def _refuse_unfinished_round(self) -> None:
         position = self._position
@@ -500,7 +486,7 @@ class RoundLoop:
     def _clear_left_slots(self) -> None:
         """Empties the slots of tasks that have left, once no round that has begun uses them."""
         current = self._position.current
-        for number in self._slots.left.keys() - (current.steps if current else {}):
+        for number in self._slots.left.keys() - (current.steps.keys() if current else set()):
             self._slots.clear(number)
             # What a round that had begun has accumulated for the task is gone too.
             self._position.restore(number, ())

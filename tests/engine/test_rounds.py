@@ -1,5 +1,6 @@
 """Rounds hold every sample once and update every task once, however samples are divided."""
 
+import dataclasses
 from collections import Counter
 from contextlib import ExitStack
 from functools import partial
@@ -128,7 +129,7 @@ def test_microbatches_of_another_size_keep_the_groups_for_some_rounds(pipeline_t
     tasks = {slot: tasks[slot] for slot in range(4)}
     before = groups_of(tasks)
     longest = groups_of._longest
-    larger = longest._replace(shape=ShapeClass(8, 128, 64, 16))
+    larger = dataclasses.replace(longest, shape=ShapeClass(8, 128, 64, 16))
     # The last slot moves to the place of a task that has left.
     moved = {{3: 4}.get(slot, slot): task for slot, task in tasks.items()}
     best = TaskGroups([larger])(moved)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress, train_on
-from jaxmux.engine.state import slot
+from jaxmux.engine.state import slots as slot
 from jaxmux.optimizers import SGD
 from tests.engine.conftest import random_samples
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxmux import AdamW
-from jaxmux.engine.state import slot
+from jaxmux.engine.state import slots as slot
 from jaxmux.server.inbox.status import Shown, status_of
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.server.task import ENDED

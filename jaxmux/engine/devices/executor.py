@@ -87,14 +87,11 @@ class Executor(Protocol):
       dispatch: divides the samples of a round among the replicas; None if there is only one.
     """
 
+    replicas: Sequence[ReplicaInput]
+    dispatch: Dispatch | None
+
     @property
     def remat(self) -> str | tuple[str, ...] | None: ...
-
-    @property
-    def replicas(self) -> Sequence[ReplicaInput]: ...
-
-    @property
-    def dispatch(self) -> Dispatch | None: ...
 
     def refuse_implementations(self, dropout: bool) -> None:
         """Checks that the implementations that the options name can serve the state.
@@ -246,6 +243,8 @@ class SingleDevice:
         self._guard: jax.Array | None = None
         # The layout of the state for which the measurement of held-out losses is compiled.
         self._measured_for: Layout | None = None
+        self.replicas = (ReplicaInput(options.shape, place=_placed),)
+        self.dispatch = None
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
@@ -264,14 +263,6 @@ class SingleDevice:
 
     def refuse_implementations(self, dropout: bool) -> None:
         refuse_implementations(self._backbone, self._options, dropout, self._state)
-
-    @property
-    def replicas(self) -> tuple[ReplicaInput]:
-        return (ReplicaInput(self._options.shape, place=_placed),)
-
-    @property
-    def dispatch(self) -> None:
-        return None
 
     def run(
         self,

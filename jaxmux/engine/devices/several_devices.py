@@ -20,7 +20,6 @@ from jaxmux.sharding import PlacedBackbone, in_threads, only_compiling
 from ..engine_options import EngineOptions, EngineSize
 from ..rounds.results import DispatchedPass
 from ..rounds.rounds import (
-    Dispatch,
     PackedMicrobatch,
     ReplicaInput,
     RoundPlan,
@@ -111,7 +110,7 @@ class SeveralDevices:
         costs = options.sequence_costs or TokenCosts(shapes)
         configurations = [replica.input.replica for replica in self._replicas]
         several = len(configurations) > 1
-        self._dispatch = partial(assign_samples, configurations, costs) if several else None
+        self.dispatch = partial(assign_samples, configurations, costs) if several else None
         # The round that has begun before the current one has ended, and its ended microbatches.
         self._ahead: RoundPlan | None = None
         self._ahead_done: list[int] = []
@@ -136,10 +135,6 @@ class SeveralDevices:
     @property
     def replicas(self) -> list[ReplicaInput]:
         return [replica.input for replica in self._replicas]
-
-    @property
-    def dispatch(self) -> Dispatch | None:
-        return self._dispatch
 
     @property
     def programs(self) -> list[StagePrograms | None]:

@@ -10,8 +10,7 @@ from jaxtyping import Int
 from jaxmux.data.stored_samples import stream_lengths
 
 from ..devices.executor import Executor
-from ..state.slot import Measuring, Slot
-from ..state.slots import Slots
+from ..state.slots import Measuring, Slot, Slots
 from .results import EVALUATION, DeviceTime, DispatchedEvaluation, Results
 from .rounds import RoundPlan, turn_from
 
@@ -53,17 +52,9 @@ class HeldOut:
         """The slots of measurements that have not been dispatched as a whole."""
         return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
 
-    def delays(self, number: int, step: int | None) -> bool:
-        """Whether a task waits for its measurement before it trains on.
-
-        Args:
-          number: number of its slot.
-          step: number of its steps after a round that is being dispatched and completes a global
-            batch; None if there is no such round.
-        """
-        slot = self._slots[number]
-        if slot.measuring or step is None or not slot.is_measured_after(step):
-            return slot.measuring is not None
+    def takes_turns(self, slot: Slot) -> bool:
+        """Whether the measurement of a task takes several turns, so that the task waits for it
+        before it trains on."""
         if self._most_tokens is None:
             return False
         return int(self._lengths(slot).sum(dtype=np.int64)) > self._most_tokens
@@ -112,8 +103,7 @@ class HeldOut:
     def _begin(self, numbers: Iterable[int]) -> None:
         """Lets measurements begin with the next turn, unless they have begun."""
         for slot in map(self._slots.__getitem__, numbers):
-            step = slot.progress.step + self._results.steps_awaited(slot)
-            slot.measuring = slot.measuring or Measuring(step)
+            slot.measuring = slot.measuring or Measuring(slot.steps_dispatched)
 
     def _dispatch(self, numbers: Sequence[int], rounds: int) -> None:
         """Dispatches a turn of the measurements of tasks."""

@@ -18,7 +18,7 @@ import numpy as np
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
-from ..state.slot import Measuring, Slot
+from ..state.slots import Measuring, Slot
 from ..state.updates import UpdateStats
 from ..tasks.progress import (
     TaskEvaluation,
@@ -446,16 +446,14 @@ class Results:
 
     def add(self, dispatched: DispatchedUpdate | DispatchedTurns) -> None:
         """Adds an update, or turns, that have been dispatched."""
+        if isinstance(dispatched, DispatchedUpdate):
+            for slot in dispatched.tasks.values():
+                slot.awaited += 1
         self._dispatched.append(dispatched)
 
     def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
         """Adds turns of measurements that have been dispatched after all updates."""
         self._measured.append(evaluation)
-
-    def steps_awaited(self, slot: Slot) -> int:
-        """Number of updates of this task whose results have not been fetched: 0 or 1."""
-        updates = (own for own in self._dispatched if isinstance(own, DispatchedUpdate))
-        return sum(slot is own for update in updates for own in update.tasks.values())
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a result of this task has not been fetched."""
@@ -513,6 +511,7 @@ class Results:
 
     def _record(self, update: DispatchedUpdate, stats: UpdateStats) -> None:
         for number, slot in update.tasks.items():
+            slot.awaited -= 1
             self.computed.count(number, slot, update.plan)
             if not slot.running:
                 continue

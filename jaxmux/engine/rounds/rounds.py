@@ -1,5 +1,7 @@
 """Plans of rounds, packed into the microbatches of every replica."""
 
+import dataclasses
+import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
@@ -24,7 +26,8 @@ from ..tasks.prepared_task import BatchLengths, PreparedTask
 PlacedMicrobatch = Any
 
 
-class ReplicaInput(NamedTuple):
+@dataclasses.dataclass(frozen=True)
+class ReplicaInput:
     """What a replica (a copy of the backbone on its devices) trains at a time.
 
     Attributes:
@@ -41,10 +44,15 @@ class ReplicaInput(NamedTuple):
     task_by_task: bool = False
     place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
 
-    @property
+    @functools.cached_property
+    def shards(self) -> int:
+        """Number of data shards of each stage."""
+        return self.replica.shards
+
+    @functools.cached_property
     def tokens(self) -> int:
         """Tokens of the microbatches of all data shards together, with padding."""
-        return self.replica.shards * self.shape.tokens
+        return self.shards * self.shape.tokens
 
 
 # A function from the stream lengths of samples, by slot, and the shape class to the placements of

@@ -1,24 +1,273 @@
-"""Which task is in which slot, the sizes of the pool of all slots, and what does not fit into
-it."""
+"""The slots of the engine: which task is in which, how far it has come, the sizes of the pool that
+holds the arrays of all, and tasks that have left.
+"""
 
-from collections.abc import Callable, Iterator, Sequence, Set
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Float
 
+from jaxmux.data import Rendering
+from jaxmux.data.stored_samples import target_tokens
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.peft import KINDS, Layout, LeafSpec, SlotArrays, crop, kind_of, own_leaves, pad
+from jaxmux.peft import KINDS, Layout, LeafSpec, SlotArrays, crop, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
-from jaxmux.tasks import TaskError
+from jaxmux.tasks import Task, TaskError
 
+from ..rounds.rounds import RoundPlan
 from ..tasks.prepared_task import PreparedTask
 from ..tasks.progress import TaskProgress
-from .slot import Slot
+from .renewal import slots_to_renew, slots_with_pairs
 from .stored_state import StoredState
-from .train_state import SlotState, TrainState, pool_specs, slot_specs, state_specs, written_specs
-from .updates import Hyperparameters, SlotsByOptimizer
+from .train_state import (
+    SlotKind,
+    SlotState,
+    TrainState,
+    pool_specs,
+    slot_specs,
+    state_specs,
+    written_specs,
+)
+from .updates import DueUpdates, Hyperparameters, SlotsByOptimizer
+
+
+class TrainedTask(NamedTuple):
+    """A task that has been trained, without its data.
+
+    Attributes:
+      task: the task.
+      progress: its progress, which does not change any more.
+      samples: number of training samples.
+      held_out_samples: number of held-out samples.
+      fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
+      rendering: how the records of its training data became text.
+    """
+
+    task: Task
+    progress: TaskProgress
+    samples: int
+    held_out_samples: int
+    fingerprints: Mapping[str, str]
+    rendering: Rendering
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedTask, progress: TaskProgress, fingerprints: Mapping[str, str]
+    ) -> "TrainedTask":
+        """A task with the number of its samples.
+
+        Args:
+          prepared: the task with its data.
+          progress: its progress.
+          fingerprints: hashes of its data.
+        """
+        counts = len(prepared.samples.samples), len(prepared.eval_samples)
+        rendering = prepared.samples.rendering
+        return cls(prepared.task, progress, *counts, fingerprints, rendering)
+
+
+@dataclasses.dataclass
+class Measuring:
+    """A measurement of the held-out loss of a task that has not been dispatched as a whole.
+
+    Attributes:
+      step: number of steps of the task, whose adapter is measured.
+      samples: number of held-out samples that have been dispatched.
+      loss: sum of the losses of these samples whose results have arrived.
+      tokens: number of tokens of the chunks with these samples, with padding.
+    """
+
+    step: int
+    samples: int = 0
+    loss: float = 0.0
+    tokens: int = 0
+
+
+@dataclasses.dataclass
+class Slot:
+    """The task in a slot, and its progress.
+
+    Attributes:
+      prepared: the task.
+      progress: its progress, which the engine changes.
+      stop_after: number of steps after which the task stops although it has more; None if there is
+        no such number.
+      pause_after: number of steps after which the task waits for the decision of a rung, see
+        `Bracket`; None if it need not wait.
+      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`, or
+        when it was given a place since then; None until the first results have arrived, because
+        what comes before is mostly compilation.
+      measuring: the measurement that has to be over before the task trains on; None if there is
+        none.
+      best: function that waits for the adapter with the lowest held-out loss, and returns its
+        arrays by path; None if it is not kept, or not known yet.
+      computed: by step that has not been updated, number of tokens, with padding, that have been
+        computed of its global batch, as far as results have been fetched.
+      part_of_turn: number of these tokens that belong to a turn of which only a part has been
+        computed.
+      awaited: number of updates that have been dispatched and whose results have not been fetched:
+        0 or 1.
+      name: name of the task.
+    """
+
+    prepared: PreparedTask
+    progress: TaskProgress
+    stop_after: int | None = None
+    pause_after: int | None = None
+    timed_since: float | None = None
+    measuring: Measuring | None = None
+    best: Callable[[], SlotArrays] | None = None
+    computed: Counter[int] = dataclasses.field(default_factory=Counter)
+    part_of_turn: int = 0
+    awaited: int = 0
+    name: str = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        self.name = self.prepared.task.name
+
+    @property
+    def kind(self) -> SlotKind:
+        return SlotKind(self.prepared.kind.name, self.prepared.task.optimizer.kind)
+
+    @property
+    def steps_dispatched(self) -> int:
+        """Number of steps of the task that have been dispatched, or were trained before."""
+        return self.progress.step + self.awaited
+
+    @property
+    def running(self) -> bool:
+        return self.progress.status == "running"
+
+    @property
+    def steps(self) -> int:
+        """Number of steps that the task trains."""
+        return self.prepared.steps if self.stop_after is None else self.stop_after
+
+    @property
+    def steps_for_now(self) -> int:
+        """Number of steps that the task trains before it has to wait."""
+        return self.steps if self.pause_after is None else min(self.steps, self.pause_after)
+
+    @property
+    def held_out_tokens(self) -> int:
+        """Number of target tokens in the held-out data."""
+        return target_tokens(self.prepared.eval_samples)
+
+    def is_measured_after(self, step: int) -> bool:
+        """Whether the held-out loss is measured after so many steps."""
+        every = self.prepared.task.eval_every
+        # A task may be extended when its last step has been dispatched.
+        lasts = (self.steps, self.prepared.steps_at(step - 1), self.pause_after)
+        return bool(self.prepared.eval_samples) and (
+            step in lasts or (every is not None and step % every == 0)
+        )
+
+    def restore(self, progress: TaskProgress) -> None:
+        """Goes on from a moment that was saved. If the held-out loss was being measured then, it is
+        measured once more.
+
+        Args:
+          progress: the progress of the task at that moment.
+        """
+        self.progress, self.measuring = progress, None
+        step = progress.step
+        # The number of held-out tokens is known since the first measurement.
+        known = progress.eval_step == step if step else progress.eval_target_tokens
+        if self.prepared.eval_samples and not known and (not step or self.is_measured_after(step)):
+            self.measuring = Measuring(step)
+
+    def lose_gradients(self) -> None:
+        """Notes that the current global batch begins again."""
+        self.computed.clear()
+        self.part_of_turn = 0
+
+    def count_seconds(self, begins: bool = False) -> None:
+        """Adds the time since the last call to the seconds of the task.
+
+        Args:
+          begins: whether time counts from now on, if it has not before.
+        """
+        now = time.monotonic()
+        if self.timed_since is not None:
+            self.progress.seconds += now - self.timed_since
+        if begins or self.timed_since is not None:
+            self.timed_since = now
+
+    def leave_out_seconds(self) -> None:
+        """Does not count the time since the last call of `count_seconds`, if there was one."""
+        if self.timed_since is not None:
+            self.timed_since = time.monotonic()
+
+
+# What the paths of the best adapter begin with, among the arrays of a task.
+BEST = "best/"
+# And those of the gradients of the current global batch.
+ACCUMULATED = "accumulators/"
+
+
+class SuspendedTask(NamedTuple):
+    """A task that has left the engine, with all that it needs to go on.
+
+    Attributes:
+      slot: the task and its progress. The engine may still enter the results of the task's last
+        update into the progress.
+      arrays: function that waits for the task's arrays, and returns them by path.
+      accumulated: indices of the samples of its current global batch whose gradients are among
+        these arrays.
+    """
+
+    slot: Slot
+    arrays: Callable[[], SlotArrays]
+    accumulated: Sequence[int] = ()
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
+    ) -> "SuspendedTask":
+        """A task that another engine has suspended.
+
+        Args:
+          prepared: the task.
+          progress: its progress.
+          arrays: function that returns what `with_best` has returned at this progress, as NumPy
+            arrays on the host.
+        """
+        own, best = without_best(arrays())
+        slot = Slot(prepared, TaskProgress(), best=best)
+        slot.restore(progress)
+        return cls(slot, lambda: own)
+
+    def with_best(self) -> Callable[[], SlotArrays]:
+        """What has to be kept of the task, as from `Engine.with_best`."""
+        best = best_arrays(self.slot)
+        return lambda: after_last_update(self.arrays()) | best()
+
+
+def after_last_update(arrays: SlotArrays) -> SlotArrays:
+    """The arrays of a task without what has been accumulated since its last update."""
+    kept = {path: array for path, array in arrays.items() if not path.startswith(ACCUMULATED)}
+    return kept | {"loss": np.zeros((), np.float32)}
+
+
+def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:
+    """A function that returns the best adapter of a task, if it is kept, as it is saved."""
+    if (best := slot.best) is None:
+        return dict
+    return lambda: {f"{BEST}{path}": array for path, array in best().items()}
+
+
+def without_best(arrays: SlotArrays) -> tuple[SlotArrays, Callable[[], SlotArrays] | None]:
+    """The arrays of a task that lie on the devices, and a function that returns those of its best
+    adapter, if there is one."""
+    own = {path: array for path, array in arrays.items() if not path.startswith(BEST)}
+    best = {path.removeprefix(BEST): x for path, x in arrays.items() if path.startswith(BEST)}
+    return own, (lambda: best) if best else None
 
 
 def pool_of(
@@ -97,6 +346,20 @@ def moments_of(pool: PoolSpec) -> int:
     return OPTIMIZERS[pool.optimizer].moments
 
 
+class _Constants(NamedTuple):
+    """The numbers of `DueUpdates` that stay as they are until tasks come or go.
+
+    Attributes:
+      members, hyper: as in `DueUpdates`.
+      relative_rates: float32, the learning rate of every trained leaf, layer and slot, divided by
+        that of the slot's task; 0 where the task does not train the leaf in the layer.
+    """
+
+    members: SlotsByOptimizer
+    hyper: Hyperparameters
+    relative_rates: Float[np.ndarray, "leaves L T"]
+
+
 class Slots:
     """All slots that are taken, and the train state that holds their arrays.
 
@@ -108,6 +371,7 @@ class Slots:
       stored: the arrays that training changes, on their devices.
       pool: sizes of the state.
       coming: the optimizer kinds that tasks may have; None for all for which the pool has room.
+      left: by number, the tasks that have left slots that `clear` has not emptied yet.
     """
 
     def __init__(self, config: BackboneConfig, reserved: PoolSpec, stored: StoredState):
@@ -123,8 +387,8 @@ class Slots:
         self.coming: Set[str] | None = None
         self._config = config
         self._slots: dict[int, Slot] = {}
-        # By number, the tasks that have left slots that are not empty yet.
-        self._left: dict[int, Slot] = {}
+        self._constants: _Constants | None = None
+        self.left: dict[int, Slot] = {}
 
     def __contains__(self, number: int) -> bool:
         """Whether a slot is taken."""
@@ -165,29 +429,85 @@ class Slots:
         """By name of the task, the pool that would hold only this task."""
         return {slot.name: slot.prepared.pool for _, slot in self}
 
-    @property
-    def members(self) -> SlotsByOptimizer:
-        """By optimizer kind, the numbers of the slots that use it."""
+    def live(
+        self,
+        after: RoundPlan | None,
+        takes_turns: Callable[[Slot], bool],
+    ) -> dict[int, int]:
+        """The next step of every slot whose task has one.
+
+        Args:
+          after: a round that is being dispatched, whose steps count as trained; None if there is
+            none.
+          takes_turns: whether the measurement of a task's held-out loss takes several turns, so
+            that its task waits for it.
+        """
+        steps, ends = (after.steps, after.ends) if after else ({}, frozenset())
+        live = {}
+        for number, slot in self._slots.items():
+            step = steps[number] + (number in ends) if number in steps else slot.steps_dispatched
+            if not slot.running or slot.measuring or step >= slot.steps_for_now:
+                continue
+            if number in ends and slot.is_measured_after(step) and takes_turns(slot):
+                continue
+            live[number] = step
+        return live
+
+    def due(self, numbers: Sequence[int]) -> tuple[DueUpdates, dict[int, float]]:
+        """The updates of slots as numbers for the compiled programs.
+
+        Args:
+          numbers: the slots; those whose tasks do not run any more get no update.
+
+        Returns:
+          The numbers, and by slot the learning rate of every task.
+        """
+        layout, constants = self.layout, self._constants
+        if constants is None:
+            constants = self._constants = self._make_constants()
+        due = np.zeros(self.pool.slots, bool)
+        due[[number for number in numbers if self.runs(number)]] = True
+        rates = {
+            number: slot.prepared.learning_rate(slot.progress.updates, slot.progress.step)
+            for number, slot in self._slots.items()
+        }
+        of_slots = np.zeros(self.pool.slots, np.float32)
+        of_slots[list(rates)] = list(rates.values())
+        kinds = {
+            number: self._slots[number].prepared.kind.name
+            for number in np.flatnonzero(due).tolist()
+        }
+        updates = DueUpdates(
+            due,
+            rates=of_slots * constants.relative_rates,
+            hyper=constants.hyper,
+            members=constants.members,
+            own=constants.relative_rates > 0,
+            renewed=slots_to_renew(layout, kinds),
+            paired=slots_with_pairs(layout, kinds),
+        )
+        return updates, rates
+
+    def _make_constants(self) -> "_Constants":
+        """The numbers of updates that stay as they are until tasks come or go."""
         members: dict[str, list[int]] = {}
+        hyper: dict[str, list[Mapping[str, float]]] = {}
+        rows = {name: i for i, name in enumerate(named_leaves(self.layout.tree.accumulators))}
+        relative = np.zeros((len(rows), self._config.num_layers, self.pool.slots), np.float32)
         for number, slot in self:
-            members.setdefault(slot.kind.optimizer, []).append(number)
-        return {kind: np.asarray(numbers, np.int32) for kind, numbers in members.items()}
-
-    @property
-    def hyperparameters(self) -> Hyperparameters:
-        """By optimizer kind, the numbers of the optimizers of `members`, as `DueUpdates` has
-        them."""
-        hyper = {}
-        for kind, numbers in self.members.items():
-            optimizers = (self[number].prepared.task.optimizer for number in numbers)
-            rows = [optimizer.hyperparameters() for optimizer in optimizers]
-            hyper[kind] = {name: np.float32([row[name] for row in rows]) for name in rows[0]}
-        return hyper
-
-    @property
-    def left(self) -> dict[int, Slot]:
-        """By number, the tasks that have left, until `clear` empties their slots."""
-        return dict(self._left)
+            optimizer = slot.prepared.task.optimizer
+            members.setdefault(optimizer.kind, []).append(number)
+            hyper.setdefault(optimizer.kind, []).append(optimizer.hyperparameters())
+            for name, rates in slot.prepared.relative_rates.items():
+                relative[rows[name], :, number] = rates
+        return _Constants(
+            {kind: np.asarray(numbers, np.int32) for kind, numbers in members.items()},
+            {
+                kind: {name: np.float32([row[name] for row in rows]) for name in rows[0]}
+                for kind, rows in hyper.items()
+            },
+            relative,
+        )
 
     def runs(self, number: int) -> bool:
         """Whether a slot has a task that is running."""
@@ -216,6 +536,7 @@ class Slots:
           begin: False leaves the slots empty until `begin` or `write`.
         """
         self._make_room(tasks)
+        self._constants = None
         added: list[str] = []
         try:
             for prepared in tasks:
@@ -269,6 +590,7 @@ class Slots:
         """
         self._refuse_incomplete(slot, arrays)
         self._make_room([slot.prepared])
+        self._constants = None
         number = self._lowest_free()
         self._slots[number] = slot
         try:
@@ -281,13 +603,14 @@ class Slots:
         """Takes a task out of its slot, which no other task can take until `clear` empties it.
         Returns the number of the slot."""
         number = self.number(name)
-        self._left[number] = self._slots.pop(number)
+        self.left[number] = self._slots.pop(number)
+        self._constants = None
         return number
 
     def clear(self, number: int) -> None:
         """Empties a slot whose task has left, so that another task can take it."""
         self.stored.clear(number)
-        del self._left[number]
+        del self.left[number]
 
     def resize(self, slots: int) -> dict[int, int]:
         """Gives the state another number of slots. A task keeps its slot if there still is one of
@@ -312,7 +635,7 @@ class Slots:
         sources[list(numbers.values())] = list(numbers)
         pool, specs = pool_of(self._config, [], self.pool._replace(slots=slots), keep_moments=True)
         self.stored.resize(specs, sources)
-        self.pool = pool
+        self.pool, self._constants = pool, None
         self._slots = {numbers[old]: slot for old, slot in self._slots.items()}
         return numbers
 
@@ -324,8 +647,8 @@ class Slots:
     def specs_of(self, slot: Slot) -> SlotState:
         """The same of a task that need not have a place."""
         task = slot.prepared.task
-        own = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
-        pools = kind_of(task.adapter).in_pools(own)
+        leaves = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
+        pools = slot.prepared.kind.in_pools(leaves)
         specs = state_specs(pools, 1, slot.kind.optimizer)
         return slot_specs(specs, slot.kind)
 
@@ -384,23 +707,6 @@ class Slots:
         if missing := wanted - arrays.keys():
             raise ValueError(f"task {slot.name!r}: {min(missing)} is missing")
 
-    def rates(self, learning_rates: dict[int, float]) -> Float[np.ndarray, "leaves L T"]:
-        """The learning rate of every trained leaf, layer and slot, as `DueUpdates` has it.
-
-        Args:
-          learning_rates: by slot number, the task's learning rate; other slots have rate 0.
-        """
-        rows = {name: i for i, name in enumerate(named_leaves(self.layout.tree.accumulators))}
-        rates = np.zeros((len(rows), self._config.num_layers, self.pool.slots), np.float32)
-        for number, rate in learning_rates.items():
-            for name, relative in self._slots[number].prepared.relative_rates.items():
-                rates[rows[name], :, number] = np.float32(rate) * relative
-        return rates
-
-    def own_leaves(self) -> Bool[np.ndarray, "leaves L T"]:
-        """Whether a slot's task trains a leaf in a layer, as `DueUpdates` has it."""
-        return self.rates(dict.fromkeys(self._slots, 1.0)) > 0
-
     def have_room_for(self, tasks: Sequence[PreparedTask]) -> bool:
         """Whether tasks can be added without another pool, for which programs would be compiled."""
         pool, specs = self._pool_with(tasks)
@@ -427,12 +733,12 @@ class Slots:
         """The pool that has room for further tasks, and the description of its arrays."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
         # A slot that is not empty yet cannot be taken.
-        slots = max(self.pool.slots, len(needed) + len(self._left))
+        slots = max(self.pool.slots, len(needed) + len(self.left))
         reserved = self.pool._replace(slots=slots)
         return pool_of(self._config, needed, reserved, keep_moments=self.layout is not None)
 
     def _lowest_free(self) -> int:
-        return min(set(range(self.pool.slots)) - self._slots.keys() - self._left.keys())
+        return min(set(range(self.pool.slots)) - self._slots.keys() - self.left.keys())
 
 
 def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:

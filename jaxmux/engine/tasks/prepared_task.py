@@ -34,7 +34,7 @@ from jaxmux.peft import (
     size_of_adapter,
 )
 from jaxmux.peft.chat_template_file import refuse_other_tokens
-from jaxmux.peft.kind import BaseTensors
+from jaxmux.peft.kind import AdapterKind, BaseTensors
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
@@ -209,9 +209,14 @@ class PreparedTask:
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest training or held-out sample, as `Task.max_length` counts them."""
-        return self.longest + 1 - kind_of(self.task.adapter).virtual_tokens(self.task.adapter)
+        return self.longest + 1 - self.kind.virtual_tokens(self.task.adapter)
 
-    @property
+    @functools.cached_property
+    def kind(self) -> AdapterKind:
+        """The kind of the task's adapter."""
+        return kind_of(self.task.adapter)
+
+    @functools.cached_property
     def pool(self) -> PoolSpec:
         """The sizes of a pool that holds only this task."""
         return pool_of_task(self.task, self.targets, self.size)
@@ -247,15 +252,13 @@ class PreparedTask:
         """By path of a trained leaf ("lora/mlp.up_proj/a"), a float32 array [L]: the learning rate
         of the leaf in each layer, divided by the task's learning rate; 0 in layers that are not
         adapted."""
-        kind = kind_of(self.task.adapter)
-        rates = kind.relative_rates(self.task.adapter, self.targets)
-        return named_leaves(kind.in_pools(rates))
+        rates = self.kind.relative_rates(self.task.adapter, self.targets)
+        return named_leaves(self.kind.in_pools(rates))
 
     @property
     def begins_slowly(self) -> bool:
         """Whether the initial adapter takes long to compute."""
-        adapter = self.task.adapter
-        return self.task.resume_from is None and kind_of(adapter).begins_slowly(adapter)
+        return self.task.resume_from is None and self.kind.begins_slowly(self.task.adapter)
 
     def with_adapter(self) -> "PreparedTask":
         """Returns a new prepared task that holds its initial adapter until it is asked for it. For
