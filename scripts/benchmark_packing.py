@@ -16,7 +16,7 @@ this. A round has `--samples` samples of every task. The policies:
                          rows here: each sample has a row of that length, with dense attention.
   zero-padding per task  every sample is padded to the longest of its own task (MuxTune's l_i). Rows
                          of the global length hold as many samples as fit, also of several tasks.
-  first-fit packing      `jaxmux.planner.packing.pack_first_fit` with the plain rule: the shortest
+  first-fit packing      `research.first_fit` with the plain rule: the shortest
                          power of two that holds the longest sample as row length, the shortest
                          chunks, N tokens.
   jaxmux                 the packing of `fine_tune`: `pack_round` in the shape class of least cost.
@@ -60,6 +60,7 @@ import jax.numpy as jnp
 import numpy as np
 from benchmark_records import Record, RecordFile, make_record
 from benchmark_step import WARM_UP_ROUNDS, llama_config
+from research.first_fit import pack_first_fit
 
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
@@ -73,7 +74,6 @@ from jaxmux.planner.packing import (
     RoundLengths,
     ShapeClass,
     ShapeRequest,
-    pack_first_fit,
     pack_round,
     smallest_shape_class,
 )

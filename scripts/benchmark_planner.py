@@ -32,7 +32,6 @@ from typing import Any
 
 import numpy as np
 from benchmark_records import Record, RecordFile, shown
-from planner_ablation import REPORTED_LOSSES, ablate, setting
 from planner_bubbles import (
     BASELINES,
     EQUAL_STAGES,
@@ -47,7 +46,6 @@ from planner_bubbles import (
     shape_of,
 )
 from planner_costs import SOURCE
-from planner_overlap import OVERLAPS, decoder_subgraphs, interleaving_gap
 from planner_parts import (
     UnusualPacking,
     bound_on_bucket_gap,
@@ -62,8 +60,15 @@ from planner_parts import (
     timed,
 )
 from planner_replicas import cases, deployment_of, dispatching, most_gain, simulate, small_case
-
-from jaxmux.planner.pipeline.interleaving import interleave, priority_order, run_order
+from research.ablation import REPORTED_LOSSES, ablate, setting
+from research.interleaving import (
+    OVERLAPS,
+    decoder_subgraphs,
+    interleave,
+    interleaving_gap,
+    priority_order,
+    run_order,
+)
 
 CHECK = Path(__file__).parent.parent / "benchmarks" / "profile_check_h200.json"
 RECORDED = ("bubbles", "ablation", "overlap", "parts", "replicas", "ahead", "predictions")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 from planner_costs import permute_seconds, stage_seconds
-from planner_lower_bounds import least_makespan
+from research.lower_bounds import least_makespan
 from scipy.optimize import linear_sum_assignment
 
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds

@@ -8,8 +8,8 @@ import numpy as np
 import pulp
 from planner_bubbles import shape_of
 from planner_costs import adapter_seconds, cost_models, linear_seconds, llama
-from planner_muxtune import fuse_tasks
-from planner_packings import pack_greedily
+from research.ablation import fuse_tasks
+from research.first_fit import pack_greedily
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 from planner_costs import AXES, SOURCE, cost_models, llama
+from research.replicas import ModelledSequenceCosts, plan_fused, plan_sequential
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Deployment, Replica
@@ -20,7 +21,6 @@ from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.replicas import (
     DeploymentPlan,
     LengthBins,
-    ModelledSequenceCosts,
     SequenceCosts,
     candidate_replicas,
     choose_length_bins,
@@ -30,7 +30,6 @@ from jaxmux.planner.replicas import (
 )
 from jaxmux.planner.replicas.cost_table import tabulate_costs
 from jaxmux.planner.replicas.deployment_search import simulate_rounds
-from jaxmux.planner.replicas.like_replicas import plan_fused, plan_sequential
 
 # Tokens of the longest sequence; longer ones are truncated.
 CONTEXT = 16_384

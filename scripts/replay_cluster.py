@@ -3,7 +3,7 @@
   python scripts/replay_cluster.py --lengths lengths.json --out benchmarks/live.json
 
 Jobs arrive for a day; the replay goes on until the last of them has ended. Every policy of
-`jaxmux.planner.cluster` gets the same jobs, and all train with jaxmux, so they differ only in where
+`research.cluster` gets the same jobs, and all train with jaxmux, so they differ only in where
 a job goes. The baselines are one task per GPU, first fit by memory, and fewest tasks per GPU.
 jaxmux puts a job where the predicted effective throughput of the cluster rises most.
 
@@ -58,10 +58,8 @@ from cluster_records import (
     PREFIX,
     draw,
 )
-
-from jaxmux.installed_versions import installed_versions
-from jaxmux.package_files import resolve_path
-from jaxmux.planner.cluster import (
+from research.cluster import (
+    ARRIVALS_PER_MINUTE,
     Job,
     Policy,
     ReplayResult,
@@ -74,7 +72,9 @@ from jaxmux.planner.cluster import (
     random_jobs,
     replay,
 )
-from jaxmux.planner.cluster.arrivals import ARRIVALS_PER_MINUTE
+
+from jaxmux.installed_versions import installed_versions
+from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, measured_models
 from jaxmux.planner.costs.device_profile import read_profile
 from jaxmux.planner.devices import ONE_DEVICE

@@ -75,8 +75,7 @@ class EngineOptions:
         pipeline share the microbatch between them. It takes two arguments: by slot number of the
         task, the lengths of its samples (number of tokens minus 1, because the last token is only
         predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
-        row, offset) for each of its samples. Benchmarks compare the default with others, for
-        example `planner.packing.pack_first_fit`.
+        row, offset) for each of its samples. Benchmarks compare the default with others.
       schedule: order of the passes in a pipeline of several devices: "1f1b" (the fastest, unless
         most tasks have fewer microbatches than there are stages), "lorapp" (mLoRA: every task has
         microbatches and updates of its own, and a task that waits for its update is passed over),

@@ -1,7 +1,7 @@
 """Real sequence lengths for the planner's tests, and the folders of modules imported by bare name.
 
-These are packing (`packings`, `exact_rows`), costs (`true_costs`), cluster (`step_by_step`),
-pipeline/schedules (`mlora_workloads`) and scripts (`planner_parts`, `planner_packings`).
+These are packing (`packings`, `exact_rows`), costs (`true_costs`) and pipeline/schedules
+(`mlora_workloads`).
 """
 
 import json
@@ -11,11 +11,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).resolve().parent
-FOLDERS = (
-    *(HERE / room for room in ("packing", "costs", "cluster", "pipeline/schedules")),
-    HERE.parents[1] / "scripts",
-)
-sys.path[:0] = map(str, FOLDERS)
+sys.path[:0] = [str(HERE / room) for room in ("packing", "costs", "pipeline/schedules")]
 
 # The samples of these data sets are longer than the rows of the tests.
 _TOO_LONG = {"qmsum", "squality"}

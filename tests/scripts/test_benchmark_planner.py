@@ -6,7 +6,6 @@ import benchmark_planner
 import numpy as np
 import pytest
 from benchmark_records import read_records
-from planner_ablation import Parts, ablate, plan_step, setting
 from planner_bubbles import (
     EQUAL_STAGES,
     HEAD_ON_LAST_STAGE,
@@ -181,17 +180,3 @@ def test_stages_together_take_the_cost_models_time_of_all_layers():
 def test_estimates_are_near_the_times_they_come_from():
     assert attention_seconds([512] * 16) * 1e3 == pytest.approx([0.15, 0.62], rel=0.1)
     assert all_reduce_seconds(8192, tp=4) == pytest.approx(0.27e-3)
-
-
-@pytest.mark.parametrize(("stages", "tp"), [(4, 1), (2, 2)])
-def test_every_part_of_muxtune_helps_or_is_not_needed(stages, tp):
-    seconds = ablate(setting(tasks=4, sequences=4, stages=stages, tp=tp))
-    everything = seconds.pop("all on")
-    assert all(value >= everything * (1 - 1e-12) for value in seconds.values())
-    assert seconds["without any"] > 1.2 * everything
-
-
-def test_without_fusion_every_task_is_an_htask():
-    plan = plan_step(setting(tasks=4, sequences=4, stages=4, tp=1), Parts(fusion=False))
-    assert plan.htasks == ((0,), (1,), (2,), (3,))
-    assert sorted(i for bucket in plan.buckets for i in bucket) == [0, 1, 2, 3]

@@ -14,7 +14,6 @@ This independence is called isolation.
 number of rows, when tasks have ended.
 """
 
-from .first_fit import pack_first_fit
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
 from .shape_choice import (
     Batches,
@@ -45,7 +44,6 @@ __all__ = [
     "at_most",
     "choose_shape",
     "longest_that_fits",
-    "pack_first_fit",
     "pack_round",
     "pack_rounds",
     "plain_shape",

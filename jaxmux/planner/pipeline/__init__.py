@@ -13,8 +13,6 @@ The parts, in the order in which `make_plan` uses them:
 - `pipeline_plan` does both for several groupings, and takes the fastest. Training groups and packs
   by it too. `pipeline_choice` adds the costs of a replica.
 - `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
-
-`subgraphs` and `interleaving` order the operators of a bucket's hTasks within a stage.
 """
 
 from .make_plan import (

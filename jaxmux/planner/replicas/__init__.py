@@ -25,7 +25,6 @@ from .make_deployment_plan import (
     predicted_round_seconds,
 )
 from .sample_dispatch import SampleDispatch, assign_samples, dispatch_samples, round_bins
-from .sequence_costs import ModelledSequenceCosts
 
 __all__ = [
     "DeployedPlans",
@@ -33,7 +32,6 @@ __all__ = [
     "predicted_round_seconds",
     "DeploymentPlan",
     "LengthBins",
-    "ModelledSequenceCosts",
     "SampleDispatch",
     "SequenceCosts",
     "ShapeCosts",

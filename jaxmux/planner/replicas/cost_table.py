@@ -78,11 +78,10 @@ class SequenceCosts(Protocol):
     """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
 
     A round is one global batch of every task; a sequence is one training sample of it.
-    `ModelledSequenceCosts` implements the protocol. A replica is one copy of the backbone; its
-    configuration S is a `Replica` value, that is, its pipeline stages and tensor-parallel devices.
-    Sequences are sorted by length into bins and padded to the longest length of their bin. A
-    replica of configuration S that serves x_j sequences padded to s_j tokens, for each length bin
-    j, takes
+    A replica is one copy of the backbone; its configuration S is a `Replica` value, that is,
+    its pipeline stages and tensor-parallel devices. Sequences are sorted by length into bins
+    and padded to the longest length of their bin. A replica of configuration S that serves x_j
+    sequences padded to s_j tokens, for each length bin j, takes
 
         T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j
 

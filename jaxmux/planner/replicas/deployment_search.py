@@ -278,7 +278,7 @@ def plan_replicas(
       configurations: configurations to choose from, for example from `candidate_replicas`. Those
         with more than N devices are never chosen; they only improve error messages.
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
-      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      model: times and memory of a replica.
       sampled_rounds: number of rounds in the sample (LobRA takes 100). An expected round has
         `bins.counts[j] / sampled_rounds` sequences of length bin j.
       gap: the search stops at a plan that is at most this fraction slower than the best; 1e-3 is
@@ -361,7 +361,7 @@ def replan(
       configurations: configurations to choose from, for example from `candidate_replicas`.
       bins: the samples of a few rounds of the new tasks, sorted by length, from
         `choose_length_bins`.
-      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      model: times and memory of a replica.
       switch_seconds: seconds that changing the replicas takes (less than 3 minutes in LobRA).
       horizon_rounds: number of rounds for which the tasks are expected to stay as they are.
       sampled_rounds: number of rounds whose samples `bins` holds together.
@@ -444,7 +444,7 @@ def choose_replicas(
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
       rounds: for each round to simulate, its sequences sorted into length bins, for example those
         of each round of the sample; at least one round.
-      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      model: times and memory of a replica.
       sampled_rounds: number of rounds in the sample `bins`. An expected round has `bins.counts[j] /
         sampled_rounds` sequences of length bin j.
       gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is

@@ -201,7 +201,7 @@ def dispatch_samples(
       replicas: p_i, for each configuration S_i the number of deployed replicas.
       bins: the sequences of all tasks in this round, sorted by padded length, from
         `choose_length_bins`.
-      model: times and memory of a replica, for example `ModelledSequenceCosts`.
+      model: times and memory of a replica.
       gap: fraction above the optimum at which the solver may stop; 0.01 is 1%.
       time_limit: seconds of computation after which the solver stops.
       single_replicas: whether a second program assigns at most 50 sequences to single replicas, for

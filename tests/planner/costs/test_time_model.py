@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 from packings import muxtune_shape
+from research.replicas import ModelledSequenceCosts
 from true_costs import TRUE_ADAPTERS
 
 from jaxmux.planner import PlanningError
@@ -33,7 +34,6 @@ from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.shape_choice import ShapeRequest, choose_shape
 from jaxmux.planner.replicas.cost_table import tabulate_costs
-from jaxmux.planner.replicas.sequence_costs import ModelledSequenceCosts
 
 BACKBONE = BackboneSize(
     name="LlamaForCausalLM",

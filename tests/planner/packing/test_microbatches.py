@@ -12,10 +12,10 @@ from packings import (
     chunks_of,
     random_batch,
 )
-from planner_packings import pack_greedily
+from research.first_fit import pack_first_fit, pack_greedily
 
 from jaxmux.planner import PlanningError
-from jaxmux.planner.packing import ShapeClass, pack_first_fit, pack_round, pack_rounds
+from jaxmux.planner.packing import ShapeClass, pack_round, pack_rounds
 from jaxmux.planner.packing.rows import RowShape, fill_rows, least_rows
 from jaxmux.planner.packing.spans import Span, cut_spans, row_bins
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from planner_packings import pack_greedily
+from research.first_fit import pack_greedily
 
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.microbatches import pack_rounds

@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pulp
-from planner_lower_bounds import least_makespan, least_paired_ticks
+from research.lower_bounds import least_makespan, least_paired_ticks
 
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,

@@ -1,17 +1,16 @@
-"""Packs the global batches of a round first-fit-decreasing, task by task. Benchmarks compare
-`microbatches` with this simpler packing.
+"""Simpler packings, to compare `pack_round` with.
 
-The samples of each task are grouped into spans by their own lengths, and the spans are laid down in
-one fixed order. So the contents and the order of a task's chunks do not depend on the other tasks;
-only the rows and offsets of the chunks do.
+`pack_first_fit` packs the global batches of a round first-fit-decreasing, task by task.
+`pack_greedily` fills rows with the spans of `pack_round` more simply.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ..errors import PlanningError
-from .microbatches import Placement, RoundLengths
-from .shape_class import ShapeClass
+from jaxmux.planner import PlanningError
+from jaxmux.planner.packing import PackedRound, Placement, RoundLengths, ShapeClass, pack_round
+from jaxmux.planner.packing.rows import RowShape, fill_rows_greedily
 
 
 class _Span(NamedTuple):
@@ -127,3 +126,13 @@ def _place(span: _Span, slot: int, lengths: RoundLengths, row: int, offset: int)
         placements.append(Placement(slot, sample, row, offset))
         offset += lengths[slot][sample]
     return placements
+
+
+def pack_greedily(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
+    """Packs one round more simply than `pack_round`, to compare with it.
+
+    Each row takes the longest of the tasks' next spans that fits, until none fits. Arguments,
+    result and errors are as in `pack_round`.
+    """
+    packed = pack_round(lengths, shape)
+    return dataclasses.replace(packed, rows=fill_rows_greedily(packed.spans, RowShape.of(shape)))

@@ -1,10 +1,11 @@
-"""MuxTune's fusion takes the best partition, and its buckets are the fastest in the simulator."""
+"""MuxTune's fusion takes the best partition, its buckets are the fastest in the simulator, and none
+of its parts makes a step longer."""
 
 import time
 
 import numpy as np
 import pytest
-from planner_muxtune import choose_buckets, fuse_tasks
+from research.ablation import Parts, ablate, choose_buckets, fuse_tasks, plan_step, setting
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.pipeline.groupings import candidate_buckets, fusions, pipeline_latency
@@ -75,3 +76,17 @@ def test_number_of_buckets_has_the_least_simulated_latency():
     assert chosen.latency == min(simulate(buckets) for buckets in candidate_buckets(latencies))
     assert 1 < len(chosen.buckets) < 9
     assert simulate(chosen.buckets) == chosen.latency
+
+
+@pytest.mark.parametrize(("stages", "tp"), [(4, 1), (2, 2)])
+def test_every_part_of_muxtune_helps_or_is_not_needed(stages, tp):
+    seconds = ablate(setting(tasks=4, sequences=4, stages=stages, tp=tp))
+    everything = seconds.pop("all on")
+    assert all(value >= everything * (1 - 1e-12) for value in seconds.values())
+    assert seconds["without any"] > 1.2 * everything
+
+
+def test_without_fusion_every_task_is_an_htask():
+    plan = plan_step(setting(tasks=4, sequences=4, stages=4, tp=1), Parts(fusion=False))
+    assert plan.htasks == ((0,), (1,), (2,), (3,))
+    assert sorted(i for bucket in plan.buckets for i in bucket) == [0, 1, 2, 3]

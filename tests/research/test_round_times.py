@@ -8,10 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from research.cluster import RoundTimes, TaskKind
 
 from jaxmux.package_files import resolve_path
 from jaxmux.planner import PlanningError
-from jaxmux.planner.cluster import RoundTimes, TaskKind
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, measured_models
 from jaxmux.planner.costs.device_profile import read_profile
 from jaxmux.planner.devices import ONE_DEVICE

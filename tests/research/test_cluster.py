@@ -1,22 +1,25 @@
-"""Replays of a cluster agree with hand-made cases, closed forms and an independent simulation."""
+"""Random jobs have the rates that MuxTune states, policies put a job on the GPU that they promise,
+and replays agree with hand-made cases, closed forms and an independent simulation."""
 
+import itertools
 import math
 import random
 
 import numpy as np
 import pytest
-from step_by_step import replay_step_by_step
-
-from jaxmux.planner import PlanningError
-from jaxmux.planner.cluster import (
+from research.cluster import (
     Job,
     fewest_tasks,
     first_fit,
     most_throughput,
     one_task_per_gpu,
+    random_jobs,
     replay,
     with_task,
 )
+from step_by_step import replay_step_by_step
+
+from jaxmux.planner import PlanningError
 
 SIZES = (1, 2, 5)
 MOST_TASKS = 4
@@ -99,11 +102,11 @@ def test_every_job_gets_its_rounds_and_no_gpu_exceeds_its_memory(name):
     for start, end in zip(times, times[1:], strict=False):
         live = (result.starts <= start) & (result.ends >= end)
         for gpu in range(3):
-            own = np.flatnonzero(live & (result.gpus == gpu))
-            if len(own):
-                seconds = round_seconds(tuple(sorted(jobs[i].kind for i in own)))
+            tasks = np.flatnonzero(live & (result.gpus == gpu))
+            if len(tasks):
+                seconds = round_seconds(tuple(sorted(jobs[i].kind for i in tasks)))
                 assert seconds < math.inf
-                trained[own] += (end - start) / seconds
+                trained[tasks] += (end - start) / seconds
                 busy += end - start
     np.testing.assert_allclose(trained, [job.rounds for job in jobs], rtol=1e-6)
     assert result.gpu_seconds.sum() == pytest.approx(busy)
@@ -157,3 +160,105 @@ def test_tasks_stay_in_ascending_order():
     assert with_task((), 1) == (1,)
     assert with_task((0, 1, 3), 1) == (0, 1, 1, 3)
     assert with_task((0, 1), 2) == (0, 1, 2)
+
+
+SECONDS_ALONE = (0.5, 2.0, 3.0)
+
+
+def jobs_of(days: int, seed: int = 0, **options):
+    return random_jobs(np.random.default_rng(seed), SECONDS_ALONE, days * 24 * 60, **options)
+
+
+def test_the_moments_are_those_of_the_paper():
+    found = jobs_of(days=60)
+    minutes = np.array([job.rounds * SECONDS_ALONE[job.kind] for job in found]) / 60
+    assert len(found) / (60 * 24 * 60) == pytest.approx(2.59, rel=0.01)
+    assert minutes.mean() == pytest.approx(372.6, rel=0.02)
+    assert minutes.std() == pytest.approx(612.9, rel=0.06)
+
+
+def test_arrivals_are_in_order_and_without_memory():
+    arrivals = np.array([job.arrival for job in jobs_of(days=60)])
+    gaps = np.diff(arrivals)
+    assert (gaps >= 0).all() and arrivals[-1] <= 60 * 24 * 3600
+    # The gaps of a Poisson process are exponential: their deviation is their mean.
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.02)
+
+
+def test_kinds_are_equally_likely_and_independent_of_durations():
+    found = jobs_of(days=60)
+    kinds = np.array([job.kind for job in found])
+    minutes = np.array([job.rounds * SECONDS_ALONE[job.kind] for job in found])
+    np.testing.assert_allclose(np.bincount(kinds) / len(kinds), 1 / 3, atol=0.01)
+    assert abs(np.corrcoef(kinds, minutes)[0, 1]) < 0.01
+
+
+def test_the_rate_can_be_changed_and_equal_seeds_give_equal_jobs():
+    assert len(jobs_of(10, arrivals_per_minute=1.0)) == pytest.approx(14_400, rel=0.03)
+    assert jobs_of(1, seed=4) == jobs_of(1, seed=4) != jobs_of(1, seed=5)
+
+
+WORK = (1.0, 4.0)
+
+
+def worked_seconds(tasks):
+    """Rounds take 2 s at least, and a second per unit of work; memory holds three tasks."""
+    return math.inf if len(tasks) > 3 else max(2.0, sum(WORK[kind] for kind in tasks))
+
+
+def test_one_task_per_gpu_takes_the_first_empty_gpu_or_waits():
+    place = one_task_per_gpu()
+    assert place([(0,), (), ()], 1) == 1
+    assert place([(0,), (1,)], 1) is None
+
+
+def test_first_fit_regards_memory_only():
+    place = first_fit(worked_seconds)
+    assert place([(0, 0, 0), (1, 1), ()], 0) == 1
+    assert place([(0, 0, 0), (1, 1, 1)], 0) is None
+
+
+def test_the_gpu_with_the_fewest_tasks_gets_the_job():
+    place = fewest_tasks(worked_seconds)
+    assert place([(0, 0), (1,), (0,)], 0) == 1
+    assert place([(0, 0, 0)], 0) is None
+
+
+def test_a_job_joins_tasks_that_leave_the_gpu_idle_rather_than_a_full_gpu():
+    place = most_throughput(worked_seconds, WORK)
+    # Beside the small task a second small one costs nothing; beside the large one it gains nothing.
+    assert place([(1,), (0,)], 0) == 1
+    assert place([(1,), (1, 1)], 0) is None
+    # An empty GPU adds as much as the small task's, and comes first; memory has the last word.
+    assert place([(1,), (), (0,)], 0) == 1
+    assert place([(0, 0, 0)], 0) is None
+
+
+@pytest.mark.parametrize("kind", [0, 1])
+def test_the_throughput_of_the_cluster_is_the_largest_possible(kind):
+    rng = np.random.default_rng(kind)
+    seconds = {
+        tuple(tasks): rng.uniform(1, 5)
+        for count in range(4)
+        for tasks in itertools.combinations_with_replacement((0, 1), count)
+    }
+
+    def time(tasks):
+        return seconds.get(tasks, math.inf)
+
+    def cluster(gpus):
+        return sum(sum(WORK[k] for k in tasks) / time(tasks) for tasks in gpus if tasks)
+
+    place = most_throughput(time, WORK)
+    for gpus in itertools.product(list(seconds), repeat=2):
+        after = [
+            cluster([with_task(t, kind) if i == place_ else t for i, t in enumerate(gpus)])
+            if len(gpus[place_]) < 3
+            else -math.inf
+            for place_ in range(2)
+        ]
+        found = place(gpus, kind)
+        if found is None:
+            assert max(after) <= cluster(gpus) + 1e-12
+        else:
+            assert after[found] == pytest.approx(max(after))

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from planner_replicas import A100_7B, A800_70B, BINS, BOUNDARIES, CONTEXT, PaperMachine
+from research.replicas import plan_fused, plan_sequential, simulate_uniform_dispatch
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import Replica
@@ -15,11 +16,6 @@ from jaxmux.planner.replicas import (
     plan_replicas,
 )
 from jaxmux.planner.replicas.deployment_search import simulate_rounds
-from jaxmux.planner.replicas.like_replicas import (
-    plan_fused,
-    plan_sequential,
-    simulate_uniform_dispatch,
-)
 
 ONE = Replica()
 
@@ -71,7 +67,7 @@ def test_real_tasks_take_fewer_device_seconds_than_on_like_replicas(
     # Tasks of long documents have few sequences in a global batch.
     sizes = {task: batch // (1 + int(np.mean(lens)) // 256) for task, lens in task_lengths.items()}
     draws = {t: rng.choice(lens, (10, sizes[t])) for t, lens in task_lengths.items()}
-    by_task = {t: [binned(own) for own in drawn] for t, drawn in draws.items()}
+    by_task = {t: [binned(drawn_round) for drawn_round in drawn] for t, drawn in draws.items()}
     together = [binned(np.concatenate([d[i] for d in draws.values()])) for i in range(10)]
     candidates = candidate_replicas(devices, (1, 2, 4, 8, 16))
     sample = np.concatenate([rng.choice(lens, 100 * sizes[t]) for t, lens in task_lengths.items()])

@@ -2,15 +2,19 @@
 
 import numpy as np
 import pytest
-
-from jaxmux.planner.errors import PlanningError
-from jaxmux.planner.pipeline.interleaving import (
+from research.interleaving import (
+    Block,
+    Operator,
+    Subgraph,
+    graph_of,
     interleave,
     priority_order,
     run_order,
+    segment,
     sequential_order,
 )
-from jaxmux.planner.pipeline.subgraphs import Block, Operator, Subgraph, graph_of, segment
+
+from jaxmux.planner import PlanningError
 
 
 def chain(htask: int, times, first: int) -> list[Subgraph]:
@@ -38,8 +42,9 @@ def random_subgraphs(seed: int, most: int) -> list[Subgraph]:
     for htask in range(htasks):
         first = len(subgraphs)
         for index in range(first, first + int(rng.integers(2, most // htasks + 1))):
-            own = range(first, index)
-            after = set(rng.choice(own, size=min(len(own), int(rng.integers(1, 3))), replace=False))
+            earlier = range(first, index)
+            count = min(len(earlier), int(rng.integers(1, 3)))
+            after = set(rng.choice(earlier, size=count, replace=False))
             if first and rng.random() < 0.1:
                 after.add(int(rng.integers(first)))
             communication = float(rng.random() * rng.choice([0, 0.3, 1, 2]))
