@@ -20,6 +20,12 @@ _AXIS = r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]{1,5})\s*"
 _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 
+# The orders of the passes of a pipeline that training can be asked for, see `RunOptions.schedule`.
+AUTO_SCHEDULE, INTERLEAVED = "auto", "interleaved"
+SCHEDULES = (AUTO_SCHEDULE, "1f1b", "gpipe", INTERLEAVED, "lorapp", "template")
+# Parts of the backbone on each stage of an interleaved pipeline.
+_INTERLEAVED_PARTS = 2
+
 # Keys of sizes: blocks of weights that share a scale, along what tensor parallelism and what fully
 # sharded data parallelism divide; those of the key heads are divided if there are enough heads.
 TP_BLOCKS, FSDP_BLOCKS = "weight_blocks_for_tp", "weight_blocks_for_fsdp"
@@ -58,9 +64,12 @@ class Replica(NamedTuple):
 
     Attributes:
       stages: the devices of each pipeline stage; at least one stage.
+      parts: number of parts of the backbone on each stage. With S stages, stage s holds the parts
+        s, s + S and so on; more than one part make an interleaved pipeline.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
+    parts: int = 1
 
     @classmethod
     def uniform(cls, pp: int = 1, tp: int = 1, dp: int = 1, fsdp: int = 1) -> "Replica":
@@ -162,15 +171,42 @@ class Replica(NamedTuple):
     def stage_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
         """Returns the number of layers of each stage, a list of `pp` numbers.
 
-        The last stage also has the language-model head. The layers are divided so that the stage
-        with most work has as little as possible, and else as evenly as possible; the first stages
+        Args:
+          layers: L, number of layers of the backbone, at least `pp * parts`.
+          head_layers: work of the head, as a number of layers.
+        """
+        of_parts = self.part_layers(layers, head_layers)
+        return [sum(of_parts[stage :: self.pp]) for stage in range(self.pp)]
+
+    def part_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
+        """Returns the number of layers of each part of the backbone, a list of `pp * parts`
+        numbers. Without interleaving, a stage has one part.
+
+        The last part also has the language-model head. The layers are divided so that the part
+        with most work has as little as possible, and else as evenly as possible; the first parts
         have one layer more than those after them.
 
         Args:
-          layers: L, number of layers of the backbone, at least `pp`.
+          layers: L, number of layers of the backbone, at least `pp * parts`.
           head_layers: work of the head, as a number of layers.
         """
-        return list(_stage_layers(self.pp, layers, head_layers))
+        return list(_part_layers(self.pp * self.parts, layers, head_layers))
+
+    def following(self, schedule: str) -> "Replica":
+        """Returns this replica with as many parts of the backbone on each stage as a schedule has.
+
+        Args:
+          schedule: one of `SCHEDULES`.
+
+        Raises:
+          PlanningError: the schedule is that of a pipeline, and the replica has a single stage.
+        """
+        if schedule != AUTO_SCHEDULE and self.pp == 1:
+            raise PlanningError(
+                f"schedule={schedule!r} orders the passes of a pipeline: it needs a mesh with at "
+                f"least pp2, found {self}; without a pipeline, use schedule='auto'"
+            )
+        return self._replace(parts=_INTERLEAVED_PARTS if schedule == INTERLEAVED else 1)
 
     def require(self, layers: int, sizes: Mapping[str, int]) -> None:
         """Raises an error if a backbone cannot be spread over the replica's devices.
@@ -189,6 +225,12 @@ class Replica(NamedTuple):
           PlanningError: there are more stages than layers, or an axis does not suit a size. The
             message names the nearest size of the axis that would fit.
         """
+        if self.parts > 1 and self.pp * self.parts > layers:
+            raise PlanningError(
+                f"mesh {self}: schedule='interleaved' divides the layers into {self.pp} stages of "
+                f"{self.parts} parts, which needs at least {self.pp * self.parts} layers; the "
+                f"backbone has {layers}"
+            )
         if self.pp > layers:
             raise PlanningError(
                 f"mesh {self}: {self.pp} stages for {layers} layers, every stage needs at least "
@@ -228,20 +270,20 @@ def _parse_replica(text: str, where: str) -> Replica:
 
 
 @functools.cache
-def _stage_layers(stages: int, layers: int, head_layers: float) -> tuple[int, ...]:
-    """`Replica.stage_layers`, which cost models ask for again and again."""
-    if stages == 1:
+def _part_layers(parts: int, layers: int, head_layers: float) -> tuple[int, ...]:
+    """`Replica.part_layers`, which cost models ask for again and again."""
+    if parts == 1:
         return (layers,)
 
     def divided(last: int) -> tuple[int, ...]:
-        each, more = divmod(layers - last, stages - 1)
-        return *(each + (stage < more) for stage in range(stages - 1)), last
+        each, more = divmod(layers - last, parts - 1)
+        return *(each + (part < more) for part in range(parts - 1)), last
 
     def unevenness(counts: tuple[int, ...]) -> tuple[float, float]:
         work = [*counts[:-1], counts[-1] + head_layers]
         return max(work), max(work) - min(work)
 
-    return min(map(divided, range(1, layers - stages + 2)), key=unevenness)
+    return min(map(divided, range(1, layers - parts + 2)), key=unevenness)
 
 
 def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:

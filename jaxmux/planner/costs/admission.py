@@ -169,7 +169,7 @@ class Admission:
         return None
 
     def peak(
-        self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], in_flight: int = 1
+        self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], in_flight: float = 1
     ) -> float:
         """Returns the predicted peak memory of a round of these tasks, in bytes of one device.
 

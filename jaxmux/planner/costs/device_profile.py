@@ -157,6 +157,14 @@ class BackboneSize:
         """
         return replica.stage_layers(self.layers, self.head_layers)
 
+    def part_layers(self, replica: Replica) -> list[int]:
+        """The number of layers of each part of the backbone, see `Replica.part_layers`.
+
+        Args:
+          replica: the devices.
+        """
+        return replica.part_layers(self.layers, self.head_layers)
+
     @property
     def adapter_width(self) -> int:
         """Adapter parameters of one layer per unit of rank: Σ (k + n) over the linears."""

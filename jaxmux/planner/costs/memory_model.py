@@ -295,7 +295,7 @@ class MemoryModel:
         pool: PoolSpec,
         remat: str | Sequence[str] | None = None,
         replica: Replica = ONE_DEVICE,
-        in_flight: int = 1,
+        in_flight: float = 1,
     ) -> float:
         """Returns the predicted peak memory of a round, in bytes of one device.
 
@@ -322,7 +322,7 @@ class MemoryModel:
         pool: PoolSpec,
         remat: str | Sequence[str],
         replica: Replica,
-        in_flight: Sequence[int],
+        in_flight: Sequence[float],
     ) -> list[float]:
         """Returns the predicted peak memory of a round on each stage, in bytes of one device.
 
@@ -354,7 +354,7 @@ class MemoryModel:
         shape: ShapeClass,
         pool: PoolSpec,
         replica: Replica = ONE_DEVICE,
-        in_flight: int = 1,
+        in_flight: float = 1,
     ) -> tuple[str, ...]:
         """Returns the remat policy of every layer, as the engine picks them with `remat="auto"`.
 
@@ -381,7 +381,7 @@ class MemoryModel:
         shape: ShapeClass,
         pool: PoolSpec,
         replica: Replica = ONE_DEVICE,
-        in_flight: int = 1,
+        in_flight: float = 1,
     ) -> bool:
         """Returns whether a round fits into memory if every layer recomputes as much as possible.
 

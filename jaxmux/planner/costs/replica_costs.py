@@ -2,12 +2,13 @@
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..devices import Replica
+from ..devices import AUTO_SCHEDULE, Replica
 from ..errors import PlanningError
 from ..numbers import size_text
 from ..packing.shape_class import ShapeClass
@@ -22,11 +23,11 @@ class _Residuals(NamedTuple):
     """The choice of values that a stage keeps for its backward passes.
 
     Attributes:
-      depth: the most microbatches in flight.
+      depth: the most microbatches in flight that fit.
       policies: remat policy of every layer.
     """
 
-    depth: int
+    depth: float
     policies: tuple[str, ...]
 
 
@@ -45,9 +46,9 @@ class ReplicaCosts:
     task owns is empty and takes less time. A microbatch is in flight on a stage from its forward
     pass to its backward pass; the stage keeps its values during this time.
 
-    With `remat="auto"`, the layers recompute as little as possible such that as many microbatches
-    fit into memory as there are stages, of which 1F1B makes use. `depth` is smaller only if so many
-    do not fit even with the most recomputation.
+    With `remat="auto"`, the layers recompute as little as possible such that `full_depth`
+    microbatches fit into memory. `depth` is smaller only if so many do not fit even with the most
+    recomputation.
 
     Attributes:
       times: time model of the backbone and the device, from `device_models`.
@@ -57,6 +58,9 @@ class ReplicaCosts:
       remat: remat policy of all layers, which tells the values that they keep for the backward
         pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation. "auto"
         stands for the policies that the engine picks by the free memory.
+      schedule: the order of the pipeline's passes, one of `planner.devices.SCHEDULES`.
+      in_flight: for each stage, the most microbatches in flight with this schedule, from
+        `schedules.microbatches_in_flight`; empty stands for 1F1B, with S - s on stage s.
     """
 
     times: TimeModel
@@ -64,16 +68,24 @@ class ReplicaCosts:
     pool: PoolSpec
     replica: Replica
     remat: str = AUTO
+    schedule: str = AUTO_SCHEDULE
+    in_flight: tuple[float, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
         # Another process computes again what this one has computed before.
         return {name: value for name, value in vars(self).items() if name != "_residuals"}
 
-    def depth(self, shape: ShapeClass) -> int:
+    @property
+    def full_depth(self) -> float:
+        """The most microbatches in flight on a stage when the pipeline is full: with 1F1B as many
+        as there are stages. In an interleaved pipeline a part of a stage counts as a fraction of a
+        microbatch. Of GPipe, which keeps a whole round, one microbatch counts."""
+        return max(self.in_flight, default=self.replica.pp)
+
+    def depth(self, shape: ShapeClass) -> float:
         """Returns the most microbatches in flight on a stage that fit into memory under `policies`.
 
-        The result is at most the number of stages, of which 1F1B makes use, and 0 if not even one
-        microbatch fits.
+        The result is at most `full_depth`, and 0 if not even one microbatch fits.
 
         Args:
           shape: shape class of the microbatches.
@@ -101,7 +113,7 @@ class ReplicaCosts:
         )
 
     def require_full_pipeline(self, shape: ShapeClass) -> None:
-        """Raises an error if fewer microbatches in flight fit into memory than there are stages.
+        """Raises an error if fewer microbatches in flight fit into memory than `full_depth`.
 
         Training fills the pipeline, so it needs room for as many.
 
@@ -111,11 +123,12 @@ class ReplicaCosts:
         Raises:
           PlanningError: they do not fit.
         """
-        if (depth := self.depth(shape)) < self.replica.pp:
+        if (depth := self.depth(shape)) < self.full_depth:
+            chosen = "" if self.schedule == AUTO_SCHEDULE else f" with schedule={self.schedule!r}"
             raise PlanningError(
-                f"mesh {self.replica}: the first stage has memory for {depth} microbatches of "
-                f"{shape.tokens} tokens in flight and needs it for {self.replica.pp}; try "
-                f"tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
+                f"mesh {self.replica}: the first stage has memory for {depth:g} microbatches of "
+                f"{shape.tokens} tokens in flight and needs it for {self.full_depth:g}{chosen}; "
+                f"try tokens_per_microbatch={shape.tokens // 2}, or remat='auto'"
             )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
@@ -188,7 +201,7 @@ class ReplicaCosts:
         summed = self.times.collective("psum", self.replica.shards, gradients, "outer")
         return self.times.pool_update(self.pool, parts) + summed + self.times.round_overhead
 
-    def peak(self, shape: ShapeClass, remat: Remat, in_flight: int) -> float:
+    def peak(self, shape: ShapeClass, remat: Remat, in_flight: float) -> float:
         """Returns the peak memory of a round, in bytes of one device of the stage that needs the
         most.
 
@@ -204,7 +217,7 @@ class ReplicaCosts:
         return self.memory.peak(shape, self.pool, remat, self.replica, in_flight)
 
     def stage_peaks(self, shape: ShapeClass, remat: Remat) -> list[float]:
-        """Returns the peak memory of a round with 1F1B on each stage, in bytes of one device.
+        """Returns the peak memory of a round on each stage, in bytes of one device.
 
         Args:
           shape: shape class of the microbatches.
@@ -213,7 +226,7 @@ class ReplicaCosts:
         Raises:
           ProfileError: the memory model does not know a remat policy.
         """
-        in_flight = range(self.replica.pp, 0, -1)
+        in_flight = self.in_flight or range(self.replica.pp, 0, -1)
         return self.memory.stage_peaks(shape, self.pool, remat, self.replica, in_flight)
 
     @functools.cached_property
@@ -222,12 +235,13 @@ class ReplicaCosts:
         return functools.cache(self._choose_residuals)
 
     def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
-        """Chooses the least recomputation with which as many microbatches fit as there are stages,
-        or else with which most fit."""
-        depth = next((k for k in range(self.replica.pp, 0, -1) if self._fits(shape, k)), 0)
+        """Chooses the least recomputation with which `full_depth` microbatches fit, or else with
+        which most fit."""
+        fewer = range(math.ceil(self.full_depth) - 1, 0, -1)
+        depth = next((k for k in (self.full_depth, *fewer) if self._fits(shape, k)), 0)
         return _Residuals(depth, self._fill(shape, depth))
 
-    def _fill(self, shape: ShapeClass, in_flight: int) -> tuple[str, ...]:
+    def _fill(self, shape: ShapeClass, in_flight: float) -> tuple[str, ...]:
         if self.remat != AUTO:
             return (self.remat,) * self.times.backbone.layers
         return self.memory.policies(shape, self.pool, self.replica, max(1, in_flight))
@@ -243,7 +257,7 @@ class ReplicaCosts:
         summed = 2 * self.times.collective("psum", tp, self._stream_bytes(shape))
         return np.array(passes) + gather + summed
 
-    def _fits(self, shape: ShapeClass, in_flight: int) -> bool:
+    def _fits(self, shape: ShapeClass, in_flight: float) -> bool:
         if self.remat == AUTO:
             return self.memory.fits(shape, self.pool, self.replica, in_flight)
         return self.peak(shape, self.remat, in_flight) <= USABLE * self.memory.memory

@@ -6,16 +6,15 @@ into buckets, every microbatch with its samples, a schedule of all stages and th
 
 The parts, in the order in which `make_plan` uses them:
 
-- `groupings` lists ways to group the tasks; it uses `fusion` (hTasks), `buckets` and
-  `adapter_groups`. `grouping_estimates` chooses those that are worth simulating.
-- `bubble_lemma` puts the packed microbatches of the groups in a row; `schedules` makes, checks and
-  simulates the schedule.
-- `pipeline_plan` does both for several groupings, and takes the fastest. Training groups and packs
-  by it too. `pipeline_choice` adds the costs of a replica.
-- `smaller_microbatches` tries whether fewer tokens per microbatch would be faster.
+- `groupings` lists ways to group the tasks into hTasks and buckets, and estimates which of them are
+  worth simulating.
+- `pipeline_plan` packs the groups, puts their microbatches in a row, and takes the fastest of
+  several groupings. Training groups and packs by it too.
+- `schedules` makes, checks and simulates the schedule.
 """
 
 from .make_plan import (
+    Plan,
     SmallerMicrobatches,
     TaskLoad,
     make_plan,
@@ -24,7 +23,6 @@ from .make_plan import (
     try_smaller_microbatches,
 )
 from .pipeline_plan import grouping_of_share, grouping_of_tasks, pack_in_groups
-from .plan_value import Plan
 
 __all__ = [
     "Plan",

@@ -30,7 +30,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..devices import Replica
+from ..devices import AUTO_SCHEDULE, Replica
 from ..packing.microbatches import (
     PackedRound,
     Placement,
@@ -48,12 +48,13 @@ from .groupings import CutRound, Grouping, Groups, candidate_groupings, most_pro
 from .schedules import (
     BACKWARD,
     FORWARD,
+    TASK_BY_TASK,
     PipelineSchedule,
     ScheduledMicrobatch,
     Simulation,
     Workload,
+    schedule_rounds,
     simulate_asynchronous,
-    streaming,
 )
 
 
@@ -272,17 +273,28 @@ class PipelineCosts(NamedTuple):
       shape: shape class of the microbatches.
       stage_seconds: returns the time of a microbatch on each stage.
       hop_seconds: time in which the output of a pass gets to the next stage.
+      schedule: name of the schedule, one of `planner.devices.SCHEDULES`.
+      parts_per_stage: number of parts of the backbone on each stage.
     """
 
     shape: ShapeClass
     stage_seconds: StageSeconds
     hop_seconds: float = 0.0
+    schedule: str = AUTO_SCHEDULE
+    parts_per_stage: int = 1
 
 
 def grouping_of_tasks(
-    tasks: Sequence[Batches], shape: ShapeClass, stages: int, present: Groups = ()
+    tasks: Sequence[Batches],
+    shape: ShapeClass,
+    stages: int,
+    present: Groups = (),
+    schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
     """Returns the grouping with which tasks train in the least time as long as all of them train.
+
+    Only the schedule "auto" leaves the choice to the planner. With others, every task is a group,
+    or all tasks together are one.
 
     Args:
       tasks: for each task and step, the stream lengths in tokens of the samples of its global
@@ -290,8 +302,13 @@ def grouping_of_tasks(
       shape: shape class of the microbatches.
       stages: S, number of stages of the pipeline.
       present: the groups in use, see `choose_grouping`.
+      schedule: name of the schedule, one of `planner.devices.SCHEDULES`.
     """
+    if schedule in TASK_BY_TASK:
+        return of_groups([(slot,) for slot in range(len(tasks))])
     together = one_htask(range(len(tasks)))
+    if schedule != AUTO_SCHEDULE:
+        return together
     if stages == 1 or len(tasks) == 1:
         return together
     steps = min(map(len, tasks))
@@ -310,6 +327,7 @@ def grouping_of_share(
     shape: ShapeClass,
     devices: int,
     present: Groups = (),
+    schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
     """Returns the grouping of tasks that suits a replica that trains a share of their samples:
     those that fit into its rows, divided by the number of devices.
@@ -321,10 +339,11 @@ def grouping_of_share(
       shape: shape class of its microbatches.
       devices: number of devices of all replicas.
       present: the groups in use, see `choose_grouping`.
+      schedule: name of the schedule, as for `grouping_of_tasks`.
     """
     parts = replica.shards * round(devices / replica.devices)
     share = [PartOfBatches(batches, parts, shape.row_len) for batches in tasks]
-    return grouping_of_tasks(share, shape, replica.pp, present)
+    return grouping_of_tasks(share, shape, replica.pp, present, schedule)
 
 
 class _First(Sequence):
@@ -449,23 +468,30 @@ class _Packings:
                 packed[i] = pack_cut(turn, self._shape)
         return packed
 
-    def in_groups(self, groups: Groups) -> Iterator[tuple[int, list[PackedMicrobatch]]]:
+    def in_groups(
+        self, groups: Groups, apart: bool = False
+    ) -> Iterator[tuple[int, list[PackedMicrobatch]]]:
         """For each round, the number of its turns and its microbatches. Their spans count turns
-        from the first of the round."""
+        from the first of the round. Groups that train `apart` share no microbatch."""
         for i in range(len(self.rounds)):
             turns = [packed[i] for packed in map(self._of_group, groups) if i in packed]
-            yield len(turns), schedule_turns(turns, stages=1)
+            if apart:
+                laid = [m for turn, packed in enumerate(turns) for m in _lay(turn, packed)]
+            else:
+                laid = schedule_turns(turns, stages=1)
+            yield len(turns), laid
 
 
 def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> PipelinePlan:
     turns = take_turns(packings.rounds, grouping.groups)
     microbatches, rounds, first_turn = [], [], 0
-    for i, (count, packed) in enumerate(packings.in_groups(grouping.groups)):
+    apart = costs.schedule in TASK_BY_TASK
+    for i, (count, packed) in enumerate(packings.in_groups(grouping.groups, apart)):
         microbatches += [microbatch.after(first_turn) for microbatch in packed]
         rounds += [i] * len(packed)
         first_turn += count
     workload = stream_workload(microbatches, turns, grouping.groups, costs.stage_seconds)
-    schedule = streaming(workload)
+    schedule = schedule_rounds(costs.schedule, workload, rounds, costs.parts_per_stage)
     simulation = simulate_asynchronous(schedule, workload, costs.hop_seconds)
     return PipelinePlan(grouping, microbatches, rounds, workload, schedule, simulation)
 

@@ -23,9 +23,15 @@ from ..packing.shape_choice import (
 )
 from ..packing.shape_class import ShapeClass
 from ..pipeline.groupings import Grouping
-from ..pipeline.make_plan import TaskLoad, plan_rounds, plan_with, require_rows, round_lengths
+from ..pipeline.make_plan import (
+    Plan,
+    TaskLoad,
+    plan_rounds,
+    plan_with,
+    require_rows,
+    round_lengths,
+)
 from ..pipeline.pipeline_plan import grouping_of_share
-from ..pipeline.plan_value import Plan
 from .cost_table import ShapeCosts
 from .sample_dispatch import assign_samples
 
@@ -158,8 +164,8 @@ def grouping_of_deployment(
     """Returns the groups in which all replicas train the tasks: those that suit the longest
     pipeline. Arguments as of `predicted_round_seconds`."""
     longest = max(deployment.replicas, key=lambda replica: replica.pp)
-    _, shape = costs[longest]
-    return grouping_of_share(tasks, longest, shape, deployment.devices)
+    priced, shape = costs[longest]
+    return grouping_of_share(tasks, longest, shape, deployment.devices, schedule=priced.schedule)
 
 
 def shares_of_rounds(

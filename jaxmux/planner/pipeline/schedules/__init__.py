@@ -10,9 +10,23 @@ returns a `PipelineSchedule`:
     print(schedule, simulate_lockstep(schedule, workload).bubble_ratio())
 """
 
-from .gpipe_1f1b import gpipe, interleaved, one_f_one_b_depth, one_forward_one_backward
-from .lorapp import lorapp
-from .muxtune_template import template, template_order
+from .generators import (
+    gpipe,
+    interleaved,
+    lorapp,
+    one_f_one_b_depth,
+    one_forward_one_backward,
+    template,
+    template_order,
+)
+from .named import (
+    STREAMING,
+    TASK_BY_TASK,
+    microbatches_in_flight,
+    residuals_in_flight,
+    round_table,
+    schedule_rounds,
+)
 from .schedule import (
     BACKWARD,
     FORWARD,
@@ -37,19 +51,25 @@ __all__ = [
     "IllegalSchedule",
     "Pass",
     "PipelineSchedule",
+    "STREAMING",
     "ScheduledMicrobatch",
     "Sent",
     "Simulation",
     "StreamOrder",
+    "TASK_BY_TASK",
     "TickRule",
     "Update",
     "Workload",
     "gpipe",
     "interleaved",
     "lorapp",
+    "microbatches_in_flight",
     "one_f_one_b_depth",
     "one_forward_one_backward",
+    "residuals_in_flight",
     "round_robin_microbatches",
+    "round_table",
+    "schedule_rounds",
     "simulate_asynchronous",
     "simulate_lockstep",
     "streaming",

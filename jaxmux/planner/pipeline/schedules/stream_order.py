@@ -3,7 +3,8 @@ a time; and the order in which the host can dispatch the passes of any schedule.
 
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from operator import itemgetter
 from typing import NamedTuple
 
@@ -181,7 +182,7 @@ class StreamOrder:
         return step
 
 
-def streaming(workload: Workload) -> PipelineSchedule:
+def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> PipelineSchedule:
     """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it.
 
     A microbatch begins when all microbatches before it have begun and each of its tasks has been
@@ -191,6 +192,9 @@ def streaming(workload: Workload) -> PipelineSchedule:
     Args:
       workload: the microbatches in order, with one virtual stage per stage. Its times and buffer
         limits make no difference.
+      rounds: for LoRAPP, the index of each microbatch's round, ascending. A microbatch that waits
+        for an update is then passed over by later ones, up to the end of the next round (mLoRA
+        3.2); the next round is known when all of the current one have begun.
     """
     stages, count = workload.stages, len(workload.microbatches)
     # For each microbatch, the number of microbatches that end before it begins; and for each task,
@@ -205,10 +209,27 @@ def streaming(workload: Workload) -> PipelineSchedule:
         tasks = (task for task, _ in microbatch.global_batches)
         needed.append(1 + max((before.get(task, -1) for task in tasks), default=-1))
     order, rows = StreamOrder(stages), [[] for _ in range(stages)]
+    # By their number in `order`, the microbatches that have begun; and those that may come next.
+    begun: list[int] = []
+    waiting = deque(range(count) if rounds is None else ())
+    known, ended = -1, set[int]()
     while order.ended < count:
-        begun = order.begun
-        step = order.next(begun + (begun < count and order.ended >= needed[begun]))
-        if isinstance(step, Pass):
-            op = Op(not step.forward, step.virtual_stage, step.microbatch)
+        if rounds is not None and not waiting:
+            later = (i for i in range(count) if rounds[i] > known)
+            # All rounds before the last known one have ended.
+            if ended.issuperset(i for i in range(count) if rounds[i] < known):
+                following = next((rounds[i] for i in later), None)
+                waiting.extend(i for i in range(count) if rounds[i] == following)
+                known = known if following is None else following
+        candidates = list(waiting) if rounds is not None else list(islice(waiting, 1))
+        first = next((i for i in candidates if needed[i] - 1 in ended or not needed[i]), None)
+        step = order.next(order.begun + (first is not None))
+        if isinstance(step, Ended):
+            ended.add(begun[step.microbatch])
+        elif isinstance(step, Pass):
+            if step.forward and step.virtual_stage == 0:
+                waiting.remove(first)
+                begun.append(first)
+            op = Op(not step.forward, step.virtual_stage, begun[step.microbatch])
             rows[step.virtual_stage].append(op)
     return lay_out(workload, rows)
