@@ -208,6 +208,17 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
+def test_a_plan_shows_the_schedule_that_is_asked_for(tmp_path, capsys):
+    asked = "--gin.fine_tune.schedule='interleaved'"
+    assert main([*QUICK, "--mesh=pp2", asked, f"--out={tmp_path}"]) == 0
+    assert "1 data shard, schedule interleaved" in capsys.readouterr().out
+    plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
+    assert plan.schedule.virtual_per_stage == plan.replica.parts == 2
+    validate(plan.schedule)
+    assert main([*QUICK, "--mesh=tp2", asked]) == 2
+    assert "schedule='interleaved' orders the passes of a pipeline" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("mesh", ["dp3", "fsdp2,dp2,pp2"])
 def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
     """The plan is that of the first shard, which has at least as many samples as any other."""

@@ -234,6 +234,7 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
             layout.places,
             round(deployment.devices / replica.devices),
             device,
+            run.schedule,
         )
         for replica in deployment.counts
     }

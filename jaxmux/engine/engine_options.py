@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
+from jaxmux.planner.devices import AUTO_SCHEDULE
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import ShapeClass
 
@@ -76,13 +77,9 @@ class EngineOptions:
         task, the lengths of its samples (number of tokens minus 1, because the last token is only
         predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
         row, offset) for each of its samples. Benchmarks compare the default with others.
-      schedule: order of the passes in a pipeline of several devices: "1f1b" (the fastest, unless
-        most tasks have fewer microbatches than there are stages), "lorapp" (mLoRA: every task has
-        microbatches and updates of its own, and a task that waits for its update is passed over),
-        "template" (MuxTune: the tasks one after another, with more microbatches in flight) or
-        "gpipe"; or, where a device holds several parts of the backbone, "interleaved". Results do
-        not depend on it. A stop waits for all microbatches that have begun, with "gpipe" for the
-        whole round.
+      schedule: order of the passes in a pipeline of several devices, as in `RunOptions`.
+        "interleaved" is for backbones with several parts on a device. Results do not depend on it.
+        A stop waits for all microbatches that have begun, with "gpipe" for the whole round.
       replica_shapes: with several replicas, the shape of each one's microbatches; `shape` is then
         the one with the longest rows. A sample goes to a replica whose rows hold it. Empty gives
         all replicas `shape`.
@@ -104,7 +101,7 @@ class EngineOptions:
     round_tokens: int | None = None
     max_bad_steps: int = 10
     packing: Packing | None = None
-    schedule: str = "1f1b"
+    schedule: str = AUTO_SCHEDULE
     replica_shapes: tuple[ShapeClass, ...] = ()
     sequence_costs: "SequenceCosts | None" = None
 

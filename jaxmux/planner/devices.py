@@ -361,6 +361,10 @@ class Deployment(NamedTuple):
         """
         return cls(tuple(replica for replica, count in counts.items() for _ in range(count)))
 
+    def following(self, schedule: str) -> "Deployment":
+        """Returns the deployment whose replicas follow a schedule, see `Replica.following`."""
+        return Deployment(tuple(replica.following(schedule) for replica in self.replicas))
+
     @property
     def counts(self) -> dict[Replica, int]:
         """The number of replicas of each kind, by replica, in the order of first appearance."""

@@ -2,8 +2,9 @@
 differ (LobRA 4), the one that is predicted to train fastest and into whose memory the tasks fit."""
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
@@ -11,8 +12,9 @@ from jaxmux.models import BackboneConfig, backbone_dtype
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.devices import Deployment, Replica
-from jaxmux.planner.numbers import numbered, power_of_two
+from jaxmux.planner.costs.memory_model import USABLE
+from jaxmux.planner.devices import AUTO_SCHEDULE, Deployment, Replica
+from jaxmux.planner.numbers import numbered, power_of_two, size_text
 from jaxmux.planner.packing import (
     MIN_CHUNK_LEN,
     PartOfBatches,
@@ -31,6 +33,9 @@ from jaxmux.planner.replicas import (
 
 from .run_options import RunOptions
 from .run_shape import Choice, PlannedDevice, choose_run_shape, run_costs
+
+if TYPE_CHECKING:
+    from jaxmux.planner.pipeline.pipeline_plan import PipelinePlan
 
 
 class ReplicaFit(NamedTuple):
@@ -58,20 +63,50 @@ class ReplicaFit(NamedTuple):
         None if the shape class was given."""
         if self.choice is None:
             return None
-        stages, seconds = self.costs.replica.pp, self.choice.alignment.seconds
-        if stages > 1:
-            # Training on one device does not need the planner of pipelines.
-            from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
-
-            grouping = grouping_of_tasks(self.lengths, self.shape, stages)
-            rounds = [batches for batches in sample_rounds(self.lengths) if any(batches.values())]
-            seconds = plan_with(grouping, rounds, self.shape, self.costs).simulation.makespan
+        seconds = self.choice.alignment.seconds
+        if self.costs.replica.pp > 1:
+            seconds = self._pipeline().simulation.makespan
         return seconds / self.choice.rounds / sampled_part(self.lengths) + self.costs.update()
+
+    @property
+    def in_flight(self) -> float:
+        """The most microbatches in flight on a stage: `ReplicaCosts.full_depth`, and with GPipe
+        those of the longest of the sampled rounds."""
+        if self.costs.schedule != "gpipe":
+            return self.costs.full_depth
+        return max(Counter(self._pipeline().rounds).values())
+
+    def _pipeline(self) -> "PipelinePlan":
+        """The pipeline of a sample of the rounds."""
+        # Training on one device does not need the planner of pipelines.
+        from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
+
+        costs, shape = self.costs, self.shape
+        grouping = grouping_of_tasks(self.lengths, shape, costs.replica.pp, schedule=costs.schedule)
+        rounds = [batches for batches in sample_rounds(self.lengths) if any(batches.values())]
+        return plan_with(grouping, rounds, shape, costs)
 
     def require(self, tasks: Sequence[PreparedTask]) -> None:
         """Raises PlanningError if the tasks do not fit into the replica's memory."""
         self.admission.require({task.task.name: task.pool for task in tasks})
         self.costs.require_full_pipeline(self.shape)
+        if self.costs.schedule == "gpipe":
+            self._require_whole_rounds()
+
+    def _require_whole_rounds(self) -> None:
+        costs, shape, in_flight = self.costs, self.shape, int(self.in_flight)
+        if costs.remat == "auto":
+            raise PlanningError(
+                "schedule='gpipe' keeps the values of all microbatches of a round, for which "
+                "remat='auto' cannot make room; name a remat policy, such as remat='full'"
+            )
+        needed, usable = costs.peak(shape, costs.remat, in_flight), USABLE * costs.memory.memory
+        if needed > usable:
+            raise PlanningError(
+                f"schedule='gpipe' keeps the values of all {in_flight} microbatches of a round, "
+                f"which needs {size_text(needed)} a device, usable are {size_text(usable)}; try "
+                "schedule='auto'"
+            )
 
 
 def fit_replica(
@@ -104,7 +139,16 @@ def fit_replica(
     """
     dtype = backbone_dtype(options.dtype)
     costs = run_costs(
-        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+        tasks,
+        config,
+        dtype,
+        options.remat,
+        options.memory,
+        replica,
+        slots,
+        shares,
+        device,
+        options.schedule,
     )
     choice = None
     if shape is None:
@@ -162,7 +206,16 @@ def fit_longest(
     longest = power_of_two(max(lengths))
     dtype = backbone_dtype(options.dtype)
     costs = run_costs(
-        tasks, config, dtype, options.remat, options.memory, replica, slots, shares, device
+        tasks,
+        config,
+        dtype,
+        options.remat,
+        options.memory,
+        replica,
+        slots,
+        shares,
+        device,
+        options.schedule,
     )
     # A row of this length alone tells most lengths apart, without a choice of the shape class.
     while (
@@ -193,7 +246,7 @@ def fit_longest(
 def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:
     """Whether memory suffices for microbatches of a single row."""
     row = ShapeClass(rows=1, row_len=row_len, chunk_len=MIN_CHUNK_LEN, max_sequences=1)
-    return costs.depth(row) >= costs.replica.pp
+    return costs.depth(row) >= costs.full_depth
 
 
 def choose_unlike(
@@ -310,7 +363,8 @@ def choose_mesh(
     Args:
       tasks: the tasks of the training run.
       config: configuration of the backbone.
-      options: settings of the training run.
+      options: settings of the training run. With a schedule other than "auto", only pipelines that
+        can follow it are considered.
       devices: number of devices; all of them are used.
       places: number of tasks that train at the same time, with which unlike replicas are not
         considered; None for all of them.
@@ -322,9 +376,11 @@ def choose_mesh(
     found, fits, refusal = [], [], None
     # Layouts that divide the weights most come first: theirs is the refusal that counts.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
-        if Deployment((replica,)) in failed:
-            continue
         try:
+            replica = replica.following(options.schedule)
+            replica.require(config.num_layers, mesh_sizes(config))
+            if Deployment((replica,)) in failed:
+                continue
             fit = fit_replica(tasks, config, options, replica, slots=places)
             fit.require(tasks[:places])
             found.append(PricedMesh(Deployment((replica,)), fit.round_seconds()))
@@ -342,7 +398,7 @@ def choose_mesh(
     # The simulation of replicas empties pipelines after every round, and training does not: beside
     # a pipeline, replicas would seem faster than they are.
     single, compared = next((own for own in singles if own[0].costs.replica.pp == 1), singles[0])
-    if devices > 1 and places is None:
+    if devices > 1 and places is None and options.schedule == AUTO_SCHEDULE:
         # Other runs do without the solvers of deployments.
         pass
 

@@ -23,7 +23,7 @@ from jaxmux.models.modules import abstract_weights
 from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
-from jaxmux.planner.devices import ONE_DEVICE, Deployment, Replica
+from jaxmux.planner.devices import AUTO_SCHEDULE, ONE_DEVICE, Deployment, Replica
 from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.planner.packing import ShapeClass, require_longest_rows
 from jaxmux.sharding import (
@@ -106,6 +106,7 @@ class RunLayout(NamedTuple):
             replica,
             self.places,
             device=device,
+            schedule=options.schedule,
         )
         first = EngineSize(max(places, options.reserved(config).slots), self.shape.rows)
         return shrinking_of(tasks, costs.replica, self.shape, first, places)
@@ -197,7 +198,9 @@ def choose_layout(
             layers = size_of(config, backbone_dtype(options.dtype)).stage_layers(replica)
             layers = ", ".join(map(str, layers))
             shards = numbered(replica.shards, "data shard")
-            console.say(f"mesh {replica}: stages of {layers} layers, {shards}")
+            named = options.schedule != AUTO_SCHEDULE
+            schedule = f", schedule {options.schedule}" if named else ""
+            console.say(f"mesh {replica}: stages of {layers} layers, {shards}{schedule}")
     several = len(deployment.replicas) > 1
     kept = (recorded and recorded.of(deployment)) or [None] * len(deployment.replicas)
     kept = dict(zip(deployment.replicas, kept, strict=True))
@@ -266,7 +269,7 @@ def _device_bytes(fit: ReplicaFit, known: bool) -> str:
     text = f"{held} a device for weights and tasks"
     if not known:
         return text
-    peak = costs.peak(shape, costs.policies(shape), costs.replica.pp)
+    peak = costs.peak(shape, costs.policies(shape), fit.in_flight)
     return f"{text}, peak {size_text(peak)} (predicted)"
 
 
@@ -298,6 +301,7 @@ def engine_options(
         options.memory,
         options.attention,
         options.grouped_lora,
+        schedule=options.schedule,
         max_bad_steps=options.max_bad_steps,
         **others,
     )
@@ -331,8 +335,9 @@ def load_on(
         return load_backbone(folder, dtype, form, cache, progress)
     devices, loaded = iter(jax.devices()), []
     for replica in deployment.replicas:
-        parts = consecutive_parts(size_of(config, dtype).stage_layers(replica))
+        parts = consecutive_parts(size_of(config, dtype).part_layers(replica))
         homes = stage_meshes(replica, [next(devices) for _ in range(replica.devices)], config)
+        homes = list(homes) * replica.parts
         loaded.append(load_placed_backbone(folder, dtype, parts, homes, form, cache, progress))
     return loaded
 

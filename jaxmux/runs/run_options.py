@@ -13,7 +13,7 @@ from jaxmux.pallas_kernels import grouped_lora
 from jaxmux.peft import SPECIFICATIONS, LoRA, kind_of, resolve_targets, size_of_adapter
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
-from jaxmux.planner.devices import ONE_DEVICE, Deployment
+from jaxmux.planner.devices import AUTO_SCHEDULE, ONE_DEVICE, SCHEDULES, Deployment
 from jaxmux.planner.packing import ShapeRequest
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import Task, TaskError
@@ -57,6 +57,13 @@ class RunOptions:
         replicas with much memory. The first one has the optimizer states. "auto" takes all devices,
         in the layout, of one replica or of several, that is predicted to train fastest. None is one
         device.
+      schedule: order of the passes in a pipeline; it needs a mesh with "pp". "auto" is 1F1B on
+        groups of tasks, which the planner chooses so that one group trains while another one is
+        updated. "1f1b" and "gpipe" pack all tasks together; "gpipe" runs all forward passes of a
+        round before the backward passes, and keeps the values of all its microbatches.
+        "interleaved" puts two parts of the backbone on each stage. "lorapp" (mLoRA) and "template"
+        (MuxTune) give every task microbatches of its own: "lorapp" passes over a task that waits
+        for its update, "template" keeps more microbatches in flight. Results do not depend on it.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
@@ -117,6 +124,7 @@ class RunOptions:
     backbone_format: str | None = choice(None, (None, *BACKBONE_FORMATS))
     backbone_cache: str | None = text(None, optional=True)
     mesh: str | None = text(None, optional=True)
+    schedule: str = choice(AUTO_SCHEDULE, SCHEDULES)
     tokens_per_microbatch: int = _count(8192)
     row_len: int | None = _count(None, optional=True)
     chunk_len: int | None = _count(None, optional=True)
@@ -147,8 +155,8 @@ class RunOptions:
             raise PlanningError("backbone_cache needs a backbone_format beside it")
         self._check_trackers()
         # A mesh that cannot be read is refused here, before anything is loaded.
-        if self.mesh != AUTO_MESH:
-            _ = self.deployment
+        if self.mesh and self.mesh != AUTO_MESH:
+            Deployment.parse(self.mesh)
 
     def _check_reserved_adapters(self) -> None:
         reserved = self.reserved_adapters
@@ -183,9 +191,10 @@ class RunOptions:
         """The devices that `mesh` names, which is not "auto".
 
         Raises:
-          PlanningError: `mesh` cannot be read.
+          PlanningError: `mesh` cannot be read, or `schedule` does not suit it.
         """
-        return Deployment.parse(self.mesh) if self.mesh else Deployment((ONE_DEVICE,))
+        devices = Deployment.parse(self.mesh) if self.mesh else Deployment((ONE_DEVICE,))
+        return devices.following(self.schedule)
 
     def reserved(self, config: BackboneConfig) -> PoolSpec:
         """The smallest pool for which arrays are allocated, from the `reserved_` options.

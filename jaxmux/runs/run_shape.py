@@ -34,7 +34,7 @@ from jaxmux.planner.costs import (
     measured_models,
     merge_pool_specs,
 )
-from jaxmux.planner.devices import ONE_DEVICE, Replica
+from jaxmux.planner.devices import AUTO_SCHEDULE, ONE_DEVICE, Replica
 from jaxmux.planner.numbers import numbered
 from jaxmux.planner.packing import (
     MIN_CHUNK_LEN,
@@ -114,6 +114,7 @@ def run_costs(
     slots: int | None = None,
     replicas: int = 1,
     device: PlannedDevice | None = None,
+    schedule: str = AUTO_SCHEDULE,
 ) -> RunCosts:
     """The predicted costs of training tasks together on a device, or on several like it.
 
@@ -127,6 +128,7 @@ def run_costs(
       slots: number of slots of the pool; None for one for each task.
       replicas: number of replicas that train different samples.
       device: the kind of the devices; None for this machine's.
+      schedule: the order of a pipeline's passes, as in `RunOptions`.
 
     Raises:
       ProfileError: `device.profile` cannot be read, or is that of another backbone.
@@ -138,7 +140,7 @@ def run_costs(
         modules=tuple(sorted(pool.modules or ())),
         optimizer=PoolSpec(1, 1).optimizer,
     )
-    costs = pool_costs(pool, config, dtype, remat, memory, replica, device)
+    costs = pool_costs(pool, config, dtype, remat, memory, replica, device, schedule)
     model = dataclasses.replace(costs.replica.memory, replicas=replicas)
     return costs._replace(replica=dataclasses.replace(costs.replica, memory=model))
 
@@ -151,12 +153,13 @@ def pool_costs(
     memory: int | None = None,
     replica: Replica = ONE_DEVICE,
     device: PlannedDevice | None = None,
+    schedule: str = AUTO_SCHEDULE,
 ) -> RunCosts:
     """The predicted costs of training the tasks of a pool, as `run_costs`.
 
     Args:
       pool: sizes of the pool.
-      config, dtype, remat, memory, replica, device: as for `run_costs`.
+      config, dtype, remat, memory, replica, device, schedule: as for `run_costs`.
     """
     size = size_of(config, dtype)
     if device is None:
@@ -169,8 +172,22 @@ def pool_costs(
         # Without a profile of the device these are estimates for an H200, which suffice to rank
         # shape classes.
         models = device_models(size, memory, replica, kind, jnp.dtype(dtype).name, PROFILES)
+    in_flight = ()
+    if schedule != AUTO_SCHEDULE:
+        # Training without a pipeline does not need the planner of pipelines.
+        from jaxmux.planner.pipeline.schedules import microbatches_in_flight
+
+        in_flight = microbatches_in_flight(schedule, replica.pp, replica.parts)
     return RunCosts(
-        ReplicaCosts(models.times, models.memory, pool, replica, planned_remat(remat)),
+        ReplicaCosts(
+            models.times,
+            models.memory,
+            pool,
+            replica,
+            planned_remat(remat),
+            schedule,
+            in_flight,
+        ),
         models.source,
         MIN_CHUNK_LEN if kind == "cpu" else models.least_chunk_len,
     )

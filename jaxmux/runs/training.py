@@ -340,7 +340,9 @@ class Training:
 def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
     """The peak memory that is predicted for rounds of the engine's size, in bytes; None if it is
     not known."""
-    if not layout.admissions or engine.remat is None:
+    # With GPipe it depends on the length of every round.
+    is_gpipe = engine.options.schedule == "gpipe"
+    if not layout.admissions or engine.remat is None or is_gpipe:
         return None
     admission = layout.admissions[0]
     if len(layout.shapes) == 1:
@@ -348,8 +350,8 @@ def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
         shape = engine.options.shape
         admission = dataclasses.replace(admission, shape=shape, reserved=reserved)
     pools = [engine.prepared(name).pool for name in engine.names[: engine.size.slots]]
-    stages = admission.costs.replica.pp
-    return int(admission.peak(pools, planned_remat(engine.remat), in_flight=stages))
+    in_flight = admission.costs.full_depth
+    return int(admission.peak(pools, planned_remat(engine.remat), in_flight))
 
 
 def _with_prompts(engine: Engine) -> list[PreparedTask]:

@@ -92,6 +92,14 @@ class ServerOptions(RunOptions):
     events_bytes: int = _count(LOG_BYTES)
     trackers: str | tuple[str, ...] = names(())
 
+    def __post_init__(self):
+        super().__post_init__()
+        if self.schedule == "gpipe":
+            raise PlanningError(
+                "schedule='gpipe' keeps the values of all microbatches of a round, and a server "
+                "does not know its rounds; use schedule='auto'"
+            )
+
     def most_tokens(self, shape: ShapeClass) -> int:
         """Most tokens of one task that a round trains.
 
@@ -137,7 +145,13 @@ def server_admissions(
     pool, shape, found = engine_options.reserved, engine_options.shape, []
     for replica in options.deployment.counts:
         costs = pool_costs(
-            pool, config, backbone_dtype(options.dtype), options.remat, options.memory, replica
+            pool,
+            config,
+            backbone_dtype(options.dtype),
+            options.remat,
+            options.memory,
+            replica,
+            schedule=options.schedule,
         )
         own = Admission(costs.replica, shape, reserved=pool, more_stages=False)
         if reason := own.refusal(pool.slots, shape.rows):

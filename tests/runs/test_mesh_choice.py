@@ -63,6 +63,40 @@ def test_one_device_is_one_device():
     assert choice(CONFIG, 1).deployment == Deployment((Replica(),))
 
 
+def test_a_named_schedule_takes_a_pipeline_that_can_follow_it():
+    config = dataclasses.replace(CONFIG, num_layers=6)
+    found = choice(config, 4, schedule="interleaved")
+    # Four stages of two parts would need eight layers.
+    assert {mesh.deployment.replicas[0].pp for mesh in found.meshes} == {2}
+    assert all(mesh.deployment.replicas[0].parts == 2 for mesh in found.meshes)
+    with pytest.raises(PlanningError, match="mesh 'auto': no layout of 1 device fits; schedule='1"):
+        choice(CONFIG, 1, schedule="1f1b")
+
+
+def test_the_values_of_a_schedule_have_to_fit_into_memory():
+    """GPipe keeps those of a whole round, MuxTune's template those of 2S - 1 microbatches."""
+    task = random_task(CONFIG, "task", [2048] * 64, 64, 1, 16)
+    options = RunOptions(
+        mesh="pp2", dtype="bfloat16", memory_gib=30, remat="lean", row_len=2048, chunk_len=128
+    )
+
+    def fit(**fields):
+        chosen = dataclasses.replace(options, **fields)
+        (replica,) = chosen.deployment.replicas
+        return fit_replica([task], CONFIG, chosen, replica)
+
+    fit().require([task])
+    gpipe = fit(schedule="gpipe", tokens_per_microbatch=4096)
+    assert gpipe.in_flight == 32
+    with pytest.raises(PlanningError, match="'gpipe' keeps the values of all 32 micro"):
+        gpipe.require([task])
+    with pytest.raises(PlanningError, match="gpipe.* name a remat policy"):
+        fit(schedule="gpipe", remat="auto").require([task])
+    assert fit(schedule="template").in_flight == 3 == fit().in_flight + 1
+    with pytest.raises(PlanningError, match="needs it for 3 with schedule='template'; try"):
+        fit(schedule="template", memory_gib=18).require([task])
+
+
 def test_a_backbone_that_fits_is_copied_and_a_large_one_divided():
     assert choice(CONFIG, 2).deployment == Deployment.parse("dp2")
     large = choice(LARGE, 2)

@@ -1,7 +1,7 @@
 """The compiled programs of all pipeline stages, and the arrays that they work on."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, cached_property, partial
 from typing import Any, NamedTuple
 
@@ -19,19 +19,7 @@ from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.memory_model import exchanged_bytes
-from jaxmux.planner.pipeline.schedules import (
-    BACKWARD,
-    FORWARD,
-    PipelineSchedule,
-    ScheduledMicrobatch,
-    gpipe,
-    interleaved,
-    one_forward_one_backward,
-    template,
-    template_order,
-    uniform_workload,
-    validate,
-)
+from jaxmux.planner.pipeline.schedules import residuals_in_flight
 from jaxmux.sharding import (
     Passed,
     PlacedBackbone,
@@ -49,56 +37,6 @@ from ..rounds.rounds import empty_microbatch, slot_table
 from ..state.stored_state import StoredState
 from ..tasks.prepared_task import size_of
 from .programs import bytes_of, choose_remat, forward_options, step_room
-
-SCHEDULES = ("1f1b", "lorapp", "template", "gpipe", "interleaved")
-# Schedules whose rounds follow each other without a gap, in the order of a `StreamOrder`.
-STREAMING = ("1f1b", "lorapp")
-# Schedules for which every task has microbatches of its own and is updated by itself.
-TASK_BY_TASK = ("lorapp", "template")
-
-
-class RoundTable(NamedTuple):
-    """The passes of a round.
-
-    Attributes:
-      schedule: the table, which `validate` has checked.
-      order: for each microbatch of the table, its index in the round.
-    """
-
-    schedule: PipelineSchedule
-    order: Sequence[int]
-
-
-def round_table(
-    schedule: str, stages: int, parts: int, samples: Sequence[Mapping[int, Sequence[int]]]
-) -> RoundTable:
-    """The passes of a round in a pipeline that is empty before and after it.
-
-    Args:
-      schedule: one of `SCHEDULES`. "lorapp" differs from "1f1b" only where rounds follow each
-        other.
-      stages: number of stages.
-      parts: number of parts of the backbone, a multiple of `stages`.
-      samples: by slot, the samples of each microbatch.
-    """
-    buckets = {slots: i for i, slots in enumerate(dict.fromkeys(map(tuple, samples)))}
-    microbatches = [
-        ScheduledMicrobatch(tuple(own), (0,) * len(own), buckets[tuple(own)]) for own in samples
-    ]
-    # With the template, a stage has room for as many microbatches as can make it faster.
-    limit = [2 * stages - 1] * stages if schedule == "template" else None
-    workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)
-    order = range(len(microbatches))
-    if schedule == "gpipe":
-        table = gpipe(workload)
-    elif schedule == "interleaved":
-        table = interleaved(workload, parts // stages)
-    elif schedule == "template":
-        table, order = template(workload, "asynchronous"), template_order(workload)
-    else:
-        table = one_forward_one_backward(workload)
-    validate(table, limit)
-    return RoundTable(table, order)
 
 
 class StagePrograms(NamedTuple):
@@ -349,11 +287,8 @@ class CompiledStages:
     def _in_flight(self) -> list[int]:
         """For each part, the most microbatches between their passes in a long round. With GPipe
         that is all of a round, of which one counts here."""
-        parts, schedule = len(self._backbone.parts), self._options.schedule
-        if schedule == "gpipe":
-            return [1] * parts
-        table = round_table(schedule, len(self.stages), parts, [{0: (0,)}] * (4 * parts))
-        return table.schedule.virtual_peak_buffers().tolist()
+        stages, parts = len(self.stages), len(self._backbone.parts)
+        return list(residuals_in_flight(self._options.schedule, stages, parts // stages))
 
     def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
         """The remat policy of each part.

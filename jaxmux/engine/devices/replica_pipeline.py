@@ -10,12 +10,16 @@ from jax.sharding import PartitionSpec as P
 
 from jaxmux.models import SlotTable
 from jaxmux.planner import PlanningError
-from jaxmux.planner.devices import Replica, Stage
+from jaxmux.planner.devices import AUTO_SCHEDULE, INTERLEAVED, SCHEDULES, Replica, Stage
 from jaxmux.planner.pipeline.schedules import (
+    STREAMING,
+    TASK_BY_TASK,
     Ended,
     Pass,
+    ScheduledMicrobatch,
     Sent,
     StreamOrder,
+    round_table,
     walk,
 )
 from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
@@ -25,14 +29,7 @@ from ..engine_options import EngineOptions
 from ..rounds.results import DispatchedPass
 from ..rounds.rounds import PackedMicrobatch, ReplicaInput, RoundPlan
 from ..state.stored_state import StoredState
-from .compiled_stages import (
-    SCHEDULES,
-    STREAMING,
-    TASK_BY_TASK,
-    CompiledStages,
-    StagePrograms,
-    round_table,
-)
+from .compiled_stages import CompiledStages, StagePrograms
 
 
 class Queued(NamedTuple):
@@ -97,12 +94,12 @@ class ReplicaPipeline:
         self._compiled = CompiledStages(backbone, options, state, ahead, replicas)
         self._stages = self._compiled.stages
         self._refuse_schedule()
-        meshes = (stage.mesh.shape for stage in self._stages)
+        devices = tuple(Stage(**stage.mesh.shape) for stage in self._stages)
+        groups = "planned" if options.schedule == AUTO_SCHEDULE else "together"
         self.input = ReplicaInput(
             options.shape,
-            Replica(tuple(Stage(**mesh) for mesh in meshes)),
-            options.schedule in STREAMING,
-            options.schedule in TASK_BY_TASK,
+            Replica(devices, len(backbone.parts) // len(devices)),
+            "alone" if options.schedule in TASK_BY_TASK else groups,
             self._compiled.place,
         )
         # Microbatches that have not begun; and those that have, by their number. Numbers are never
@@ -111,7 +108,8 @@ class ReplicaPipeline:
         self._running: dict[int, Queued] = {}
         self._numbered = 0
         # The order of passes: an endless one, or that of a table for a round.
-        self._order = StreamOrder(len(self._stages)) if self.input.streams else None
+        streams = options.schedule in STREAMING
+        self._order = StreamOrder(len(self._stages)) if streams else None
         self._tabled: Iterator[Pass | Sent] = iter(())
         # What is to be sent; and what passes use, by part and number of the microbatch.
         self._results: dict[Pass, Any] = {}
@@ -135,7 +133,7 @@ class ReplicaPipeline:
                 "remat='none' would keep every layer's gathered weights, for which fsdp has no "
                 "room; use remat='norms'"
             )
-        if (schedule == "interleaved") != (parts > stages):
+        if (schedule == INTERLEAVED) != (parts > stages):
             raise PlanningError(
                 f"schedule={schedule!r} does not suit {parts} parts on {stages} stages: several "
                 "parts on a stage are interleaved"
@@ -154,7 +152,7 @@ class ReplicaPipeline:
     @property
     def begun_all(self) -> bool:
         """Whether every known microbatch has begun, so that another round may begin."""
-        return self.input.streams and not self._waiting
+        return self._order is not None and not self._waiting
 
     def compile(self, dropout: bool) -> None:
         """Compiles the programs and allocates the memory of residuals, if that has not been done
@@ -190,15 +188,23 @@ class ReplicaPipeline:
           indices: indices of the microbatches in the round.
         """
         tables = [stage.put(plan.slots, P()) for stage in self._stages]
-        own = [Queued(plan, index, tables) for index in indices]
+        added = [Queued(plan, index, tables) for index in indices]
         if self._order:
-            self._waiting += own
-        elif own:
-            samples = [queued.microbatch.samples for queued in own]
-            stages, parts, first = len(self._stages), len(self._backbone.parts), self._numbered
-            table, order = round_table(self._options.schedule, stages, parts, samples)
-            self._running = {first + number: own[i] for number, i in enumerate(order)}
-            self._numbered += len(own)
+            self._waiting += added
+        elif added:
+            slots = [tuple(queued.microbatch.samples) for queued in added]
+            buckets = {together: i for i, together in enumerate(dict.fromkeys(slots))}
+            microbatches = [
+                ScheduledMicrobatch(together, (0,) * len(together), buckets[together])
+                for together in slots
+            ]
+            stages, first = len(self._stages), self._numbered
+            parts_per_stage = self.input.replica.parts
+            table, order = round_table(
+                self._options.schedule, microbatches, stages, parts_per_stage
+            )
+            self._running = {first + number: added[i] for number, i in enumerate(order)}
+            self._numbered += len(added)
             self._tabled = (_renumbered(step, first) for step in walk(table))
 
     def forget(self) -> None:

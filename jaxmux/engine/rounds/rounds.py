@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -33,15 +33,15 @@ class ReplicaInput:
     Attributes:
       shape: shape class of its microbatches.
       replica: its devices. Each data shard of a stage trains a microbatch of its own.
-      streams: whether rounds follow each other in its pipeline without a gap.
-      task_by_task: whether every task has microbatches and an update of its own.
+      groups: which tasks share microbatches and an update: all of them ("together"), each task by
+        itself ("alone"), or groups that the planner chooses so that its pipeline is busy during
+        updates ("planned").
       place: copies the microbatches of all data shards to where the replica reads them.
     """
 
     shape: ShapeClass
     replica: Replica = ONE_DEVICE
-    streams: bool = False
-    task_by_task: bool = False
+    groups: Literal["together", "alone", "planned"] = "together"
     place: Callable[[Sequence[Microbatch]], PlacedMicrobatch] = list
 
     @functools.cached_property
@@ -169,10 +169,9 @@ class TaskGroups:
           replicas: the replicas. The groups are those that suit the longest pipeline of them, with
             its share of the samples.
         """
-        self.task_by_task = any(replica.task_by_task for replica in replicas)
-        # Only where rounds follow each other is a pipeline busy during an update.
-        streams = [replica for replica in replicas if replica.streams]
-        self._longest = max(streams, key=lambda own: own.replica.pp, default=None)
+        self.task_by_task = any(replica.groups == "alone" for replica in replicas)
+        planned = [replica for replica in replicas if replica.groups == "planned"]
+        self._longest = max(planned, key=lambda one: one.replica.pp, default=None)
         self._devices = sum(replica.replica.devices for replica in replicas)
         # By the names of the live tasks, with their slots.
         self._known: dict[frozenset[tuple[int, str]], Groups] = {}

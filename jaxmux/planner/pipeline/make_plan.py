@@ -256,17 +256,18 @@ class Plan:
         if missing := [name for name in _NAMES if name not in data]:
             raise PlanningError(f"the plan lacks {missing[0]!r}")
         fields = {name: _as_tuples(data[name]) for name in _NAMES}
-        costs = data["costs"]
+        costs, schedule = data["costs"], PipelineSchedule.from_json(data["schedule"])
+        replica = Replica.parse(data["replica"])._replace(parts=schedule.virtual_per_stage)
         fields |= {
             "costs": CostSource(**costs | {"notes": tuple(costs["notes"])}),
-            "replica": Replica.parse(data["replica"]),
+            "replica": replica,
             "tasks": tuple(PlannedTask(**task) for task in data["tasks"]),
             "shape": ShapeClass(**data["shape"]),
             "microbatches": tuple(
                 tuple(PlacedSample(*sample) for sample in microbatch)
                 for microbatch in data["microbatches"]
             ),
-            "schedule": PipelineSchedule.from_json(data["schedule"]),
+            "schedule": schedule,
             "prediction": Prediction(**data["prediction"]),
             "baselines": tuple(Baseline(**baseline) for baseline in data["baselines"]),
         }

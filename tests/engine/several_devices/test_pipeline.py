@@ -7,12 +7,16 @@ import numpy as np
 import pytest
 
 from jaxmux.engine.devices.replica_pipeline import ReplicaPipeline
+from jaxmux.engine.tasks.prepared_task import BatchLengths
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
-from jaxmux.planner.devices import Stage
+from jaxmux.planner.devices import SCHEDULES, Stage
+from jaxmux.planner.pipeline.pipeline_plan import PipelineCosts, grouping_of_tasks, plan_pipeline
+from jaxmux.planner.pipeline.schedules import Pass, walk
 
 PIPELINES = {
     "uneven stages": {"layers": (3, 1)},
+    "1f1b": {"layers": (3, 1), "schedule": "1f1b"},
     "lorapp": {"layers": (3, 1), "schedule": "lorapp"},
     "template": {"layers": (3, 1), "schedule": "template"},
     "gpipe": {"layers": (1, 2, 1), "schedule": "gpipe"},
@@ -67,6 +71,44 @@ def test_every_pass_of_a_round_is_recorded_once(name, make_engine, different_tas
             assert all(p.stage == p.part % PIPELINES[name].get("stages", len(layers)) for p in own)
     assert len(passes) == len(whole) * sum(len(record.microbatches) for record in records)
     assert [p.seconds for p in passes] == sorted(p.seconds for p in passes)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_stages_run_their_passes_in_the_order_of_the_plan(schedule, make_engine, make_task):
+    """Plan and engine pack the rounds by themselves, and divide the tasks into groups."""
+    tasks = [
+        make_task("long", lengths=(60, 120), batch_size=9, steps=3),
+        make_task("short", lengths=(3, 20), batch_size=9, steps=3),
+        make_task("few", steps=3),
+    ]
+    parts = 4 if schedule == "interleaved" else 2
+    layers = (4 // parts,) * parts
+    engine = make_engine(*tasks, layers=layers, stages=2, schedule=schedule)
+    executed, counts = [[], []], []
+    while not engine.finished:
+        engine.train_round()
+        record = engine.take_round()
+        counts.append(len(record.microbatches))
+        for dispatched in record.passes:
+            entry = dispatched.steps[0], dispatched.microbatch, dispatched.part, dispatched.forward
+            executed[dispatched.stage].append(entry)
+    lengths = [BatchLengths(task.batches, task.steps) for task in tasks]
+    rounds = [dict(enumerate(of_round)) for of_round in zip(*lengths, strict=True)]
+    shape = engine.options.shape
+    grouping = grouping_of_tasks(lengths, shape, 2, schedule=schedule)
+    seconds = np.full(2, 1.0), np.full(2, 2.0)
+    costs = PipelineCosts(shape, lambda _: seconds, 0.0, schedule, parts // 2)
+    plan = plan_pipeline(rounds, grouping, costs)
+    planned = [[], []]
+    for step in walk(plan.schedule):
+        if isinstance(step, Pass):
+            index = plan.rounds[step.microbatch]
+            number = step.microbatch - plan.rounds.index(index)
+            planned[step.virtual_stage % 2].append(
+                (index, number, step.virtual_stage, step.forward)
+            )
+    assert counts == [plan.rounds.count(step) for step in range(3)]
+    assert executed == planned
 
 
 @pytest.mark.slow
@@ -249,7 +291,7 @@ def test_weights_lie_once_and_on_their_own_device(make_engine, make_task):
     [
         (
             {"layers": (2, 2), "schedule": "zigzag"},
-            "schedule should be one of 1f1b, lorapp, template, gpipe",
+            "schedule should be one of auto, 1f1b, gpipe, interleaved, lorapp, template",
         ),
         ({"layers": (2, 2), "schedule": "interleaved"}, "does not suit 2 parts on 2 stages"),
         ({"layers": (1, 1, 1, 1), "stages": 2}, "several parts on a stage are interleaved"),

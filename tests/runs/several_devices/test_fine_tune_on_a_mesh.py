@@ -63,6 +63,21 @@ def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_
     assert two.tasks == one.tasks
 
 
+def test_the_schedule_of_the_options_is_the_one_that_runs(tasks, train, tmp_path, capsys):
+    """With GPipe, all forward passes of a round come before the backward passes."""
+    train(tmp_path / "one", *tasks, **OPTIONS)
+    train(tmp_path / "two", *tasks, mesh="pp2", schedule="gpipe", **OPTIONS)
+    assert "stages of 1, 1 layers, 1 data shard, schedule gpipe\n" in capsys.readouterr().out
+    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    rounds = map(json.loads, (tmp_path / "two" / "rounds.jsonl").read_text().splitlines())
+    passes = [line["passes"] for line in rounds if line.get("passes")]
+    assert passes
+    for of_round in passes:
+        letters = [letter for _, _, stage, _, _, _, letter in of_round if stage == 0]
+        count = len(letters) // 2
+        assert count > 1 and letters == ["F"] * count + ["B"] * count
+
+
 def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     tasks, train, tmp_path, adapter_bytes, monkeypatch
 ):
@@ -180,6 +195,16 @@ def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
 def test_a_named_mesh_that_does_not_fit_is_an_error(tasks, train, tmp_path, first_mesh_is_full):
     with pytest.raises(OutOfDeviceMemory, match="does not fit into the device's memory"):
         train(tmp_path / "named", *tasks, mesh="pp2", remat="full", **OPTIONS)
+
+
+def test_a_schedule_that_does_not_suit_the_mesh_is_refused(tasks, train, tmp_path):
+    with pytest.raises(PlanningError, match="schedule='gpipe' .* at least pp2, found pp1,tp1"):
+        train(tmp_path, *tasks, schedule="gpipe", **OPTIONS)
+    with pytest.raises(PlanningError, match="needs at least 4 layers; the backbone has 2"):
+        train(tmp_path, *tasks, mesh="pp2", schedule="interleaved", **OPTIONS)
+    with pytest.raises(PlanningError, match="schedule should be one of 'auto', '1f1b', 'gpipe'"):
+        RunOptions(schedule="zigzag")
+    assert not (tmp_path / "run.json").exists()
 
 
 def test_the_mesh_is_read_with_the_options():

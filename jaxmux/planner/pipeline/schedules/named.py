@@ -106,9 +106,15 @@ def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tup
     parts = stages * parts_per_stage
     if name == GPIPE:
         return (1,) * parts
-    one_task = [ScheduledMicrobatch((0,), (0,))] * (4 * parts)
-    table, _ = round_table(name, one_task, stages, parts_per_stage)
-    return tuple(table.virtual_peak_buffers().tolist())
+    # In an interleaved pipeline they depend on how many microbatches are no multiple of S.
+    counts = range(4 * parts, 4 * parts + (stages if parts_per_stage > 1 else 1))
+    peaks = [
+        round_table(name, [ScheduledMicrobatch((0,), (0,))] * count, stages, parts_per_stage)[0]
+        .virtual_peak_buffers()
+        .tolist()
+        for count in counts
+    ]
+    return tuple(map(max, zip(*peaks, strict=True)))
 
 
 def microbatches_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[float, ...]:
