@@ -4,11 +4,11 @@
 # PEFT_PYTHON=  the interpreter of the peft environment (3.11 or later)
 # TORCH_INDEX=  a package index for torch alone, if the default index has no
 #               build for the CPU: https://download.pytorch.org/whl/cpu
-# WORKERS=      the number of processes of `make test`; default: 2
+# WORKERS=      the number of processes of pytest; default: 2
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-devices test-slow test-peft test-trackers test-ui lint format docs docs-test clean
+.PHONY: help demo test test-all test-one-device test-devices test-slow test-peft test-trackers test-ui lint format docs docs-test clean
 
 PYENV_PYTHON = $(sort $(wildcard $(or $(PYENV_ROOT),$(HOME)/.pyenv)/versions/$(1)*/bin/python3))
 
@@ -69,12 +69,19 @@ help: ## list the targets
 demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 minutes)
 	$(MAIN)/python -m jaxmux.train
 
-test: .venv/installed ## run the test suite on the CPU
-	$(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300
+PYTEST = $(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300
+
+test: .venv/installed ## run the fast tests, each below a second, on the CPU
+	$(PYTEST) -m "not gpu and not slow and not long"
+
+test-all: test-one-device test-devices test-peft ## run what CI runs, everything on the CPU
+
+# Fails fast tests that are not fast.
+test-one-device: .venv/installed ## run the fast and the long tests of one device
+	$(PYTEST) --most-seconds 1.5
 
 test-devices: .venv/installed ## run the tests of several devices, eight parts of the CPU
-	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest -n $(WORKERS) --dist loadfile --timeout 300 \
-		tests/engine/several_devices tests/runs/several_devices
+	JAXMUX_TEST_DEVICES=8 $(PYTEST) tests/engine/several_devices tests/runs/several_devices
 
 SLOW = -n $(WORKERS) --timeout 600 -m "slow and not gpu"
 

@@ -13,6 +13,11 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Grain's module with the function `index_shuffle`.
 SHUFFLING = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
+# Folders whose tests `make test` leaves out, and fixtures by which tests train or serve.
+LONG_FOLDERS = {"parity", "research", "several_devices"}
+LONG_FIXTURES = {"calm", "make_engine", "recording", "said_by", "serve", "served", "train", "watch"}
+# Packages that take longest to import and that the package imports when it needs them.
+IMPORTED_WHEN_NEEDED = ("grain", "matplotlib.pyplot", "orbax.checkpoint", "transformers")
 
 # Environment variables rather than jax.config, so that the processes which tests start inherit
 # them. They must be set before JAX is imported.
@@ -56,8 +61,46 @@ if find_spec("jax"):
     )
 
 
-def pytest_collection_finish() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--most-seconds",
+        type=float,
+        help="fail tests without the marker `long` that use more seconds of CPU time than this",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests as long by their folder and their fixtures, before `-m` chooses by markers."""
+    for item in items:
+        folders = item.path.relative_to(ROOT / "tests").parts
+        fixtures = getattr(item, "fixturenames", ())
+        if not (LONG_FOLDERS.isdisjoint(folders) and LONG_FIXTURES.isdisjoint(fixtures)):
+            item.add_marker("long")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item):
+    """Fails a test that uses more CPU time than `--most-seconds`. Other work on the machine does
+    not count, nor do fixtures, which several tests may share."""
+    before = sum(os.times()[:4])
+    result = yield
+    seconds, most = sum(os.times()[:4]) - before, item.config.getoption("--most-seconds")
+    if most is not None and seconds > most and not item.get_closest_marker("long"):
+        pytest.fail(
+            f"used {seconds:.1f} s of CPU time, more than {most} s: make it shorter, or give it "
+            "the marker `long`, so that only `make test-all` runs it"
+        )
+    return result
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
     """Makes tests faster, now that everything has been imported."""
+    if session.config.getoption("--most-seconds") is not None:
+        # Imported here so that their time is not counted as that of the first test that needs them.
+        for name in IMPORTED_WHEN_NEEDED:
+            if find_spec(name):
+                import_module(name)
     # Grain takes a millisecond to shuffle one index, which depends on the arguments only. The
     # package imports it when it is needed.
     if find_spec("grain"):

@@ -103,6 +103,7 @@ def test_foreign_files_are_not_replaced_by_a_plan(name, refused, tmp_path):
     assert (tmp_path / name).read_text() == "precious"
 
 
+@pytest.mark.long
 def test_a_plan_replaces_an_earlier_one(capsys, tmp_path):
     for mesh in ("pp2", "pp3"):
         assert main([*QUICK, f"--mesh={mesh}", f"--out={tmp_path}"]) == 0
@@ -110,6 +111,7 @@ def test_a_plan_replaces_an_earlier_one(capsys, tmp_path):
     assert json.loads((tmp_path / "plan.json").read_text())["replica"].startswith("pp3")
 
 
+@pytest.mark.long
 def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
     assert main([*QUICK, "--mesh=pp2 + 2*(tp1)", f"--out={tmp_path}"]) == 0
     out = capsys.readouterr().out
@@ -126,6 +128,7 @@ def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
         assert json.loads((tmp_path / f"trace_replica{i}.json").read_text())
 
 
+@pytest.mark.long
 def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     base, out = tmp_path / "base", tmp_path / "plan"
     ignored = shutil.ignore_patterns("*.safetensors")
@@ -158,6 +161,7 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
     assert end == pytest.approx(1e6 * plan.simulate().makespan, rel=0.02)
 
 
+@pytest.mark.long
 def test_methods_and_names_are_legible_on_80_columns(capsys):
     assert main([*QUICK, "--mesh=pp2"]) == 0
     shown = capsys.readouterr().out
@@ -167,6 +171,7 @@ def test_methods_and_names_are_legible_on_80_columns(capsys):
     assert shown.startswith("no --gin_file: this is the bundled demo")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("mesh", "words"),
     [
@@ -187,6 +192,7 @@ def test_a_legend_explains_each_word_in_at_most_two_lines(mesh, words, capsys):
         assert any(line.startswith(f"{word} ") for line in legend)
 
 
+@pytest.mark.long
 def test_command_plans_one_device_by_default(tmp_path):
     """Without a config it plans the demo. It writes no files."""
     command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
@@ -198,6 +204,7 @@ def test_command_plans_one_device_by_default(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("flag", ["--gin.", "--gin_param="])
 def test_parameters_of_the_config_count(flag, tmp_path):
     parameters = ("fine_tune.row_len=256", "mood/Task.batch_size=5", "fine_tune.chunk_len=64")
@@ -219,6 +226,7 @@ def test_a_plan_shows_the_schedule_that_is_asked_for(tmp_path, capsys):
     assert "schedule='interleaved' orders the passes of a pipeline" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mesh", ["dp3", "fsdp2,dp2,pp2"])
 def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
     """The plan is that of the first shard, which has at least as many samples as any other."""
@@ -236,6 +244,7 @@ def test_a_plan_for_another_device_does_not_choose_the_devices(capsys):
     assert "name them, e.g. --mesh=pp4" in capsys.readouterr().err
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "device", "times"), [("h200", "NVIDIA H200", True), ("h100", "NVIDIA H100", False)]
 )
@@ -277,6 +286,7 @@ def test_dropped_records_are_shown(tmp_path, capsys):
     assert "task one: 1 of 3 records dropped" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_fewer_rounds_of_large_global_batches_are_planned_and_announced(tmp_path, capsys):
     without_rounds = [argument for argument in QUICK if "rounds" not in argument]
     large = "--gin.mood/Task.batch_size=1000"
@@ -286,6 +296,7 @@ def test_fewer_rounds_of_large_global_batches_are_planned_and_announced(tmp_path
     assert plan.rounds == 4
 
 
+@pytest.mark.long
 def test_profile_is_the_source_of_costs(profile_of_the_demo, tmp_path, capsys):
     assert main([*QUICK, f"--profile={profile_of_the_demo}", f"--out={tmp_path}"]) == 0
     shown = capsys.readouterr().out
@@ -298,11 +309,13 @@ def test_profile_is_the_source_of_costs(profile_of_the_demo, tmp_path, capsys):
     assert seconds == pytest.approx(plan.shape.tokens * 13e-6, rel=0.2)
 
 
+@pytest.mark.long
 def test_collectives_that_a_profile_lacks_are_estimated_and_named(profile_of_the_demo, capsys):
     assert main([*QUICK, f"--profile={profile_of_the_demo}", "--mesh=pp2"]) == 0
     assert "not in the profile, so estimated for H200s: ppermute over 2" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_profile_of_another_backbone_is_refused(refused, profile_of_the_demo):
     path = profile_of_the_demo
     backbone = json.loads(path.read_text())["backbone"]
@@ -312,6 +325,7 @@ def test_profile_of_another_backbone_is_refused(refused, profile_of_the_demo):
     assert "has 192" in message
 
 
+@pytest.mark.long
 def test_plan_takes_the_dtype_of_its_profile(profile_of_the_demo, tmp_path, capsys):
     config = BackboneConfig.from_folder(resolve_path("jaxmux:demo/base"))
     sizes = estimated_memory(size_of(config, jnp.dtype("float32"))).backbone
@@ -359,6 +373,7 @@ REFUSED = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED)
 def test_a_config_that_cannot_be_planned_is_refused_in_one_line(arguments, message, refused):
     assert message in refused(*arguments)

@@ -88,6 +88,7 @@ def measured_gib(name: str, baseline: str | None = None) -> float:
     return record["baselines"][baseline] if baseline else record["value"]
 
 
+@pytest.mark.long
 def test_a_table_shows_every_cell_in_80_columns(folder, fits, capsys):
     written, cells = fits("--fits=24", f"--backbone={folder()}")
     lines = capsys.readouterr().out.splitlines()
@@ -118,6 +119,7 @@ def test_memory_is_what_training_has_on_such_a_device(folder, fits):
     assert wider["memory_bytes"] == written["memory_bytes"]
 
 
+@pytest.mark.long
 def test_predictions_are_near_the_measured_peaks(folder, fits):
     """The tasks of scripts/benchmark_step.py are those of the table."""
 
@@ -209,6 +211,7 @@ def test_it_says_so_if_nothing_fits(folder, fits, capsys):
     assert "nothing fits" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_no_device_is_needed(folder):
     """JAX would refuse to use a device, because there is no such platform."""
     command = [sys.executable, "-m", "jaxmux.plan", "--fits=48", f"--backbone={folder()}"]

@@ -85,6 +85,7 @@ def test_command_says_that_it_compiles_and_shows_every_number_on_80_columns(
             assert "backward=False" in row
 
 
+@pytest.mark.long
 def test_a_profile_records_the_format_of_the_linears(
     profile_path, config, tmp_path, monkeypatch, capsys
 ):
@@ -108,6 +109,7 @@ def test_a_profile_records_the_format_of_the_linears(
     assert f"{new}: backbone is" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_layers_are_measured_in_the_format_of_their_linears():
     tiny = dataclasses.replace(parse_config(TINY, "tiny"), num_layers=1, backbone_format="int8")
     backbone = Backbone.random(tiny, dtype=jnp.float32)
@@ -122,6 +124,7 @@ def test_profiles_are_measured_in_the_formats_of_backbones():
         assert options.backbone_format == form
 
 
+@pytest.mark.long
 def test_chunks_of_padding_have_no_owner():
     backbone = Backbone.random(parse_config(TINY, "tiny"), dtype=jnp.float32)
     full = LayerPoint(2, 256, 128, 64, 1, 2, 4, 2, "dots", False, True)
@@ -197,6 +200,7 @@ def test_predicted_time_and_memory_grow_with_tokens(profile_path):
     assert peaks == sorted(peaks) and peaks[0] > weight_bytes
 
 
+@pytest.mark.long
 def test_collectives_are_measured_where_there_are_devices(tmp_path):
     script = """
 from jaxmux.planner.costs.device_profile import CollectivePoint

@@ -79,6 +79,7 @@ def test_a_part_is_set_before_its_fields():
     assert adapters == [LoRA(rank=3, alpha=1.0), LoRA(rank=3, alpha=2.0)]
 
 
+@pytest.mark.long
 def test_random_configurations_follow_the_seed_and_stay_in_their_ranges():
     space = {
         "adapter.rank": Integers(2, 5),

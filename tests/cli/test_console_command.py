@@ -111,6 +111,7 @@ def test_arguments_after_the_command_belong_to_it(capsys):
     assert capsys.readouterr().err.startswith("error: /nowhere")
 
 
+@pytest.mark.long
 def test_a_module_runs_its_command():
     done = run_module("jaxmux.export", "--run_dir=/nowhere", "--out=/nowhere")
     assert done.returncode == 2

@@ -130,6 +130,7 @@ def test_virtual_tokens_take_places_but_are_no_tokens_of_samples(config, capsys)
     assert places[1] - places[0] == 2 * PromptTuning().virtual_tokens
 
 
+@pytest.mark.long
 def test_the_demo_is_named_and_its_lengths_are_those_of_its_plan(tmp_path, capsys):
     said = "no --gin_file: this is the bundled demo"
     assert main(["--samples=0"]) == 0
@@ -193,6 +194,7 @@ def test_data_that_cannot_be_trained_on_are_refused_with_their_place(config, tmp
     assert f"error: task 'chat': {tmp_path}/a.jsonl:3: " in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_colours_take_the_place_of_marks_and_neither_a_device_nor_torch_is_used(config, tmp_path):
     """Afterwards torch can be imported."""
     for file, text in (

@@ -75,6 +75,7 @@ def test_without_shuffle_the_order_is_the_source_order():
     assert epoch_order(batches, 0) == epoch_order(batches, 6) == list(range(10))
 
 
+@pytest.mark.long
 def test_endless_batches_go_on():
     batches = GlobalBatches(samples(3), 2, seed=1)
     assert len(list(islice(batches, 100))) == 100

@@ -202,6 +202,7 @@ def test_a_template_that_reads_the_clock_gets_the_time_of_the_run(template, gpt,
     assert now == str(datetime.now().year)
 
 
+@pytest.mark.long
 def test_templates_before_tokenizers_let_transformers_warn_of_nothing():
     program = "from jaxmux.data.chat_templates import TemplateClock; TemplateClock().__enter__()"
     command = [sys.executable, "-c", program]

@@ -74,6 +74,7 @@ def test_readers_keep_a_few_records(tmp_path, name, write):
     assert WHOLE > 2 * LIMIT > 2 * tracemalloc.get_traced_memory()[1]
 
 
+@pytest.mark.long
 def test_texts_are_not_kept_while_they_are_tokenized(tmp_path):
     write_lines(tmp_path / "a.jsonl")
     core = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))

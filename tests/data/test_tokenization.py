@@ -214,6 +214,7 @@ def test_stories260k_tokenizer_gives_the_golden_ids(stories260k, shared_dir):
         assert stories260k(case["prompt"])["input_ids"] == case["input_ids"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["instruct_small", "gsm8k"])
 def test_real_data_trains_on_completion_and_eos_only(stories260k, shared_dir, name):
     path = shared_dir / "data" / name / "test.jsonl"

@@ -33,6 +33,7 @@ def passes_on(call: ast.Call) -> bool:
     return renamed or not words(" ".join(value for value in constants if isinstance(value, str)))
 
 
+@pytest.mark.long
 def test_every_raised_error_is_found(messages):
     """Of all exceptions with a message, so of every subclass of InputError."""
     found = {(m.path, m.line) for m in messages}

@@ -6,7 +6,7 @@ import pytest
 from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
 from jaxmux.planner.packing import ShapeClass
 
-UPDATES = 16
+UPDATES = 8
 OTHER_SHAPE = ShapeClass(rows=1, row_len=512, chunk_len=128, max_sequences=16)
 
 
@@ -31,7 +31,7 @@ def tasks(make_wide_task):
             loraplus_ratio=2.0,
         ),
         "lion": make_wide_task(
-            "lion", rank=3, dropout=0.3, steps=12, batch_size=9, optimizer=Lion(1e-3)
+            "lion", rank=3, dropout=0.3, steps=6, batch_size=9, optimizer=Lion(1e-3)
         ),
     }
 
@@ -90,10 +90,10 @@ def test_the_order_of_registration_changes_no_bit(
         assert_same_bits(reordered.task_arrays(name), together[0].task_arrays(name))
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
-def test_another_shape_class_gives_the_same_losses(name, tasks, together, make_engine, train):
-    alone = train(make_engine(tasks[name], shape=OTHER_SHAPE))[name]
-    losses = [u.loss for u in together[1][name]]
+@pytest.mark.long
+def test_another_shape_class_gives_the_same_losses(tasks, together, make_engine, train):
+    alone = train(make_engine(tasks["adam"], shape=OTHER_SHAPE))["adam"]
+    losses = [u.loss for u in together[1]["adam"]]
     np.testing.assert_allclose([u.loss for u in alone], losses, rtol=1e-5)
     assert np.ptp(losses) > 0.05
 

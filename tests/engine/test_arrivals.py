@@ -37,13 +37,10 @@ def alone(tasks, options, make_engine, train):
 def test_whatever_comes_and_goes_every_task_gets_the_bits_it_gets_alone(
     tasks, options, alone, make_engine, drive_at_random, assert_same_bits
 ):
-    for seed in range(2):
-        updates, arrays = drive_at_random(make_engine(**options), tasks, seed)
-        for name, (expected, own) in alone.items():
-            assert [u._replace(step=0) for u in updates[name]] == [
-                u._replace(step=0) for u in expected
-            ]
-            assert_same_bits(arrays[name], {k: own[k] for k in arrays[name]})
+    updates, arrays = drive_at_random(make_engine(**options), tasks, seed=0)
+    for name, (expected, own) in alone.items():
+        assert [u._replace(step=0) for u in updates[name]] == [u._replace(step=0) for u in expected]
+        assert_same_bits(arrays[name], {k: own[k] for k in arrays[name]})
 
 
 def test_tasks_that_fit_the_pool_compile_nothing(tasks, make_engine, compiles):

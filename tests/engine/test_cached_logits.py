@@ -119,6 +119,7 @@ def assert_equal_logits(found, wanted, tolerance=2e-5):
     assert (found.argmax(axis=-1) == wanted.argmax(axis=-1)).all()
 
 
+@pytest.mark.long
 def test_all_kinds_and_the_bare_backbone_in_one_batch(backbone, adapters):
     own = [*adapters.values(), (None, None)]
     lengths = [2 + 5 * i % 17 for i in range(len(own))]
@@ -138,17 +139,22 @@ def random_adapters(config):
         )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fields", "separate", "tolerance"),
     [
-        ({"sliding_window": 6, "tie_word_embeddings": True, "qk_norm": True}, True, 2e-5),
-        ({"attention_bias": True, "mlp_bias": True, "output_bias": True}, False, 2e-5),
+        (
+            {"sliding_window": 6, "tie_word_embeddings": True, "qk_norm": True}
+            | {"attention_bias": True, "mlp_bias": True, "output_bias": True},
+            True,
+            2e-5,
+        ),
         ({"backbone_format": "int8"}, True, 2e-5),
         ({"backbone_format": "nf4"}, False, 2e-5),
         # Activations that differ in the last bit may be rounded to other numbers in float8.
         ({"backbone_format": "float8"}, True, 1e-3),
     ],
-    ids=["window, tied, norms", "biases", "int8", "nf4", "float8"],
+    ids=["window, tied, norms, biases", "int8", "nf4", "float8"],
 )
 def test_backbones(fields, separate, tolerance, config):
     """Adapters and the bare backbone have three and two sequences, so chunks have several rows, and

@@ -55,6 +55,7 @@ def read(prepared):
     return found
 
 
+@pytest.mark.long
 def test_eva_begins_with_the_principal_components_of_inputs(
     initial, config, backbone, read, assert_components
 ):
@@ -128,6 +129,7 @@ def test_one_rank_for_all_is_a_lora_of_this_rank(initial):
         assert (a.any(axis=1).sum(axis=1) == 3 * adapted).all(), module
 
 
+@pytest.mark.long
 def test_a_mask_of_gradients_holds_the_largest_ones(initial, config, backbone, read):
     with jax.enable_x64(True):
         weights = jax.tree.map(lambda x: np.asarray(x, np.float64), backbone.weights)

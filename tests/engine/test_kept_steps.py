@@ -69,24 +69,44 @@ def test_a_kept_step_trains_to_the_same_bits_and_is_not_traced(
         assert_same_bits(second.adapter(name), first.adapter(name))
 
 
-@pytest.mark.parametrize("change", ["rank", "shape", "remat", "source", "flags", "memory"])
-def test_another_program_is_another_step(change, folder, tasks, make_engine, train, monkeypatch):
-    train(make_engine(*tasks), rounds=1)
-    options = {}
-    if change == "rank":
-        options = {"rank": 16}
-    elif change == "shape":
-        options = {"shape": ShapeClass(5, 128, 64, 8)}
-    elif change == "remat":
-        options = {"remat": "full"}
-    elif change == "memory":
-        options = {"memory": 2**32}
-    elif change == "source":
-        monkeypatch.setattr(compilation, "_sources", lambda: "another version")
-    else:
-        monkeypatch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
-    train(make_engine(*tasks, **options), rounds=1)
-    assert len(list(folder.iterdir())) == 2
+@pytest.fixture
+def step_name(folder, tasks, make_engine, monkeypatch):
+    """Returns the name of the file that would keep the step of an engine, which is not compiled."""
+    step_path = compilation._step_path
+
+    class Named(Exception):
+        pass
+
+    def name(**options) -> str:
+        def stop(*arguments):
+            raise Named(step_path(*arguments).name)
+
+        with monkeypatch.context() as patch, pytest.raises(Named) as named:
+            patch.setattr(compilation, "_step_path", stop)
+            make_engine(*tasks, **options).train_round()
+        return str(named.value)
+
+    return name
+
+
+@pytest.mark.long
+def test_another_program_is_another_step(step_name, monkeypatch):
+    first = step_name()
+    assert step_name() == first
+    changes = {
+        "rank": {"rank": 16},
+        "shape": {"shape": ShapeClass(5, 128, 64, 8)},
+        "remat": {"remat": "full"},
+        "memory": {"memory": 2**32},
+    }
+    names = {change: step_name(**options) for change, options in changes.items()}
+    with monkeypatch.context() as patch:
+        patch.setattr(compilation, "_sources", lambda: "another version")
+        names["source"] = step_name()
+    with monkeypatch.context() as patch:
+        patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
+        names["flags"] = step_name()
+    assert len({first, *names.values()}) == 7
 
 
 def test_a_damaged_step_is_compiled_again_and_named(folder, tasks, make_engine, train, caplog):

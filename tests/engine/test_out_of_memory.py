@@ -31,6 +31,13 @@ def fail_at(monkeypatch):
     return fail
 
 
+@pytest.fixture(scope="module")
+def expected(make_task, make_engine, train):
+    """An engine that never runs out of memory, and its updates."""
+    engine = make_engine(*tasks(make_task), remat="norms")
+    return engine, train(engine)
+
+
 def tasks(make_task):
     return make_task("a", batch_size=12), make_task("b", dropout=0.1, steps=3, batch_size=8)
 
@@ -46,15 +53,15 @@ def assert_same_training(found, found_updates, expected, expected_updates):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("numbers", [(0,), (1,), (4,), (1, 2)], ids=str)
+@pytest.mark.long
+@pytest.mark.parametrize("numbers", [(0,), (4,), (1, 2)], ids=str)
 def test_the_round_is_done_again(
-    numbers, fail_at, make_task, make_engine, train, caplog, monkeypatch
+    numbers, expected, fail_at, make_task, make_engine, train, caplog, monkeypatch
 ):
     # As on a GPU, where the engine holds an array that keeps small ones apart.
     guard = jax.numpy.zeros(2)
     monkeypatch.setattr(single_device, "keep_small_arrays_together", lambda: guard)
-    expected = make_engine(*tasks(make_task), remat="norms")
-    expected_updates = train(expected)
+    expected, expected_updates = expected
     assert expected.microbatches > 2 * expected.rounds
     fail_at(numbers)
     found = make_engine(*tasks(make_task), remat="norms")
@@ -86,11 +93,10 @@ def test_only_the_step_is_compiled_again(make_task, make_engine, train, monkeypa
 
 
 def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
-    make_task, make_engine, train, monkeypatch
+    expected, make_task, make_engine, train, monkeypatch
 ):
     """As on a GPU, which reports that it ran out of memory only when it is asked."""
-    expected = make_engine(*tasks(make_task), remat="norms")
-    expected_updates = train(expected)
+    expected, expected_updates = expected
     wait, seen = jax.block_until_ready, itertools.count()
 
     def failing(arrays):
@@ -105,10 +111,9 @@ def test_a_failure_that_is_reported_later_is_noticed_before_the_update(
     assert_same_training(found, found_updates, expected, expected_updates)
 
 
-def test_a_restored_round_is_packed_anew(fail_at, make_task, make_engine, train, monkeypatch):
+def test_a_restored_round_is_packed_anew(expected, fail_at, make_task, make_engine, train):
     """Its accumulated gradients are lost with the donated arrays."""
-    expected = make_engine(*tasks(make_task), remat="norms")
-    expected_updates = train(expected)
+    expected, expected_updates = expected
     first = make_engine(*tasks(make_task), remat="norms")
     calls = itertools.count()
     updates = first.train_round(lambda: next(calls) == 1)
@@ -148,9 +153,10 @@ def test_leaner_policies_end_at_full_recomputation():
     assert seen[-1] == ("full", "full", "full")
 
 
-def test_an_exception_between_microbatches_trains_none_twice(make_task, make_engine, train):
-    expected = make_engine(*tasks(make_task), remat="norms")
-    expected_updates = train(expected)
+def test_an_exception_between_microbatches_trains_none_twice(
+    expected, make_task, make_engine, train
+):
+    expected, expected_updates = expected
     found = make_engine(*tasks(make_task), remat="norms")
 
     def stop():

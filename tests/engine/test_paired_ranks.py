@@ -100,6 +100,7 @@ def updated(config):
     return layout, jax.tree.map(arrays, layout.tree), updates
 
 
+@pytest.mark.long
 def test_factors_are_updated_layer_by_layer_as_all_layers_at_once(updated):
     """Where no slot has pairs, both programs do the same but for rounding."""
     layout, arrays, updates = updated

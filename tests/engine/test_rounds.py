@@ -90,6 +90,7 @@ def pipeline_tasks(request):
     return tasks, TaskGroups([replica])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("pipeline_tasks", "stay_for_good"), [(2, True), (4, False)], indirect=["pipeline_tasks"]
 )
@@ -124,6 +125,7 @@ def test_after_a_change_of_the_tasks_no_groups_are_searched_for_some_rounds(
     assert len(searches) == 1
 
 
+@pytest.mark.long
 def test_microbatches_of_another_size_keep_the_groups_for_some_rounds(pipeline_tasks, monkeypatch):
     tasks, groups_of = pipeline_tasks
     tasks = {slot: tasks[slot] for slot in range(4)}

@@ -48,6 +48,7 @@ def test_a_task_gets_the_same_bits_alone(name, assert_same_alone):
     assert_same_alone(name)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", SPECS)
 def test_a_step_equals_that_of_a_float64_model(name, model_of_tasks, make_mixed, tasks):
     rate, prepared = 0.5, tasks[name]

@@ -99,6 +99,7 @@ def same_rates() -> np.ndarray:
     return np.full((3, LAYERS, SLOTS), RATE, np.float32)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_an_update_of_any_leaves_is_that_of_optax_for_one_slot(kind):
     slot = 1

@@ -75,6 +75,7 @@ def test_rows_are_filled_when_an_eighth_of_them_is_free():
     assert filling.rows == tuple(range(8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "sampling", [Sampling(0.8, top_p=0.7), Sampling(1.3, top_k=3), Sampling(1.0, 0.6, 4)]
 )

@@ -221,6 +221,7 @@ def test_a_written_config_reads_back_the_same(architecture, values):
     assert parse_config(raw, "config.json") == c
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("architecture", "values"), ROUND_TRIPS.values(), ids=ROUND_TRIPS)
 def test_transformers_understands_a_written_config(architecture, values, tmp_path):
     from transformers import AutoConfig

@@ -143,6 +143,7 @@ def test_another_identity_has_an_unrelated_mask(change):
     assert deviations(mask() == mask(**change), 0.5) < 5
 
 
+@pytest.mark.long
 def test_layers_modules_samples_and_keys_are_pairwise_unrelated():
     masks = [
         mask(layer=layer, module=module, sample=sample, key=key).reshape(-1)
@@ -227,6 +228,7 @@ def test_tokens_whose_counters_differ_by_the_step_between_groups_are_unrelated()
     assert deviations(np.asarray(kept[:, PERIOD:] == others[:, :-PERIOD]), 0.5) < 4.5
 
 
+@pytest.mark.long
 def test_a_tile_has_the_draws_of_its_columns():
     counters = counters_of(np.arange(8))[:, None]
     whole = draws(counters, salts(counters), jnp.arange(96)[None])
@@ -262,6 +264,7 @@ def test_a_wider_module_extends_the_mask_of_a_narrower_one():
     np.testing.assert_array_equal(mask(columns=64), mask(columns=256)[:, :64])
 
 
+@pytest.mark.long
 def test_mask_does_not_depend_on_place_slot_or_neighbours():
     """Two sequences in a shuffled stream of three tasks get the masks they have alone."""
     rng = np.random.default_rng(0)

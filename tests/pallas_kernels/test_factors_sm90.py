@@ -45,6 +45,7 @@ def test_factors_are_transposed_cast_and_padded_with_zeros(rank, padded, interpr
     assert_same(found, reference(arrays, 1, padded, jnp.bfloat16))
 
 
+@pytest.mark.long
 def test_all_projections_of_a_traced_layer_in_one_launch(interpret):
     arrays = pools(np.random.default_rng(0), 16, (256, 512), (256, 256), (768, 256))
     prepare = jax.jit(lambda layer: rank_major_factors(arrays, layer, rank=16, dtype=jnp.float16))
@@ -72,6 +73,7 @@ def test_widths_and_ranks_that_do_not_fit_are_refused():
         rank_major_factors(pools(rng, 16, (256, 256)), 0, rank=8, dtype=jnp.bfloat16)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rank", "padded", "slots"),
     [

@@ -45,6 +45,7 @@ def assert_same_rows(found, wanted):
     assert np.isinf(scales[INFINITE]) and np.isnan(np.float32(codes[-1][INFINITE, -1]))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("widths", "folded", "tiling"),
     [
@@ -63,6 +64,7 @@ def test_kernel_has_the_bits_of_plain_xla(widths, folded, tiling, interpret):
     assert_same_rows(found, float8_rows(xs, folds, "xla"))
 
 
+@pytest.mark.long
 def test_the_op_takes_the_kernel_on_hopper(monkeypatch, interpret):
     monkeypatch.setattr(module, "is_hopper", lambda: True)
     xs, folds = operands((256, 256), True, jnp.float16)
@@ -161,6 +163,7 @@ def test_a_multiprocessor_has_room_for_the_warpgroups_of_real_shapes(widths, h20
     assert share * ((2 * tiling.stages + 1) * sum(widths) + 5 * 1024) <= 228 * 1024
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("transposed", [False, True])
 def test_products_in_float8_encode_their_operands_by_the_kernel(transposed, lowered):
     tokens, size, rank = 128, 256, 16

@@ -188,6 +188,7 @@ def encoded(format: str, layers: int = LAYERS) -> FrozenWeight:
     return FrozenWeight.encoded(values, format)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ENCODED)
 def test_products_with_encoded_weights_are_those_of_the_decoded_weights(format):
     weight, x, dy = encoded(format).at_layer(1), activation(64), activation(16)
@@ -211,6 +212,7 @@ def test_kernels_get_one_decoded_layer_in_the_dtype_of_the_stream(format):
     np.testing.assert_array_equal(found.at_layer(2).values, weight.at_layer(2).decoded(x.dtype))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ENCODED)
 def test_decoded_weights_are_not_kept_from_the_forward_to_the_backward_pass(format):
     def temporaries(layers: int) -> int:
@@ -237,6 +239,7 @@ def test_weights_that_a_format_cannot_store_are_refused():
         FrozenWeight.encoded(stack().values, "fp3")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("format", "implementation"), [("int8", "xla"), ("nf4", "xla"), ("nf4", "mosaic_gpu")]
 )
@@ -253,6 +256,7 @@ def test_a_linear_with_adapters_is_that_of_the_decoded_weights(format, implement
     assert_same_bits(*results)
 
 
+@pytest.mark.long
 def test_products_in_float8_are_those_of_encoded_activations():
     weight, x, dy = encoded("float8").at_layer(1), activation(64), activation(16)
 
@@ -308,6 +312,7 @@ def by(implementation: str, case: Case):
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case",
     [partial(float8_case, MIXED_RATES), lambda: with_residual(float8_case())],
@@ -327,6 +332,7 @@ def test_float8_kernels_compute_what_plain_xla_computes(case, float8_kernels):
         assert relative_error(one, other) < 5e-3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("value", [1e4, np.nan])
 @pytest.mark.parametrize("where", ["x", "cotangents"])
 @pytest.mark.parametrize(

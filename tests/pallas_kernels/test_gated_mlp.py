@@ -113,6 +113,7 @@ def assert_float8_results_are_close(found: Results, wanted: Results):
         assert relative_error(one, other) < 2e-2
 
 
+@pytest.mark.long
 def test_an_mlp_in_float8_is_that_of_single_linears(monkeypatch):
     case = in_float8(mlp_case(256, 256, (2,)))
     monkeypatch.setattr(mosaic_gpu, "is_hopper", lambda: True)

@@ -75,6 +75,7 @@ def assert_rounded(result, expected):
     np.testing.assert_allclose(float32(result), expected, rtol=2**-8, atol=1e-30)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
 def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_slot, interpret):
     arguments = forward_arguments(np.random.default_rng(0))
@@ -87,6 +88,7 @@ def test_forward_is_the_activation_and_its_product_with_the_owners_factor(chunk_
     np.testing.assert_allclose(np.sum(sums, axis=0), product, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("chunk_slot", ROUTINGS.values(), ids=ROUTINGS)
 def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
     arguments = backward_arguments(np.random.default_rng(1))
@@ -98,6 +100,7 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
         assert_rounded(gradient, reference)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "rank, width, chunk_slot",
     [
@@ -129,6 +132,7 @@ def test_backward_products_are_those_of_each_chunks_owner(rank, width, chunk_slo
         np.testing.assert_allclose(result, reference, rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.long
 def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
     rng, (rows, width) = np.random.default_rng(8), (64, 1024)
     db, da = normals(rng, 1, RANK, width), normals(rng, 1, width, RANK)
@@ -148,6 +152,7 @@ def test_rounded_partial_sums_add_up_to_a_sum_rounded_once(interpret):
         assert np.std(np.float64(result) - exact) < 1.6 * np.std(once)
 
 
+@pytest.mark.long
 def test_splits_of_the_columns_add_up(interpret):
     arguments = forward_arguments(np.random.default_rng(3))
     h, sums = forward(arguments, (0, 2, -1, 1))
@@ -157,6 +162,7 @@ def test_splits_of_the_columns_add_up(interpret):
     np.testing.assert_allclose(np.sum(split_sums, axis=0), sums[0], rtol=1e-5, atol=1e-3)
 
 
+@pytest.mark.long
 def test_long_loads_give_the_same(interpret):
     arguments = forward_arguments(np.random.default_rng(9), 3 * WIDTH)
     h, sums = forward(arguments, (0, 2, -1, 1))
@@ -189,6 +195,7 @@ def test_extreme_gates_give_no_nan(interpret):
         np.testing.assert_array_equal(float32(result)[off], 0)
 
 
+@pytest.mark.long
 def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
     rng, chunk_slot = np.random.default_rng(5), (0, 1, -1, 1)
     size = TOKENS // CHUNKS
@@ -255,6 +262,7 @@ REAL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rank", "slots"), REAL)
 def test_real_shapes_lower(rank, slots, lowered):
     rows, width = 8192, 14336

@@ -114,6 +114,7 @@ def test_derivative_by_an_accumulator_is_the_accumulator_plus_the_gradient(solve
         np.testing.assert_allclose(one.b, b, rtol=2e-5, atol=1e-4)
 
 
+@pytest.mark.long
 def test_frozen_weight_and_factors_get_zero_cotangents():
     case = small_case()
 
@@ -167,6 +168,7 @@ def test_dropout_of_one_task_leaves_others_as_without_dropout():
         assert np.any(one[~others] != other[~others])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("boundaries", [(0, 32, 64, 96), (0, 64, 96)], ids=str)
 def test_dropout_of_divided_columns_is_that_of_the_whole_input(boundaries):
     case = small_case(k=96, rates=MIXED_RATES)

@@ -102,11 +102,13 @@ def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved)
         assert_same_bits(after[:, IDLE_SLOT], before[:, IDLE_SLOT])
 
 
+@pytest.mark.long
 def test_rank_that_is_padded_and_outputs_of_unequal_width_follow_the_formula(implementation):
     case = half_precision_case(rank=8, widths=(256, 512))
     assert_close(run(implementation, case), expected(case))
 
 
+@pytest.mark.long
 def test_dropout_of_divided_columns_is_that_of_the_whole_input(implementation):
     if implementation == "triton":
         pytest.skip("it refuses such calls")
@@ -115,6 +117,7 @@ def test_dropout_of_divided_columns_is_that_of_the_whole_input(implementation):
     assert_close(joined(case, [run(implementation, half) for half in halves]), expected(case))
 
 
+@pytest.mark.long
 def test_a_residual_is_added_and_gets_the_gradient(implementation):
     case = with_residual(half_precision_case())
     found = run(implementation, case)
@@ -124,6 +127,7 @@ def test_a_residual_is_added_and_gets_the_gradient(implementation):
     assert not np.any(found.outputs[0][~owned]) and not np.any(found.dx[~owned])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("slot", [0, IDLE_SLOT], ids=["task", "idle slot"])
 def test_nan_of_one_task_changes_no_bit_of_the_others(slot, implementation, solved):
     case, found, _ = solved

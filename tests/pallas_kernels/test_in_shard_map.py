@@ -56,6 +56,7 @@ def on_a_mesh(mesh: Mesh | AbstractMesh, case: Case, by_rows: bool):
     )
 
 
+@pytest.mark.long
 def test_interpreted_kernels_follow_the_formula():
     """The mesh has one device: the interpreter does not tell the barriers of two devices apart."""
     case = make_case(
@@ -74,6 +75,7 @@ def test_interpreted_kernels_follow_the_formula():
     assert_close(found, differentiate(in_float32(case), LAYER, implementation="xla"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("k", "widths", "by_rows"),
     [

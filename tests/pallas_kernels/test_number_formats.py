@@ -241,6 +241,7 @@ def test_an_outlier_changes_codes_of_its_own_block_only():
     np.testing.assert_allclose(round_trip("nf4", weights)[0, 70, 7], 1e4, rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("k", "n"), [(352, 48), (100, 6), (96, 5), (32, 3), (2, 1)])
 def test_blocks_of_nf4_go_on_from_one_row_to_the_next(k, n):
     """A linear whose rows are put end to end, and padded, has the same blocks in one row."""

@@ -82,6 +82,7 @@ def test_reference_has_the_bits_of_rms_norm_and_hands_its_input_through():
     np.testing.assert_array_equal(gradient(x, weight, cotangents, "xla"), *vjp(cotangents))
 
 
+@pytest.mark.long
 def test_weight_is_frozen(on_hopper):
     x, _, weight = operands(256)
 
@@ -101,6 +102,7 @@ def assert_kernels_are_right(width, tiling):
     assert_rounded(dx, exact_gradient(x, weight, (d_x, d_normed)), roundings=1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("width", WIDTHS)
 def test_norm_is_rounded_as_the_reference_and_the_gradient_once(width, interpret):
     assert_kernels_are_right(width, TILING)
@@ -111,6 +113,7 @@ def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
     assert_kernels_are_right(256, tiling)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_hopper_implementation_is_the_reference(dtype, on_hopper):
     x, d_x, weight = operands(512, dtype)
@@ -122,6 +125,7 @@ def test_hopper_implementation_is_the_reference(dtype, on_hopper):
     assert_rounded(dx, exact_gradient(x, weight, cotangents), roundings=1)
 
 
+@pytest.mark.long
 def test_nan_of_one_row_reaches_no_other(on_hopper):
     x, d_x, weight = operands(1024)
     rows = [3, 17, 18, 20]

@@ -80,6 +80,7 @@ def assert_close(found, wanted):
         assert np.linalg.norm(one - other) <= 1e-2 * np.linalg.norm(other), name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row_len", "groups", "per_group", "size"),
     [(64, 2, 1, 64), (64, 1, 3, 128), (128, 1, 1, 128), (128, 2, 3, 64)],
@@ -89,6 +90,7 @@ def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, si
     assert_close(case.found(), case.wanted())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row_len", "packed"),
     [(64, [[64], [1, 30, 33]]), (128, [[60, 40, 28], [70, 50]]), (128, [[128], []])],
@@ -98,6 +100,7 @@ def test_packed_sequences_attend_only_to_themselves(row_len, packed, interpret):
     assert_close(case.found(), case.wanted())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("broken", [3e38, -3e38])
 def test_overflows_of_a_sequence_change_no_bit_of_its_neighbours(broken, interpret):
     case = Case(128, 1, 1, 64, rows=1, packed=[[30, 50, 40]])
@@ -109,6 +112,7 @@ def test_overflows_of_a_sequence_change_no_bit_of_its_neighbours(broken, interpr
         np.testing.assert_array_equal(np.asarray(before)[~victim], np.asarray(after)[~victim])
 
 
+@pytest.mark.long
 def test_a_broken_row_changes_no_bit_of_the_others(interpret):
     case = Case(128, 1, 2, 64)
     healthy = case.found()
@@ -118,6 +122,7 @@ def test_a_broken_row_changes_no_bit_of_the_others(interpret):
         np.testing.assert_array_equal(np.asarray(before)[~broken], np.asarray(after)[~broken])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("row_len", "per_group", "packed"),
     [

@@ -104,6 +104,7 @@ def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
         np.testing.assert_allclose(np.float64(result[:, rows]), expected, rtol=2**-8, atol=1e-4)
 
 
+@pytest.mark.long
 def test_row_products_of_several_activations_and_factors(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
     groups = (row_operands(rng, 256, ranks=(16, 8, 24)), row_operands(rng, 128, ranks=(32,)))
@@ -120,6 +121,7 @@ def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, 
     assert_column_products(result, group, chunk_slot)
 
 
+@pytest.mark.long
 def test_column_products_of_several_groups_in_one_launch(interpret):
     rng, chunk_slot = np.random.default_rng(1), (2, 0, -1, 2)
     groups = (
@@ -145,6 +147,7 @@ def dropped(z, masks: Masks, module, chunk_slot):
     return jnp.where(keep, z, 0)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tile_k", [64, 128])
 def test_row_products_of_dropped_activations(tile_k, interpret):
     rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
@@ -159,6 +162,7 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
 
 
 # In the last case there is one thread block for each of the interpreter's multiprocessors.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tile_rows", "width", "lows"), [(64, 128, 2), (128, 128, 2), (128, 64, 1)]
 )
@@ -179,6 +183,7 @@ def test_column_products_of_dropped_activations(tile_rows, width, lows, interpre
     assert_column_products(results_of_kept, kept, chunk_slot)
 
 
+@pytest.mark.long
 def test_products_of_dropped_activations_whose_columns_begin_later(interpret):
     rng, chunk_slot = np.random.default_rng(12), (2, 0, -1, 1)
     masks = dropout(rng, 1, first_column=jnp.int32(96))
@@ -190,6 +195,7 @@ def test_products_of_dropped_activations_whose_columns_begin_later(interpret):
     assert_column_products(grads, columns._replace(z=z_columns), chunk_slot)
 
 
+@pytest.mark.long
 def test_column_products_of_more_ranks_than_registers(interpret):
     rng, chunk_slot = np.random.default_rng(11), (0, 1, -1, 0)
     group = column_operands(rng, 64, ranks=(128, 72))
@@ -287,6 +293,7 @@ REAL = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "rank", "slots"),
     [REAL[4], *(pytest.param(*own, marks=pytest.mark.slow) for own in REAL if own != REAL[4])],
@@ -305,6 +312,7 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 
 
 # With dropout, rank 128 of three modules is refused.
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("width", "rank", "slots", "columns_begin_later"),
     [

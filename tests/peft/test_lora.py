@@ -121,6 +121,7 @@ def test_gaussian_has_deviation_one_over_rank(config):
     assert a.std() == pytest.approx(1 / 256, rel=0.02)
 
 
+@pytest.mark.long
 def test_orthogonal_factors_are_not_zero_but_their_product_is(config):
     adapter = initial(LoRA(rank=256, initialisation="orthogonal"), config)
     for a, b in adapter.values():

@@ -74,6 +74,7 @@ def test_every_order_keeps_the_dependencies():
             assert all(place[a] < place[i] for i, s in enumerate(subgraphs) for a in s.after)
 
 
+@pytest.mark.long
 def test_interleaving_is_never_worse_than_one_htask_after_another():
     for seed in range(60):
         subgraphs = random_subgraphs(seed, most=24)

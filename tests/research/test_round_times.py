@@ -40,6 +40,7 @@ def times(costs) -> RoundTimes:
     return RoundTimes(kinds, costs)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "tasks",
     [(0,), (1,), (2,), (4,), (0, 0), (0, 1), (2, 3), (0, 2, 4), (0, 0, 1, 3), (1, 2, 2, 3, 4)],
@@ -67,6 +68,7 @@ def fits(times: RoundTimes, kind: int, count: int) -> bool:
     return count == 0 or math.isfinite(times.seconds((kind,) * count))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", [0, 3])
 def test_tasks_fit_while_the_memory_model_admits_their_pool(times, costs, kind):
     # The first number of tasks that does not fit, by bisection.

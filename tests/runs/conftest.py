@@ -41,6 +41,8 @@ ROW = 128
 RUN = {"tokens_per_microbatch": 2 * ROW, "row_len": ROW, "chunk_len": 64, "remat": "none"}
 POOL = {"reserved_rank": 4, "reserved_targets": ("q_proj", "down_proj")}
 SERVER = RUN | POOL | {"reserved_slots": 3}
+# Runs have the sizes of servers, so that they share their programs.
+SIZES = SERVER | {"max_sequences": 8}
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +158,7 @@ def write_config(tmp_path_factory, backbone, data):
     """
 
     def write(*lines: str, name: str = "tiny", run: dict | None = None) -> str:
-        settings = {"backbone": str(backbone), **RUN} | (run or {})
+        settings = {"backbone": str(backbone), **SIZES} | (run or {})
         text = [f"fine_tune.{k} = {v!r}" for k, v in settings.items() if v is not None]
         text += [
             "fine_tune.tasks = [@tiny/Task()]",
@@ -166,6 +168,7 @@ def write_config(tmp_path_factory, backbone, data):
             "tiny/Task.steps = 3",
             "tiny/Task.adapter = @tiny/LoRA()",
             "tiny/LoRA.rank = 2",
+            "tiny/LoRA.target_modules = ('q_proj', 'down_proj')",
             "tiny/Task.optimizer = @tiny/AdamW()",
             "tiny/AdamW.learning_rate = 1e-2",
             *lines,
@@ -203,7 +206,7 @@ def train(backbone):
     names = {field.name for field in dataclasses.fields(RunOptions)}
 
     def run(run_dir, *tasks: Task, **keywords):
-        options = RunOptions(**RUN | {k: v for k, v in keywords.items() if k in names})
+        options = RunOptions(**SIZES | {k: v for k, v in keywords.items() if k in names})
         others = {k: v for k, v in keywords.items() if k not in names}
         arguments = {"backbone": backbone, "tasks": tasks, "options": options} | others
         return fine_tune(run_dir=run_dir, **arguments)

@@ -99,6 +99,7 @@ def test_conversation_that_answers_nothing_is_named(write_lines, refused, chat_b
     assert f"task 'bad': {path}:2: no target tokens" in message
 
 
+@pytest.mark.long
 def test_chat_data_trains_where_the_tokenizer_has_a_template(
     write_config, data, chat_backbone, tmp_path
 ):
@@ -153,6 +154,7 @@ def test_task_beyond_the_memory_is_named_with_the_change_that_would_help(
         "large/LoRA.rank = 32",
         "fine_tune.remat = 'auto'",
         "fine_tune.memory_gib = 0.0012",
+        run={"reserved_slots": None, "reserved_rank": None, "reserved_targets": None},
     )
     assert main([f"--gin_file={config}", f"--run_dir={tmp_path}"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

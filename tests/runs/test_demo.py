@@ -84,14 +84,15 @@ def test_no_sample_of_the_demo_is_truncated(tasks):
         assert max(map(len, encoded)) + 1 <= task.max_length, task.name
 
 
+@pytest.mark.long
 def test_command_without_a_config_runs_the_demo(tmp_path, monkeypatch, capsys):
-    """Two steps of each task, little held-out data; everything else as shipped."""
+    """One step of each task, little held-out data; everything else as shipped."""
     overrides = ["--gin.fine_tune.sample_tokens=4"]
     for name in NAMES:
         path = tmp_path / f"{name}.jsonl"
         with open(resolve_path(f"jaxmux:demo/tasks/{name}.eval.jsonl")) as lines:
             path.write_text("".join(next(lines) for _ in range(4)))
-        overrides += [f"--gin.{name}/Task.steps=2", f"--gin.{name}/Task.eval_data={str(path)!r}"]
+        overrides += [f"--gin.{name}/Task.steps=1", f"--gin.{name}/Task.eval_data={str(path)!r}"]
     monkeypatch.chdir(tmp_path)
     assert main(overrides) == 0
     output = capsys.readouterr().out
@@ -99,7 +100,7 @@ def test_command_without_a_config_runs_the_demo(tmp_path, monkeypatch, capsys):
     summary = json.loads((tmp_path / "runs" / "demo" / "summary.json").read_text())
     assert sorted(summary["tasks"]) == list(NAMES)
     for name, task in summary["tasks"].items():
-        assert task["status"] == "succeeded" and task["steps"] == 2
+        assert task["status"] == "succeeded" and task["steps"] == 1
         assert str(tmp_path / "runs" / "demo" / "adapters" / name) in output
     assert output.count("before: ") == output.count("after: ") == len(NAMES)
 

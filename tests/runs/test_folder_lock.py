@@ -82,6 +82,7 @@ def test_a_folder_that_is_removed_before_it_is_locked_is_made_again(tmp_path, mo
     assert not folder.exists()
 
 
+@pytest.mark.long
 def test_a_lock_tells_whether_its_process_lives_has_ended_or_was_killed(tmp_path):
     folder = tmp_path / "run"
     assert lock_state(folder).holder == "unknown"

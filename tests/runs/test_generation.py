@@ -86,6 +86,7 @@ def test_foreign_files_are_not_replaced_by_completions(backbone, tmp_path, capsy
     assert path.read_text() == "precious"
 
 
+@pytest.mark.long
 def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters, step_by_step):
     requests = [Request(PROMPTS[0])]
     requests += [Request(prompt, *a) for prompt, a in zip(PROMPTS[1:], adapters, strict=True)]
@@ -95,6 +96,7 @@ def test_greedy_completion_is_the_argmax_step_by_step(model, tokenizer, adapters
     assert len({tuple(i) for i in ids}) == 3
 
 
+@pytest.mark.long
 def test_prompts_with_different_adapters_do_not_mix(model, tokenizer, adapters):
     requests = [Request(p, *a) for p in PROMPTS for a in [(None, None), *adapters]]
     together = complete(model, tokenizer, requests, max_new_tokens=NEW)
@@ -103,6 +105,7 @@ def test_prompts_with_different_adapters_do_not_mix(model, tokenizer, adapters):
     assert len(set(together)) > len(PROMPTS)
 
 
+@pytest.mark.long
 def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
     """Not its neighbours, nor the number of sequences that are computed together."""
     requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(4)]
@@ -116,6 +119,7 @@ def test_draws_follow_the_seed_of_a_sequence_alone(model, tokenizer, adapters):
     assert generator.complete(requests[2:3], max_new_tokens=NEW, sampling=sampling) != together[2:3]
 
 
+@pytest.mark.long
 def test_rows_that_become_free_are_filled_whatever_the_order(model, tokenizer, adapters):
     """Prompts and completions of very different lengths, in a batch of few rows."""
     own = [(None, None), *adapters]
@@ -136,6 +140,7 @@ def test_rows_that_become_free_are_filled_whatever_the_order(model, tokenizer, a
     assert generator.complete(requests[9:], **given) == found[9:]
 
 
+@pytest.mark.long
 def test_a_row_is_not_harmed_by_the_sequence_before(model, tokenizer, adapters):
     spec, adapter = adapters[0]
     broken = {module: Factors(a, np.full_like(b, np.nan)) for module, (a, b) in adapter.items()}
@@ -174,6 +179,7 @@ def test_each_request_has_its_own_stops(model, tokenizer, step_by_step):
     assert found == [tokenizer.decode(own, skip_special_tokens=True) for own in wanted]
 
 
+@pytest.mark.long
 def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_step):
     long = " ".join(PROMPTS * 3)
     # The prompt leaves room in its row only for the new tokens.

@@ -289,6 +289,7 @@ def test_a_text_without_tokens_and_ids_beyond_the_vocabulary_are_refused(model, 
         PromptTuning(start="random", start_text="apple")
 
 
+@pytest.mark.long
 def test_a_prompt_of_embeddings_completes_as_their_tokens(model, base):
     tokenizer = load_tokenizer(model.name_or_path)
     before = [9, 40, 31]
@@ -346,11 +347,16 @@ def test_merging_and_folding_a_scale_exclude_each_other(trained, tmp_path, capsy
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["own head", "tied head"])
+@pytest.mark.parametrize(
+    ("tied", "kinds"),
+    [(False, ("lora", "ln", "tables")), (True, ("lora", "tokens", "lora-tokens"))],
+    ids=["own head", "tied head"],
+)
 def test_a_backbone_of_several_files_is_merged_file_by_file(
-    tied, trained, backbone, tmp_path, model, base, logits
+    tied, kinds, trained, backbone, tmp_path, model, base, logits
 ):
-    """Each has the tensors that it had, so the index is that of the backbone."""
+    """Each has the tensors that it had, so the index is that of the backbone. All kinds are merged
+    into a backbone of one file in the test above."""
     split, whole = tmp_path / "split", load_file(backbone / "model.safetensors")
     shutil.copytree(backbone, split)
     (split / "model.safetensors").unlink()
@@ -372,8 +378,7 @@ def test_a_backbone_of_several_files_is_merged_file_by_file(
     (split / "model.safetensors.index.json").write_text(json.dumps(index))
     bare = load_backbone(split, "float32")
     assert bare.config.tie_word_embeddings is tied
-    # A table cannot become two where the embedding is the head.
-    for kind in set(MERGED) - ({"tables"} if tied else set()):
+    for kind in kinds:
         spec, adapter = import_adapter(trained / "adapters" / kind, bare.config, base=base)
         merged = tmp_path / kind
         write_merged(merged, split, adapter, spec, bare.config)
@@ -417,6 +422,7 @@ def test_a_merged_checkpoint_has_all_other_files_of_the_backbone(
     assert all((out / name).read_text() == name for name in kept)
 
 
+@pytest.mark.long
 def test_the_norms_of_a_backbone_are_read_once_and_go_with_it(model, base):
     read = []
 
@@ -671,6 +677,7 @@ def test_the_first_expression_of_a_pattern_counts_also_in_a_folder(model, tmp_pa
             LoRA(rank_pattern={bad: 2})
 
 
+@pytest.mark.long
 def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, tmp_path):
     """It compiles nothing when they come, and tasks of others fail."""
     options = ServerOptions(
@@ -761,6 +768,7 @@ def tied(backbone, tmp_path_factory):
     return load_backbone(folder, "float32")
 
 
+@pytest.mark.long
 def test_tokens_of_a_head_that_is_the_embedding_change_both(tied, tmp_path, logits):
     base = checkpoint_tensors(tied.name_or_path, np.dtype(np.float32))
     spec, kind = TrainedTokens(TOKENS), KINDS["trained_tokens"]

@@ -97,6 +97,7 @@ def test_the_values_of_a_schedule_have_to_fit_into_memory():
         fit(schedule="template", memory_gib=18).require([task])
 
 
+@pytest.mark.long
 def test_a_backbone_that_fits_is_copied_and_a_large_one_divided():
     assert choice(CONFIG, 2).deployment == Deployment.parse("dp2")
     large = choice(LARGE, 2)
@@ -131,6 +132,7 @@ def test_a_small_replica_leaves_long_samples_to_others():
         fit_longest([task], CONFIG, dataclasses.replace(options, memory_gib=12), Replica(), 1)
 
 
+@pytest.mark.long
 def test_a_large_replica_for_the_long_sample_and_small_ones_for_the_rest():
     """LobRA's case: a device has memory for the short samples only."""
     lengths = [*range(100, 580, 8), 16000]
@@ -163,6 +165,7 @@ def test_a_run_keeps_its_shape_classes_on_every_mesh_on_which_it_goes_on():
     assert len(others.added_to(recorded).several) == 2
 
 
+@pytest.mark.long
 def test_replicas_are_not_preferred_for_the_gaps_of_a_pipeline(monkeypatch):
     """Rounds stream through a pipeline without a gap, so two replicas of two devices, which
     exchange gradients, are no faster than one pipeline of both."""

@@ -58,6 +58,7 @@ def test_there_are_configs_of_seven_models():
     assert len(NAMES) == 7
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in NAMES]
 )

@@ -82,6 +82,7 @@ def assert_same(found, expected):
             np.testing.assert_array_equal(found[name][path], array, strict=True)
 
 
+@pytest.mark.long
 def test_writing_and_reading_prints_nothing_and_leaves_no_thread(arrays, tmp_path, assert_calm):
     orbax_files.write(tmp_path / "7", RECORD, arrays)
     assert orbax_files.read_record(tmp_path / "7") == RECORD
@@ -122,6 +123,7 @@ def make_folder(path: Path) -> None:
     path.mkdir()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("damage", [truncate, zero, remove, make_folder], ids=lambda f: f.__name__)
 def test_no_damage_prints_or_leaves_anything(damage, written, arrays, tmp_path, assert_calm):
     """Whatever file or folder is damaged: what is read is right, or there is one exception."""
@@ -156,6 +158,7 @@ def no_file_larger_than(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, handler)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [0, 200, 2_000, 20_000])
 def test_what_cannot_be_written_is_one_error_and_leaves_nothing(
     size, arrays, tmp_path, assert_calm
@@ -167,6 +170,7 @@ def test_what_cannot_be_written_is_one_error_and_leaves_nothing(
     assert_calm()
 
 
+@pytest.mark.long
 def test_an_error_is_raised_when_no_array_is_being_written_any_more(
     arrays, tmp_path, monkeypatch, assert_calm
 ):

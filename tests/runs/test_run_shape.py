@@ -365,7 +365,7 @@ def test_a_continued_run_keeps_its_shape_class(
 ):
     """A run that continues does not choose a shape class again."""
     task = make_task("a", steps=4, batch_size=14)
-    options = {"row_len": None, "chunk_len": None, "checkpoint_every": 2}
+    options = {"row_len": None, "chunk_len": None, "max_sequences": None, "checkpoint_every": 2}
     train(tmp_path / "whole", task, **options)
 
     train_round = Engine.train_round
@@ -408,9 +408,9 @@ SWEEP = (
     "fine_tune.tasks_at_once = 1",
     *TWO_LENGTHS[1:],
 )
-CHOSEN = {"row_len": None, "chunk_len": None, "tokens_per_microbatch": 512}
+CHOSEN = {"row_len": None, "chunk_len": None, "max_sequences": None, "tokens_per_microbatch": 512}
 PLANNED = {
-    "one task": ((), {"row_len": None}),
+    "one task": ((), {"row_len": None, "max_sequences": None}),
     "two lengths": (TWO_LENGTHS, CHOSEN | {"remat": "auto"}),
     "a sweep of which one trains at a time": (SWEEP, CHOSEN),
     "a limit of memory": (TWO_LENGTHS, CHOSEN | {"memory_gib": 0.1, "reserved_slots": 3}),

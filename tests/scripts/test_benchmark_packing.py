@@ -81,6 +81,7 @@ def test_padding_per_task_pads_samples_to_the_longest_of_their_task():
     assert all(b[0] > a[0] or b[1] - a[1] >= 60 for a, b in zip(own, own[1:], strict=False))
 
 
+@pytest.mark.long
 def test_predictions_are_printed_without_training(tmp_path, capsys, monkeypatch):
     lengths = tmp_path / "lengths.json"
     lengths.write_text(json.dumps({"lengths": {"a": [40] * 64, "b": [300] * 64}}))

@@ -233,6 +233,7 @@ def test_records_of_other_benchmarks_stay_in_a_shared_file(tmp_path):
     assert json.loads(path.read_text()) == [other, new]
 
 
+@pytest.mark.long
 def test_every_figure_can_be_drawn(tmp_path: Path, op_records, step_records, dram_records):
     records = {"grouped_lora": op_records, "step": step_records, "dram": dram_records}
     records["live"] = benchmark_tables.read_all(benchmark_tables.RECORDS)["live"]

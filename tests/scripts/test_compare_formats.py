@@ -30,6 +30,7 @@ def test_without_the_shared_models_only_the_demo_is_compared(tmp_path, capsys):
     assert "stories260k does not exist" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_a_format_that_cannot_store_a_model_is_named(tmp_path, capsys):
     config = BackboneConfig("LlamaForCausalLM", 32, 64, 171, 1, 2, 1, 32)
     save_backbone(Backbone.random(config), tmp_path)

@@ -8,6 +8,7 @@ import benchmark_grouped_lora
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from grouped_lora_chain import (
     Case,
     Linear,
@@ -33,6 +34,7 @@ def test_every_layer_has_results_of_its_own_weights():
         np.testing.assert_allclose(dx.astype(jnp.float32), expected, atol=2e-2)
 
 
+@pytest.mark.long
 def test_without_factors_the_adapted_program_is_the_frozen_one():
     frozen = make_frozen(LINEAR, TOKENS, LAYERS)
     adapters = make_adapters(Case(LINEAR, (8, 16)), TOKENS, LAYERS)
@@ -52,6 +54,7 @@ def test_ranks_below_the_pools_are_padded_with_zeros():
     assert factors.a[:, 1, :, 8:].all() and factors.a[:, 0, :, :8].all()
 
 
+@pytest.mark.long
 def test_the_benchmark_works_on_small_shapes(tmp_path):
     out = tmp_path / "records.json"
     command = [sys.executable, benchmark_grouped_lora.__file__, "--out", str(out)]

@@ -525,6 +525,7 @@ def test_missing_package_is_named_with_the_command(run_dir, monkeypatch):
         serve_run(run_dir, "127.0.0.1", 0, print)
 
 
+@pytest.mark.long
 def test_stream_of_a_real_server(run_dir):
     """The command serves, sends a change, and ends with the process that has started it."""
     command = [sys.executable, "-m", "jaxmux.ui", "--child", "--port=0", str(run_dir)]

@@ -106,6 +106,7 @@ def test_random_lengths_need_at_most_3_percent_more_than_the_bound_of_their_span
     assert count <= 1.03 * bound
 
 
+@pytest.mark.long
 def test_real_lengths_need_at_most_3_percent_more_than_the_bound_of_any_layout(real_lengths):
     count = bound = greedy = first_fit = samples = 0
     start = time.process_time()
@@ -130,6 +131,7 @@ def test_real_lengths_need_at_most_3_percent_more_than_the_bound_of_any_layout(r
 
 
 # The exact program takes seconds for the other shapes.
+@pytest.mark.long
 @pytest.mark.parametrize("shape", [SHAPES[i] for i in (0, 1, 3, 4, 6)], ids=str)
 def test_few_rounds_need_one_microbatch_more_than_their_exact_packing_and_none_two(shape):
     more = []

@@ -110,6 +110,7 @@ def test_rows_lie_between_the_bound_and_greedy_and_close_to_the_optimum(seed):
     assert len(full) <= optimum + 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(40))
 def test_exact_program_finds_the_fewest_rows_and_the_least_full_last_rows(seed):
     queues = random_queues(seed)

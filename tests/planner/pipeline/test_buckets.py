@@ -110,6 +110,7 @@ def test_gap_bounds_the_distance_to_the_best_largest_bucket():
     assert balance_gap([5, 1, 1], ((0,), (1, 2))) == 0
 
 
+@pytest.mark.long
 def test_many_htasks_are_grouped_close_to_the_mean():
     latencies = random_latencies(48, seed=1)
     start = time.process_time()

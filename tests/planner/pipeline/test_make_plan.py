@@ -11,6 +11,7 @@ from jaxmux.planner.pipeline import TaskLoad
 from jaxmux.planner.pipeline.schedules import validate
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["plan_of_one_device", "plan_of_two_stages", "plan"])
 def test_every_sample_of_every_round_is_placed_once_and_nothing_overlaps(name, request, tasks):
     plan = request.getfixturevalue(name)
@@ -61,6 +62,7 @@ def test_tasks_on_one_device_are_one_htask(plan_of_one_device, tasks):
     assert [baseline.name for baseline in plan.baselines] == ["one task at a time"]
 
 
+@pytest.mark.long
 def test_shape_class_depends_on_rounds_of_the_whole_training_run(plan_of):
     """It does not depend on the number of rounds that the schedule covers."""
     short, long = [[100] * 16] * 8, [[900] * 16] * 92
@@ -78,6 +80,7 @@ def test_every_task_is_in_one_htask_and_every_htask_in_one_bucket(plan, tasks):
         assert set(microbatch.tasks) & set(plan.groups[microbatch.bucket])
 
 
+@pytest.mark.long
 def test_32_tasks_are_planned_in_seconds(plan_of, draw_tasks):
     loads = [
         task._replace(name=f"{task.name}.{i}") for i in range(8) for task in draw_tasks(samples=8)

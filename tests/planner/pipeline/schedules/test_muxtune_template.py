@@ -33,6 +33,7 @@ def random_buckets(rng: np.random.Generator):
     return latencies, counts, int(rng.integers(1, 7))
 
 
+@pytest.mark.long
 def test_theorem_2_last_stage_keeps_busy_in_lockstep(bucket_workload):
     rng = np.random.default_rng(0)
     for _ in range(400):
@@ -49,6 +50,7 @@ def test_theorem_2_last_stage_keeps_busy_in_lockstep(bucket_workload):
             assert makespan == pytest.approx(2 * (stages - 1) * latencies[0] + work)
 
 
+@pytest.mark.long
 def test_theorem_2_last_stage_keeps_busy_when_stages_run_free(bucket_workload):
     rng = np.random.default_rng(1)
     for _ in range(400):

@@ -5,6 +5,7 @@ import itertools
 
 import numpy as np
 import pulp
+import pytest
 from research.lower_bounds import least_makespan, least_paired_ticks
 
 from jaxmux.planner.pipeline.schedules import (
@@ -121,6 +122,7 @@ def least_free_running_makespan(forward: np.ndarray, backward: np.ndarray) -> fl
     return float(makespan.varValue)
 
 
+@pytest.mark.long
 def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_workload):
     """The latencies of the buckets are at most 20% apart, as Eq. 7 makes them."""
     rng = np.random.default_rng(2)
@@ -142,6 +144,7 @@ def test_template_is_within_3_percent_of_the_lockstep_optimum(bucket_workload):
     assert max(gaps) <= 0.03
 
 
+@pytest.mark.long
 def test_template_is_within_3_percent_of_the_free_running_optimum(bucket_workload):
     rng = np.random.default_rng(3)
     gaps = []

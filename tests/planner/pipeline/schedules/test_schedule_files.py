@@ -54,6 +54,7 @@ def test_trace_holds_every_op_and_update_on_its_stage(workload, virtual_per_stag
     assert len([e for e in events if e["ph"] == "i"]) == 3 * len(schedule.updates)
 
 
+@pytest.mark.long
 def test_picture_is_drawn(workload, tmp_path):
     schedule = interleaved(workload, 2)
     simulation = simulate_lockstep(schedule, workload)
