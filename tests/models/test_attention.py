@@ -119,6 +119,7 @@ def placed(row_len: int, sequence, offset: int, neighbours: dict[int, int], seed
     return arrays, ids
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("row_len", [256, 512])
 @pytest.mark.parametrize("length", [40, 150, 192])
@@ -139,6 +140,7 @@ def test_a_sequence_has_the_same_bits_wherever_it_lies_and_beside_whomever(lengt
             np.testing.assert_array_equal(one, two)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("window", [None, 50])
 def test_a_sequence_has_the_same_bits_in_any_row_of_a_microbatch(window):
     sequence, results = tensors(1, 100, seed=9), []
@@ -199,6 +201,7 @@ def test_finite_values_whose_products_overflow_change_no_bit_of_others(huge):
     assert_others_untouched(healthy, run(*inputs.values(), SHARED_ROW))
 
 
+@pytest.mark.long
 def test_what_cudnn_leaves_unwritten_in_padding_reaches_nothing(monkeypatch):
     """cuDNN writes neither outputs nor gradients of padding, so anything may be there. One row is
     all padding, which has no sequence at all."""

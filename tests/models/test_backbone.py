@@ -80,6 +80,7 @@ def test_who_changes_abstract_weights_changes_nobody_elses():
     assert {leaf.dtype for leaf in half} == {jnp.dtype(jnp.bfloat16)}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_a_saved_backbone_loads_back_the_same(config, dtype, tmp_path):
@@ -312,6 +313,7 @@ def test_a_head_that_is_written_anew_is_compared_anew(folder):
     assert BackboneConfig.from_folder(folder).tie_word_embeddings
 
 
+@pytest.mark.long
 def test_a_cached_backbone_says_what_its_head_is(folder, tmp_path, caplog):
     edit_config(folder, tie_word_embeddings=True)
     plain = load_backbone(folder).weights
@@ -427,7 +429,7 @@ def watch():
     global peak
     while not done.is_set():
         peak = max(peak, anonymous())
-        time.sleep(0.0005)
+        time.sleep(0.002)
 
 watcher = threading.Thread(target=watch)
 watcher.start()
@@ -447,6 +449,7 @@ def large_folder(tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_loading_needs_the_model_and_one_stacked_parameter(large_folder, dtype):
@@ -494,6 +497,7 @@ def linears(backbone: Backbone) -> dict[str, FrozenWeight]:
     return {n: own["kernel"] for block in ("self_attn", "mlp") for n, own in layers[block].items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
 def test_linears_are_stored_in_the_format_asked_for(wide_folder, backbone_format, tmp_path):
     plain = load_backbone(wide_folder)
@@ -521,6 +525,7 @@ def test_linears_are_stored_in_the_format_asked_for(wide_folder, backbone_format
     np.testing.assert_array_equal(saved["up_proj"].values[1], decoded)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
 def test_a_random_backbone_in_a_format_decodes_to_normal_weights(backbone_format):
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_heads": 4, "head_dim": 16}

@@ -99,6 +99,7 @@ def assert_same(found: FrozenWeight, wanted: FrozenWeight) -> None:
     jax.tree.map(np.testing.assert_array_equal, found, wanted)
 
 
+@pytest.mark.long
 def test_a_damaged_checkpoint_in_the_cache_is_made_again(plain, tmp_path, caplog):
     expected = load_backbone(plain, jnp.float32, "int8", tmp_path)
     (kept,) = (path for path in tmp_path.iterdir() if not path.name.startswith("."))
@@ -111,6 +112,7 @@ def test_a_damaged_checkpoint_in_the_cache_is_made_again(plain, tmp_path, caplog
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.long
 def test_int8_stays_and_is_what_the_format_encodes(plain, tmp_path):
     folder = quantised(plain, tmp_path, INT8, of_int8)
     found, encoded = load_backbone(folder), load_backbone(plain, backbone_format="int8")
@@ -137,6 +139,7 @@ def test_plain_weights_that_are_said_to_be_quantised_are_read_with_a_warning(
     assert f"says that the weights are quantised ({method}), but no tensor of them is" in message
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tensors_of", [of_int8, of_float8])
 def test_quantised_weights_that_are_not_said_to_be_quantised_are_refused(
     tensors_of, plain, tmp_path
@@ -148,6 +151,7 @@ def test_quantised_weights_that_are_not_said_to_be_quantised_are_refused(
         load_backbone(folder)
 
 
+@pytest.mark.long
 def test_codes_of_float8_are_multiplied_only_if_that_is_asked_for(plain, tmp_path):
     folder = quantised(plain, tmp_path, CHANNELS, of_float8)
     asked = load_backbone(folder, backbone_format="float8")
@@ -161,6 +165,7 @@ def test_codes_of_float8_are_multiplied_only_if_that_is_asked_for(plain, tmp_pat
     np.testing.assert_array_equal(kept.decoded(), linear(asked, "mlp", "up_proj").decoded())
 
 
+@pytest.mark.long
 def test_another_format_is_encoded_from_the_decoded_weights(plain, tmp_path):
     folder = quantised(plain, tmp_path, CHANNELS, of_float8)
     found = linear(load_backbone(folder, backbone_format="nf4"), "self_attn", "q_proj")
@@ -188,6 +193,7 @@ def test_linears_that_differ_between_layers_are_decoded_with_one_warning(plain, 
     assert linear(found, "mlp", "down_proj").format == "int8"
 
 
+@pytest.mark.long
 def test_a_quantised_head_is_decoded(plain, tmp_path):
     head = load_file(plain / "model.safetensors")["lm_head.weight"]
     folder = quantised(plain, tmp_path, CHANNELS, of_float8, linears=("_proj", "lm_head"))
@@ -329,6 +335,7 @@ def test_scales_by_another_map_are_decoded_by_it(nf4, tmp_path):
     assert np.abs(before).max() > 1e-3
 
 
+@pytest.mark.long
 def test_codes_of_nf4_are_kept_where_layers_differ(plain, nf4, tmp_path):
     """The other linears are encoded."""
     tensors = load_file(plain / "model.safetensors")
@@ -354,6 +361,7 @@ def test_scales_of_uneven_blocks_stay_small(size, wide):
     assert max(weight.scales.scale.shape) <= size
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("form", ["float8", "int8", "nf4"])
 def test_a_cache_is_written_once_and_gives_the_same_numbers(plain, tmp_path, form, monkeypatch):
     wanted = load_backbone(plain, backbone_format=form)
@@ -382,6 +390,7 @@ def test_a_cache_of_large_weights_has_several_files(plain, tmp_path, monkeypatch
     jax.tree.map(np.testing.assert_array_equal, found.weights, wanted.weights)
 
 
+@pytest.mark.long
 def test_a_cache_needs_a_format_and_leaves_nothing_when_it_fails(plain, tmp_path):
     with pytest.raises(ValueError, match="needs a backbone_format"):
         load_backbone(plain, cache=tmp_path)

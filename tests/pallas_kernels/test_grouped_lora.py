@@ -177,6 +177,7 @@ def test_dropout_of_divided_columns_is_that_of_the_whole_input(boundaries):
         np.testing.assert_allclose(found, wanted, rtol=2e-5, atol=2e-4)
 
 
+@pytest.mark.long
 def test_half_precision_inputs_give_half_precision_outputs_and_float32_accumulators():
     case = small_case(rates=MIXED_RATES, dtype=jnp.bfloat16)
     factors = jax.tree.map(lambda v: v.astype(jnp.bfloat16), [p.factors for p in case.projections])

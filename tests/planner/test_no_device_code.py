@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 # Imports the modules and packages given as arguments, a package with all its modules, and prints
 # the names of all loaded modules.
 IMPORT_ALL = """
@@ -26,12 +28,14 @@ def loaded_by(name: str) -> set[str]:
     return set(result.stdout.split())
 
 
+@pytest.mark.long
 def test_no_module_of_the_planner_imports_device_code():
     loaded = loaded_by("jaxmux.planner")
     assert {"jaxmux.planner.packing.rows", "jaxmux.planner.pipeline.make_plan"} <= loaded
     assert not {"jax", "jaxlib", "flax", "optax"} & loaded
 
 
+@pytest.mark.long
 def test_training_imports_neither_the_profiler_nor_the_pipeline_planner():
     loaded = loaded_by("jaxmux.cli.train_command")
     assert {"jaxmux.runs.run", "jaxmux.engine.engine", "jaxmux.planner.packing"} <= loaded

@@ -53,6 +53,7 @@ def task_lengths(shared_dir) -> dict[str, list[int]]:
     return {task: np.minimum(sizes, CONTEXT).tolist() for task, sizes in lengths.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "model, devices, batch, fused_reduction, sequential_reduction",
     [

@@ -378,6 +378,7 @@ def test_bad_field(bindings, expected, refused):
     assert expected in refused(*bindings)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("bindings", "expected"), OTHER_SETTINGS.values(), ids=OTHER_SETTINGS)
 def test_bad_setting(bindings, expected, refused, write_lines, tmp_path):
     (tmp_path / "folder.jsonl").mkdir()

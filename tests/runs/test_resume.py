@@ -24,7 +24,7 @@ from jaxmux.runs import RunDirectoryError, read_task
 
 main = partial(run_command, "train", prog="jaxmux train")
 
-STEPS = 30
+STEPS = 18
 TASKS = f"""
 fine_tune.checkpoint_every = 4
 fine_tune.keep_checkpoints = 2
@@ -37,7 +37,7 @@ tiny/AdamW.schedule = @Schedule()
 Schedule.kind = "cosine"
 Schedule.warmup_steps = 4
 other/Task.name = "other"
-other/Task.epochs = 5
+other/Task.epochs = 3
 other/Task.batch_size = 5
 other/Task.max_length = 96
 other/Task.adapter = @other/LoRA()
@@ -48,7 +48,7 @@ other/Task.optimizer = @other/Lion()
 other/Lion.learning_rate = 1e-3
 """
 # Twenty samples in batches of five.
-LINES = STEPS + 5 * 4
+LINES = STEPS + 3 * 4
 
 
 class Command:
@@ -130,6 +130,7 @@ def assert_same_result(run_dir, reference, adapter_bytes):
     assert one["padding_fraction"] == other["padding_fraction"]
 
 
+@pytest.mark.long
 def test_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     config, reference, tmp_path, adapter_bytes, capsys
 ):
@@ -156,6 +157,7 @@ def test_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
     assert_same_result(killed.run_dir, reference, adapter_bytes)
 
 
+@pytest.mark.long
 def test_terminated_run_saves_and_goes_on(
     config, reference, tmp_path, adapter_bytes, monkeypatch, capsys
 ):

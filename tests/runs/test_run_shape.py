@@ -128,6 +128,7 @@ def load(task: PreparedTask) -> TaskLoad:
     return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
 
 
+@pytest.mark.long
 def test_best_shape_is_the_shape_class_of_a_training_run(tasks):
     backbone = Backbone.random(CONFIG)
     assert best_shape(tasks, backbone, 2048) == chosen(tasks).alignment.shape
@@ -143,6 +144,7 @@ def test_lengths_of_batches_are_those_of_every_step(tasks):
         lengths[40]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("batch_size", [4, 16, 300])
 @pytest.mark.parametrize("least_chunk_len", [64, 128])
 def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size, least_chunk_len):
@@ -158,6 +160,7 @@ def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size
     assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
 
 
+@pytest.mark.long
 def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
     """Round by round, with the same samples in the same order."""
     rng, replica = np.random.default_rng(5), Replica.uniform(pp=2, tp=1)
@@ -187,6 +190,7 @@ def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
     assert trained == [{(s.slot, s.step, s.sample) for s in own} for own in plan.microbatches]
 
 
+@pytest.mark.long
 def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
     """Each replica trains its share, in the same groups, and together they train every sample."""
     rng, deployment = np.random.default_rng(6), Deployment.parse("pp2 + 2*(tp1)")

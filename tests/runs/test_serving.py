@@ -448,6 +448,7 @@ def test_the_status_of_the_documentation_has_the_keys_of_a_status(served, specif
     assert re.findall(r"`(\w+)`", "".join(names)) == list(found)
 
 
+@pytest.mark.long
 def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(tmp_path):
     """A second process is refused meanwhile."""
     tenant = tmp_path / "inbox" / "acme"

@@ -353,6 +353,7 @@ def random_task(rng: random.Random, folder: Path) -> Task:
     )
 
 
+@pytest.mark.long
 def test_random_tasks_survive_json(folder):
     rng = random.Random(0)
     for _ in range(200):
@@ -363,6 +364,7 @@ def test_random_tasks_survive_json(folder):
         assert task_to_json(found, folder) == fields == json.loads(json.dumps(fields))
 
 
+@pytest.mark.long
 def test_random_damage_is_accepted_or_a_task_error(folder):
     rng = random.Random(1)
     values = [None, True, -1, 0, 3, 1e300, "", "x", "../x", [], ["q_proj"], {}, {"kind": "lora"}]

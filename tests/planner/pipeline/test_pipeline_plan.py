@@ -150,6 +150,7 @@ def test_the_grouping_is_no_slower_than_one_group(rounds):
     assert found.simulation.makespan <= together.simulation.makespan
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stream_of_100_microbatches_has_few_bubbles(seed):
     head_on_last = (1.0, 1.0, 1.0, 1.2)
@@ -223,6 +224,7 @@ def test_of_few_tasks_every_division_is_a_candidate(rounds):
     assert {frozenset(candidate.groups) for candidate in found} == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("samples", [8, pytest.param(20, marks=pytest.mark.slow)])
 def test_search_finds_the_best_of_all_divisions_to_a_percent(samples):
     """The search simulates only a few of them."""
@@ -238,6 +240,7 @@ def test_search_finds_the_best_of_all_divisions_to_a_percent(samples):
         assert best * (1 - 1e-9) <= found.simulation.makespan <= 1.01 * best
 
 
+@pytest.mark.long
 def test_estimated_lengths_of_streams_are_near_the_simulated_time():
     rounds = draw(seed=4, rounds=6, samples=20)
     candidates = candidate_groupings(cut(rounds), SHAPE, [1.5] * STAGES)
@@ -264,6 +267,7 @@ def test_tasks_are_grouped_by_the_rounds_in_which_all_of_them_train():
     assert grouping_of_tasks(batches[:1], SHAPE, STAGES) == one_htask([0])
 
 
+@pytest.mark.long
 def test_groups_in_use_stay_unless_others_are_faster_by_a_percent():
     stayed = []
     for seed in range(5):

@@ -11,6 +11,7 @@ from jaxmux.planner.pipeline import make_plan
 GIB = 2**30
 
 
+@pytest.mark.long
 def test_task_that_fits_nowhere_is_named_with_the_change_that_helps(plan_of, tasks):
     with pytest.raises(PlanningError, match=r"task 'task0' does not fit even alone on pp1") as e:
         plan_of(tasks, memory=17 * GIB)
@@ -35,6 +36,7 @@ def test_row_length_that_no_row_can_have_is_refused(plan_of, tasks, request_4096
         plan_of(tasks, request=request_4096._replace(row_len=300))
 
 
+@pytest.mark.long
 def test_policy_that_needs_too_much_memory_is_refused(plan_of, tasks):
     with pytest.raises(PlanningError, match="remat='dots' needs .* fit with remat='auto'"):
         plan_of(tasks, memory=20 * GIB, remat="dots")

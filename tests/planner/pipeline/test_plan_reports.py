@@ -18,6 +18,7 @@ def test_dropped_records_are_counted_by_task(plan):
     assert line.startswith("task task1: 12 of 140 records dropped")
 
 
+@pytest.mark.long
 def test_tokens_of_a_task_are_those_of_its_samples(plan_of, tasks, request_4096):
     lengths = [140, 155, 130]
     prompt = tasks[0]._replace(lengths=lengths, held_out=[161], virtual_tokens=20)

@@ -6,6 +6,7 @@ from jaxmux.planner.devices import Replica
 from jaxmux.planner.pipeline import try_smaller_microbatches
 
 
+@pytest.mark.long
 def test_they_are_proposed_where_a_pipeline_has_many_bubbles(
     plan_of, costs_of, tasks, request_4096
 ):

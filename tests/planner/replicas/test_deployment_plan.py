@@ -103,6 +103,7 @@ def test_of_two_equal_configurations_one_stays():
     assert dominated == {two: two}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices, limit", [(64, 30), (256, 60)])
 def test_many_devices_are_planned_in_seconds(devices, limit, skewed_bins):
     candidates = candidate_replicas(devices, (1, 2, 4, 8, 16), (1, 2, 4, 8))

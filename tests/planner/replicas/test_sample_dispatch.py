@@ -173,6 +173,7 @@ def test_real_lengths_are_dispatched_within_2_percent(real_lengths, random_costs
         assert dispatch_samples(replicas, bins, model, time_limit=5).gap < 0.02
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("costs", ["random_costs", "unrelated_costs"])
 def test_few_sequences_are_dispatched_within_1_percent_of_the_optimum(costs, request):
     """Few sequences cannot be divided evenly among the replicas of a configuration."""
