@@ -217,13 +217,13 @@ def test_a_process_without_devices_of_the_mesh_is_refused(pair):
 HANGS = """
 import sys, time
 from jaxmux.cli import train_command
-from jaxmux.runs import join_processes, joined_processes
-joined_processes._HANGING_SECONDS = 1
+from jaxmux.runs import processes
+processes._HANGING_SECONDS = 1
 port, index = sys.argv[1], int(sys.argv[2])
-join_processes(f"localhost:{port}", 2, index)
+processes.join_processes(f"localhost:{port}", 2, index)
 if index:
-    joined_processes.leave(OSError("no room"))
-with joined_processes.watching_others(train_command._end_at_once):
+    processes.leave(OSError("no room"))
+with processes.watching_others(train_command._end_at_once):
     time.sleep(100)
 """
 
