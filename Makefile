@@ -64,7 +64,7 @@ endif
 WORKERS = 2
 
 help: ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 18
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1	\2/p' Makefile | expand -t 22
 
 demo: .venv/installed ## train, evaluate and export the bundled demo (about 3 minutes)
 	$(MAIN)/python -m jaxmux.train

@@ -145,6 +145,7 @@ def test_other_weights_of_the_same_shapes_change_it(original, tmp_path):
     assert backbone_fingerprint(tmp_path) != backbone_fingerprint(original)
 
 
+@pytest.mark.long
 def test_another_dtype_changes_it(original, tmp_path):
     save_backbone(Backbone.random(CONFIG, seed=1, dtype=jax.numpy.bfloat16), tmp_path)
     assert backbone_fingerprint(tmp_path) != backbone_fingerprint(original)

@@ -201,6 +201,7 @@ def test_products_with_encoded_weights_are_those_of_the_decoded_weights(format):
     np.testing.assert_array_equal(vjp(dy)[0], plain.matmul_transposed(dy))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", ENCODED)
 def test_kernels_get_one_decoded_layer_in_the_dtype_of_the_stream(format):
     weight, other = encoded(format), stack(jnp.bfloat16)

@@ -203,6 +203,7 @@ def test_column_products_of_more_ranks_than_registers(interpret):
     assert_column_products(results, group, chunk_slot)
 
 
+@pytest.mark.long
 def test_nan_of_one_task_and_of_empty_chunks_reaches_no_other(interpret):
     rng, chunk_slot = np.random.default_rng(3), (0, 1, -1, 1)
     size = TOKENS // CHUNKS

@@ -437,6 +437,7 @@ def planned_shapes(lines: list[str]) -> list[str]:
     return [line for line in lines if "microbatches of " in line]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("lines", "options"), PLANNED.values(), ids=PLANNED)
 def test_training_has_the_shape_and_padding_of_its_plan(
     lines, options, write_config, data, command, tmp_path

@@ -181,6 +181,7 @@ def test_before_anything_was_trained_a_signal_need_not_wait(served, specify, mon
     assert str(reasons[0]) == "stopped by SIGTERM; nothing was trained since the start"
 
 
+@pytest.mark.long
 def test_an_error_of_training_ends_the_server(backbone, tmp_path, monkeypatch):
     def broken(self):
         raise ZeroDivisionError("broken")

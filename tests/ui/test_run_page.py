@@ -544,6 +544,7 @@ def test_stream_of_a_real_server(run_dir):
         assert process.wait(timeout=20) == 0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
 def test_server_ends_quietly_while_pages_are_open(run_dir, end):
     """Also one that does not read what it has asked for."""
