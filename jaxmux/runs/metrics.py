@@ -17,6 +17,7 @@ from typing import Any, BinaryIO
 
 from jaxmux.engine import TaskEvaluation, TaskUpdate
 from jaxmux.engine.rounds.results import RoundRecord
+from jaxmux.engine.tasks.progress import as_line
 from jaxmux.models import DeviceBytes
 
 from .checkpoints import RunPosition
@@ -329,7 +330,7 @@ class MetricsWriter:
         """
         now = _now()
         for own, results in ((self._metrics, updates), (self._held_out, evaluations)):
-            lines = [{**result._asdict(), "time": now} for result in results]
+            lines = [{**as_line(result), "time": now} for result in results]
             own.append(lines)
             self._trackers.log(lines, own is self._held_out, own.last_removed)
 
@@ -431,7 +432,7 @@ class _Lines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts with the fields of `TaskUpdate`, and "time". Damaged
+    """The lines of metrics.jsonl as dicts with the fields of `as_line`, and "time". Damaged
     lines are left out. Lines of older versions of jaxmux may lack some fields.
 
     Args:
@@ -441,7 +442,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_held_out_losses(path: Path) -> list[dict[str, Any]]:
-    """The lines of held_out.jsonl as dicts with the fields of `TaskEvaluation`, and "time". Damaged
+    """The lines of held_out.jsonl as dicts with the fields of `as_line`, and "time". Damaged
     lines are left out.
 
     Args:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
+from jaxmux.engine.tasks.progress import as_line
 from jaxmux.runs.metrics import LineLog
 from jaxmux.runs.run_directory import RunDirectoryError
 from jaxmux.specifications.fields import from_json, to_json
@@ -490,7 +491,7 @@ class ServerStore:
         self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
     ) -> None:
         for results in (updates, evaluations):
-            lines = [{**result._asdict(), "time": time} for result in results]
+            lines = [{**as_line(result), "time": time} for result in results]
             self._trackers.log(lines, held_out=results is evaluations)
 
     def close(self) -> None:

@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskProgress, TaskUpdate
+from jaxmux.engine.tasks.progress import as_line
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.field_checks import LARGEST_INTEGER
 from jaxmux.peft import Adapter, kind_of
@@ -565,7 +566,7 @@ class LiveTraining:
         told = [("update", update) for update in updates]
         told += [("evaluation", done) for done in evaluations]
         for kind, done in told:
-            fields = done._asdict()
+            fields = as_line(done)
             del fields["task"]
             self._tell(done.task, kind, fields)
         self._store.track(updates, evaluations, self._clock())

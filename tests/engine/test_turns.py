@@ -72,9 +72,9 @@ def test_a_small_task_does_not_wait_for_a_large_one(large, small, make_engine):
         updates += engine.train_round()
         # The device is at most two rounds ahead of the results.
         assert len(engine._results._dispatched) <= 2
-    rounds = [u.step for u in updates if u.task == "small"]
+    rounds = [u.round for u in updates if u.task == "small"]
     assert rounds == list(range(len(rounds))) and len(rounds) > 4
-    assert [(u.step, u.task_step) for u in updates if u.task == "large"] == [(rounds[-1], 1)]
+    assert [(u.round, u.task_step) for u in updates if u.task == "large"] == [(rounds[-1], 1)]
 
 
 def test_the_sum_of_the_parts_is_the_whole(large, small, make_engine, train):

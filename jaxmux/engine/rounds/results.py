@@ -516,7 +516,7 @@ class Results:
             if not slot.running:
                 continue
             done = TaskUpdate(
-                step=update.index,
+                round=update.index,
                 task=slot.name,
                 task_step=update.plan.steps[number] + 1,
                 loss=float(stats.loss[number]),

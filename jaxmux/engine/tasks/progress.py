@@ -86,8 +86,8 @@ class TaskUpdate(NamedTuple):
     metrics.jsonl. A target token is a token that counts in the loss.
 
     Attributes:
-      step: number, from 0, of the round that held this batch, or its last turn. A round is a turn
-        of every task that still trains.
+      round: number, from 0, of the round that held this batch, or its last turn. A round is a turn
+        of every task that still trains. In metrics.jsonl and in events it is called "step".
       task: name of the task.
       task_step: number of global batches that the task has consumed, this one included; 1 for the
         first.
@@ -101,7 +101,7 @@ class TaskUpdate(NamedTuple):
         was not finite.
     """
 
-    step: int
+    round: int
     task: str
     task_step: int
     loss: float
@@ -118,7 +118,7 @@ class TaskEvaluation(NamedTuple):
     `Engine.take_evaluations` returns it.
 
     Attributes:
-      step: number of rounds that had been dispatched.
+      round: number of rounds that had been dispatched; "step" in held_out.jsonl and in events.
       task: name of the task.
       task_step: number of global batches that the task had consumed; 0 before training.
       loss: mean cross entropy in nats per target token; NaN if the forward pass was not finite.
@@ -126,12 +126,18 @@ class TaskEvaluation(NamedTuple):
       best: True if no lower loss has been measured after an earlier step.
     """
 
-    step: int
+    round: int
     task: str
     task_step: int
     loss: float
     target_tokens: int
     best: bool
+
+
+def as_line(result: TaskUpdate | TaskEvaluation) -> dict[str, Any]:
+    """The fields of a result by their names in metrics.jsonl, held_out.jsonl and events."""
+    fields = result._asdict()
+    return {"step": fields.pop("round"), **fields}
 
 
 def record_evaluation(

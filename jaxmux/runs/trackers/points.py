@@ -21,7 +21,7 @@ def points_of(
     """The finite numbers of results, together those of one round.
 
     Args:
-      lines: fields of `TaskUpdate` or `TaskEvaluation`, and "time", in the order of the rounds.
+      lines: the results of `as_line`, and "time", in the order of the rounds.
       held_out: whether they are held-out losses.
       series: function from the name of a task to that of its curves.
       repeated_to: the last round that trackers may have been told already.
