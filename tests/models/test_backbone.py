@@ -124,6 +124,7 @@ def shard(folder: Path, shards: int) -> list[str]:
     return names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stored", [jnp.float16, jnp.float32, np.float64])
 @pytest.mark.parametrize("piece_bytes", [1, 200, 2**26])
 def test_pieces_of_any_size_give_the_tensors_of_the_file(piece_bytes, stored, folder, monkeypatch):

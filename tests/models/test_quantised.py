@@ -123,6 +123,7 @@ def test_int8_stays_and_is_what_the_format_encodes(plain, tmp_path):
     np.testing.assert_array_equal(read, linear(found, "mlp", "up_proj").decoded()[1].T)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "settings", [INT8, CHANNELS, {"quant_method": "fp8"}, {"quant_method": "fbgemm_fp8"}]
 )
@@ -179,6 +180,7 @@ def test_another_format_is_encoded_from_the_decoded_weights(plain, tmp_path):
     )
 
 
+@pytest.mark.long
 def test_linears_that_differ_between_layers_are_decoded_with_one_warning(plain, tmp_path, caplog):
     folder = quantised(plain, tmp_path, INT8, of_int8, UP)
     with caplog.at_level(logging.WARNING):

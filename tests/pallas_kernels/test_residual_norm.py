@@ -108,6 +108,7 @@ def test_norm_is_rounded_as_the_reference_and_the_gradient_once(width, interpret
     assert_kernels_are_right(width, TILING)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tiling", TILINGS, ids=str)
 def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
     assert_kernels_are_right(256, tiling)

@@ -216,6 +216,7 @@ def test_run_directory_of_another_config_is_refused_by_key(write_config, tmp_pat
     assert main([*arguments, "--gin.tiny/LoRA.rank=3", "--restart"]) == 0
 
 
+@pytest.mark.long
 def test_mended_config_may_use_the_directory_of_the_refused_one(write_config, tmp_path):
     """Nothing was trained, so there is nothing to protect."""
     arguments = [f"--gin_file={write_config()}", f"--run_dir={tmp_path / 'run'}"]

@@ -35,10 +35,7 @@ SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding
 SUMMARY |= {"wall_seconds", "versions", "peak_memory_bytes", "predicted_memory_bytes"}
 SUMMARY |= {"round_seconds", "predicted_round_seconds", "sweeps"}
 # A first update that makes every forward pass after it overflow.
-DESTRUCTIVE = {
-    "optimizer": SGD(1e30, clip_norm=None),
-    "adapter": LoRA(rank=4, alpha=64.0, target_modules=("q_proj", "down_proj")),
-}
+DESTRUCTIVE = {"optimizer": SGD(1e30, clip_norm=None), "adapter": LoRA(rank=4, alpha=64.0)}
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +44,7 @@ def tasks(make_task, data):
     by_epochs = make_task(
         "epochs",
         eval_data=data["short.eval"],
-        adapter=LoRA(rank=4, alpha=8.0, dropout=0.1, target_modules=("q_proj", "down_proj")),
+        adapter=LoRA(rank=4, alpha=8.0, dropout=0.1),
         optimizer=AdamW(2e-2, schedule=Schedule("cosine", warmup_ratio=0.1)),
         max_length=32,
         batch_size=4,

@@ -151,6 +151,7 @@ def test_a_row_is_not_harmed_by_the_sequence_before(model, tokenizer, adapters):
     assert found == generator.complete([Request(short)], **given)[0]
 
 
+@pytest.mark.long
 def test_pieces_join_to_the_completion(model, tokenizer, adapters):
     requests = [Request(PROMPTS[i % 3], *adapters[i % 2]) for i in range(4)]
     generator, given = Generator(model, tokenizer), {"max_new_tokens": 30}
@@ -161,6 +162,7 @@ def test_pieces_join_to_the_completion(model, tokenizer, adapters):
     assert len(pieces) > 4
 
 
+@pytest.mark.long
 def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
     ids = step_by_step(PROMPTS[0])
     stop = next(i for i in ids[1:] if i != ids[0])
@@ -170,6 +172,7 @@ def test_completion_ends_before_the_eos_token(model, tokenizer, step_by_step):
     assert found == tokenizer.decode(ids[: ids.index(stop)], skip_special_tokens=True)
 
 
+@pytest.mark.long
 def test_each_request_has_its_own_stops(model, tokenizer, step_by_step):
     ids = step_by_step(PROMPTS[0])
     ends = [ids[0], next(i for i in ids[1:] if i != ids[0])]
@@ -189,6 +192,7 @@ def test_completion_has_at_most_the_tokens_asked_for(model, tokenizer, step_by_s
         assert found == tokenizer.decode(expected, skip_special_tokens=True)
 
 
+@pytest.mark.long
 def test_exported_adapter_completes_alike(model, tokenizer, adapters, backbone, tmp_path, capsys):
     spec, adapter = adapters[0]
     export_adapter(tmp_path, adapter, spec, model.config, str(backbone))

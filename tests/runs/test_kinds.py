@@ -854,6 +854,7 @@ def test_a_run_that_goes_on_computes_no_initial_values(
     assert any(np.any(tensor != first[name]) for name, tensor in weights(3).items())
 
 
+@pytest.mark.long
 def test_a_server_that_goes_on_computes_no_initial_values(
     backbone, make_task, tmp_path, refuse_calibration
 ):

@@ -24,7 +24,7 @@ from jaxmux.runs import RunDirectoryError, read_task
 
 main = partial(run_command, "train", prog="jaxmux train")
 
-STEPS = 18
+STEPS = 30
 TASKS = f"""
 fine_tune.checkpoint_every = 4
 fine_tune.keep_checkpoints = 2
@@ -37,7 +37,7 @@ tiny/AdamW.schedule = @Schedule()
 Schedule.kind = "cosine"
 Schedule.warmup_steps = 4
 other/Task.name = "other"
-other/Task.epochs = 3
+other/Task.epochs = 5
 other/Task.batch_size = 5
 other/Task.max_length = 96
 other/Task.adapter = @other/LoRA()
@@ -48,7 +48,7 @@ other/Task.optimizer = @other/Lion()
 other/Lion.learning_rate = 1e-3
 """
 # Twenty samples in batches of five.
-LINES = STEPS + 3 * 4
+LINES = STEPS + 5 * 4
 
 
 class Command:

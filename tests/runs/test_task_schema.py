@@ -48,6 +48,7 @@ def test_the_published_schema_is_the_one_of_the_code(tmp_path):
     assert published == made, "run scripts/write_task_schema.py"
 
 
+@pytest.mark.long
 def test_the_script_writes_the_published_schema():
     script = ROOT / "scripts" / "write_task_schema.py"
     code = f"import runpy; print(runpy.run_path({str(script)!r})['schema_text'](), end='')"

@@ -117,6 +117,7 @@ def test_reserved_slots_and_ranks_count():
     refusal(admission(28 * GIB, reserved=PoolSpec(64, 64)), tasks)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("memory", [28 * GIB, 48 * GIB])
 def test_a_size_is_refused_if_its_rounds_do_not_fit(memory):
     guard = admission(memory, reserved=PoolSpec(1, 64), more_stages=False)

@@ -94,6 +94,7 @@ def test_a_shape_class_that_is_not_packed_is_never_the_best(seed):
                             assert chosen.seconds <= priced.seconds + 1e-12
 
 
+@pytest.mark.long
 def test_expensive_attention_shortens_rows_and_expensive_chunks_lengthen_chunks():
     rng = np.random.default_rng(0)
     rounds = [{slot: rng.integers(100, 480, 64).tolist() for slot in range(4)}]
