@@ -215,6 +215,7 @@ def test_parameters_of_the_config_count(flag, tmp_path):
     assert len(mood) == 5 * plan.rounds
 
 
+@pytest.mark.long
 def test_a_plan_shows_the_schedule_that_is_asked_for(tmp_path, capsys):
     asked = "--gin.fine_tune.schedule='interleaved'"
     assert main([*QUICK, "--mesh=pp2", asked, f"--out={tmp_path}"]) == 0
@@ -341,6 +342,7 @@ def test_profile_of_another_dtype_is_refused(refused, profile_of_the_demo):
     assert "set fine_tune.dtype='bfloat16'" in message
 
 
+@pytest.mark.long
 def test_profile_without_the_devices_memory_names_the_option(refused, profile_of_the_demo):
     edit_profile(profile_of_the_demo, memory_bytes=None)
     assert "set fine_tune.memory_gib" in refused(f"--profile={profile_of_the_demo}")

@@ -354,6 +354,7 @@ def test_context_of_prompts_that_is_not_read_gets_one_warning(tmp_path, capsys):
     assert capsys.readouterr().err == f"warning: {path}: 'system' of 2 records is not read\n"
 
 
+@pytest.mark.long
 def test_of_several_templates_one_is_named_or_refused(backbone, tokenizer, tmp_path, capsys):
     folder = tmp_path / "several"
     shutil.copytree(backbone, folder)
