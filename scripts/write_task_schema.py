@@ -11,8 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxmux.specifications import schema as task_schema
 from jaxmux.specifications import watched_schema
+from jaxmux.specifications.schema import task_schema
 
 _DOCS = Path(__file__).resolve().parents[1] / "docs"
 FILES = {"task.schema.json": task_schema, "watched_task.schema.json": watched_schema}

@@ -54,7 +54,7 @@ def test_unlike_replicas_train_every_sample_once_and_update_every_task_once_a_ro
         )
         for slot in range(int(rng.integers(3, 7)))
     }
-    inputs = [ReplicaInput(shape, replica, streams=True) for replica, shape in SHAPES.items()]
+    inputs = [ReplicaInput(shape, replica, groups="planned") for replica, shape in SHAPES.items()]
     dispatch = partial(assign_samples, list(SHAPES), TokenCosts(SHAPES))
     pool = PoolSpec(slots=len(tasks), rank=4)
     rounds = list(training_rounds(tasks, dict.fromkeys(tasks, 0), pool, inputs, dispatch=dispatch))
@@ -85,7 +85,7 @@ def pipeline_tasks(request):
     }
     stages = getattr(request, "param", 2)
     replica = ReplicaInput(
-        ShapeClass(4, 128, 64, 16), Replica.uniform(pp=stages, tp=1), streams=True
+        ShapeClass(4, 128, 64, 16), Replica.uniform(pp=stages, tp=1), groups="planned"
     )
     return tasks, TaskGroups([replica])
 

@@ -179,7 +179,7 @@ def test_plan_of_a_pipeline_has_the_microbatches_that_training_runs():
     assert plan.shape == choose_run_shape(tasks, costs, request).alignment.shape
     assert len(plan.groups) > 1
 
-    pipeline = ReplicaInput(plan.shape, replica, streams=True)
+    pipeline = ReplicaInput(plan.shape, replica, groups="planned")
     pool = PoolSpec(slots=4, rank=4)
     rounds = training_rounds(dict(enumerate(tasks)), dict.fromkeys(range(4), 0), pool, [pipeline])
     trained = [
@@ -215,7 +215,7 @@ def test_plans_of_a_deployment_have_the_microbatches_that_training_runs():
         dict(enumerate(tasks)),
         dict.fromkeys(range(3), 0),
         PoolSpec(slots=3, rank=4),
-        [ReplicaInput(plan.shape, plan.replica, streams=True) for plan in several.plans],
+        [ReplicaInput(plan.shape, plan.replica, groups="planned") for plan in several.plans],
         dispatch=partial(assign_samples, deployment.replicas, ShapeCosts(shapes)),
     )
     trained = [[], [], []]

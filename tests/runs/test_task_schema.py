@@ -17,9 +17,9 @@ from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS as ADAPTERS
 from jaxmux.specifications import SpecificationLimits
-from jaxmux.specifications import schema as task_schema
 from jaxmux.specifications.fields import PARTS, value_schema
 from jaxmux.specifications.reading import task_from_fields
+from jaxmux.specifications.schema import task_schema
 from jaxmux.specifications.strict_json import parse_object, refusal
 from jaxmux.tasks import Task, TaskError
 
