@@ -17,6 +17,8 @@ figures are:
   processes, each with its part of the GPUs.
 - turns: the same pipeline with eight microbatches of every task, over one task after another with
   1F1B, whose pipeline is empty at every update.
+- schedules: seconds of a round of the same tasks in a pipeline of all devices, with each schedule
+  of `jaxmux train`. GPipe needs a named remat policy; with `--remat auto` it recomputes everything.
 - overlap, large_overlap: the share of tensor parallelism's sums that runs beside products, for
   layers of 8B and of 70B (sharding_overlap.py).
 - large: a backbone of 70B in the layout that the planner chooses, beside the next best ones.
@@ -28,8 +30,8 @@ figures are:
 For a dry run on CPU:
 
   XLA_FLAGS=--xla_force_host_platform_device_count=4 python scripts/benchmark_sharding.py \
-      --out /tmp/dry.json --devices 4 --figures meshes turns overlap large_overlap large replicas \
-      start --tokens 128 --chunk_len 64 --length 64 --layers 4 --hidden 512 --vocab 512 \
+      --out /tmp/dry.json --devices 4 --figures meshes turns schedules overlap large_overlap large \
+      replicas start --tokens 128 --chunk_len 64 --length 64 --layers 4 --hidden 512 --vocab 512 \
       --rounds 1 --tasks 2 --microbatches 4 --large_layers 4 --large_hidden 1024 --memory_gib 8 \
       --context 128 --replica_gib 8 --lengths lengths.json --settings 0:0 --overlap_layers 2
 """
@@ -52,7 +54,7 @@ from sharding_runs import Measured, Work, figure_of, measure, measure_in, predic
 from start_records import start_records
 
 from jaxmux.models import BackboneConfig
-from jaxmux.planner.devices import ONE_DEVICE, Deployment
+from jaxmux.planner.devices import ONE_DEVICE, SCHEDULES, Deployment
 
 # The share of perfect scaling that each axis should reach. Tensor parallelism and fully sharded
 # data parallelism are for backbones that do not fit otherwise; they should at least lose nothing.
@@ -160,6 +162,34 @@ def turn_records(args: argparse.Namespace) -> Iterator[Record]:
     )
 
 
+def schedule_records(args: argparse.Namespace) -> Iterator[Record]:
+    """Every schedule in the same pipeline, beside "auto"."""
+    mesh, runs = f"pp{args.devices}", {}
+    work = Work.uniform(llama_config(args), args, args.tasks, args.microbatches, args.rounds)
+    for schedule in SCHEDULES:
+        is_auto_gpipe = schedule == "gpipe" and args.remat == "auto"
+        remat = "full" if is_auto_gpipe else args.remat
+        chosen = argparse.Namespace(**vars(args) | {"schedule": schedule, "remat": remat})
+        deployment = Deployment.parse(mesh).following(schedule)
+        runs[schedule] = run = in_own_process(partial(measure, chosen, work, deployment))
+        yield figure_of(
+            run,
+            f"8B shape, {mesh}, {args.tasks} tasks, schedule {schedule}",
+            run.seconds,
+            None,
+            "at most",
+            "seconds of a round",
+            {
+                "over auto": run.seconds / runs["auto"].seconds,
+                "predicted, s": run.prediction.seconds,
+                "idle share of each stage": run.idle,
+                "idle share in the plan": run.prediction.idle,
+                "peak memory of each device, GiB": [p and p / 2**30 for p in run.peaks],
+                "remat": remat,
+            },
+        )
+
+
 def hidden_records(
     name: str, config_of: Callable[[argparse.Namespace], BackboneConfig], args: argparse.Namespace
 ) -> Iterator[Record]:
@@ -200,6 +230,7 @@ def records_of_replicas(args: argparse.Namespace) -> Iterator[Record]:
 FIGURES: dict[str, Callable[[argparse.Namespace], Iterator[Record]]] = {
     "meshes": mesh_records,
     "turns": turn_records,
+    "schedules": schedule_records,
     "overlap": partial(hidden_records, "8B", llama_config),
     "large_overlap": partial(hidden_records, "70B", large_config),
     "large": records_of_large,
@@ -215,7 +246,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--devices", type=int, default=2, help="of all figures but meshes")
     parser.add_argument("--meshes", nargs="+", help="default: dp and pp of all devices")
     parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--schedule", default="1f1b")
+    parser.add_argument("--schedule", default="auto", choices=SCHEDULES, help="of a pipeline")
     parser.add_argument("--tasks", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--tokens", type=int, default=8192, help="of a microbatch")

@@ -267,6 +267,7 @@ def run_options(args: argparse.Namespace, row_len: int | None = None) -> RunOpti
         tokens_per_microbatch=args.tokens,
         row_len=row_len,
         chunk_len=args.chunk_len,
+        schedule=args.schedule,
         remat=args.remat,
         memory_gib=args.memory_gib,
     )
@@ -305,7 +306,7 @@ def predict(
         return Prediction(shapes, replicas_seconds(tasks, deployment, fits), None)
     (fit,) = fits.values()
     pp = fit.costs.replica.pp
-    grouping = grouping_of_tasks(fit.lengths, fit.shape, pp)
+    grouping = grouping_of_tasks(fit.lengths, fit.shape, pp, schedule=fit.costs.schedule)
     rounds = [{i: own[0] for i, own in enumerate(fit.lengths)}] * STREAMED_ROUNDS
     stream = plan_with(grouping, rounds, fit.shape, fit.costs).simulation
     idle = 1 - float(stream.busy().sum()) / (pp * stream.makespan)
@@ -368,7 +369,8 @@ def random_backbone(
     left, found = iter(jax.devices()), []
     for replica in deployment.replicas:
         homes = stage_meshes(replica, list(islice(left, replica.devices)), config)
-        parts = consecutive_parts(size_of(config, jnp.bfloat16).stage_layers(replica))
+        homes = list(homes) * replica.parts
+        parts = consecutive_parts(size_of(config, jnp.bfloat16).part_layers(replica))
         found.append(random_placed_backbone(config, jnp.bfloat16, parts, homes))
     return found
 

@@ -5,6 +5,7 @@ import resource
 
 import pytest
 
+from jaxmux.planner import PlanningError
 from jaxmux.runs import RunDirectoryError
 from jaxmux.server.server import ServerOptions, tuning_server
 
@@ -94,3 +95,8 @@ def test_a_server_permits_itself_as_many_open_files_as_the_system_does(said_by):
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (most, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_a_server_does_not_keep_the_whole_rounds_of_gpipe():
+    with pytest.raises(PlanningError, match="gpipe.* a server does not know its rounds"):
+        ServerOptions(mesh="pp2", schedule="gpipe")

@@ -2,6 +2,7 @@
 
 import argparse
 
+import benchmark_sharding
 import pytest
 from benchmark_sharding import records_of_mesh
 from sharding_layouts import mix
@@ -9,6 +10,7 @@ from sharding_records import sharding_table
 from sharding_runs import Measured, Prediction, Work, figure_of, prediction_errors
 
 from jaxmux.models import BackboneConfig
+from jaxmux.planner.devices import SCHEDULES
 from jaxmux.planner.packing import ShapeClass
 
 GIB = 2**30
@@ -43,6 +45,26 @@ def test_a_mesh_is_compared_with_one_device_and_with_the_plan():
     assert speed["bound"] == pytest.approx(2 * 3.3 / 4)
     assert seconds["value"] == pytest.approx(0.1)
     assert (idle["value"], idle["bound"]) == (pytest.approx(0.03), pytest.approx(0.034))
+
+
+def test_every_schedule_is_measured_beside_auto(monkeypatch):
+    """The interleaved one on two parts of the backbone for each stage."""
+    asked = []
+
+    def measured(call):
+        args, _, deployment = call.args
+        asked.append((args.schedule, args.remat, deployment.replicas[0].parts))
+        return run(4.0 + len(asked))
+
+    monkeypatch.setattr(benchmark_sharding, "in_own_process", measured)
+    options = {"devices": 2, "microbatches": 4, "length": 2048, "remat": "auto"}
+    sizes = {"hidden": 256, "layers": 4, "vocab": 512}
+    args = argparse.Namespace(**vars(ARGS) | options | sizes)
+    records = list(benchmark_sharding.schedule_records(args))
+    assert [schedule for schedule, _, _ in asked] == list(SCHEDULES)
+    assert asked[2:4] == [("gpipe", "full", 1), ("interleaved", "auto", 2)]
+    assert records[1]["name"] == "8B shape, pp2, 4 tasks, schedule 1f1b"
+    assert records[1]["baselines"]["over auto"] == pytest.approx(6 / 5)
 
 
 def test_replicas_should_scale_like_data_parallelism():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shutil
 import signal
 
 import jax
@@ -11,6 +12,7 @@ import pytest
 from jaxmux import SGD, Interrupted, LoRA, PlanningError, RunOptions, Sweep
 from jaxmux.engine.devices import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.models import Backbone, BackboneConfig, save_backbone
 from jaxmux.runs import checkpoints
 
 
@@ -63,19 +65,31 @@ def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_
     assert two.tasks == one.tasks
 
 
-def test_the_schedule_of_the_options_is_the_one_that_runs(tasks, train, tmp_path, capsys):
-    """With GPipe, all forward passes of a round come before the backward passes."""
-    train(tmp_path / "one", *tasks, **OPTIONS)
-    train(tmp_path / "two", *tasks, mesh="pp2", schedule="gpipe", **OPTIONS)
-    assert "stages of 1, 1 layers, 1 data shard, schedule gpipe\n" in capsys.readouterr().out
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
-    rounds = map(json.loads, (tmp_path / "two" / "rounds.jsonl").read_text().splitlines())
-    passes = [line["passes"] for line in rounds if line.get("passes")]
-    assert passes
-    for of_round in passes:
-        letters = [letter for _, _, stage, _, _, _, letter in of_round if stage == 0]
-        count = len(letters) // 2
-        assert count > 1 and letters == ["F"] * count + ["B"] * count
+def test_the_schedule_of_the_options_is_the_one_that_runs(
+    tasks, train, backbone, tmp_path, adapter_bytes, capsys
+):
+    """With GPipe, all forward passes of a round come before the backward passes; an interleaved
+    pipeline has two parts of the backbone on each stage."""
+    deep = tmp_path / "backbone"
+    shutil.copytree(backbone, deep)
+    config = dataclasses.replace(BackboneConfig.from_folder(backbone), num_layers=4)
+    save_backbone(Backbone.random(config, seed=7), deep)
+    train(tmp_path / "one", *tasks, backbone=deep, **OPTIONS)
+    for schedule in ("gpipe", "interleaved"):
+        run_dir = tmp_path / schedule
+        train(run_dir, *tasks, backbone=deep, mesh="pp2", schedule=schedule, **OPTIONS)
+        shown = capsys.readouterr().out
+        assert f" layers, 1 data shard, schedule {schedule}\n" in shown
+        assert losses(run_dir) == losses(tmp_path / "one")
+        assert adapter_bytes(run_dir / "adapters") == adapter_bytes(tmp_path / "one" / "adapters")
+        lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
+        first = next(line["passes"] for line in lines if line.get("passes"))
+        passes = [(letter, part) for _, _, stage, part, _, _, letter in first if stage == 0]
+        if schedule == "gpipe":
+            count = len(passes) // 2
+            assert count > 1 and passes == [("F", 0)] * count + [("B", 0)] * count
+        else:
+            assert {part for _, part in passes} == {0, 2}
 
 
 def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(

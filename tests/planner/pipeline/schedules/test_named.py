@@ -1,10 +1,14 @@
 """Schedules by the names of `RunOptions.schedule` are legal, and differ as documented."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import SCHEDULES, Deployment, Replica
+from jaxmux.planner.packing import ShapeClass
+from jaxmux.planner.pipeline.pipeline_plan import PipelineCosts, grouping_of_tasks, plan_pipeline
 from jaxmux.planner.pipeline.schedules import (
     ScheduledMicrobatch,
     microbatches_in_flight,
@@ -15,6 +19,10 @@ from jaxmux.planner.pipeline.schedules import (
 )
 
 STAGES, ROUNDS = 3, 4
+
+
+def parts_of(name: str) -> int:
+    return Replica.uniform(STAGES).following(name).parts
 
 
 def rounds_of(name: str, tasks: int, microbatches: int):
@@ -32,7 +40,7 @@ def rounds_of(name: str, tasks: int, microbatches: int):
 
 def bubble_of(name: str, tasks: int, microbatches: int) -> float:
     workload, rounds = rounds_of(name, tasks, microbatches)
-    parts = Replica.uniform(STAGES).following(name).parts
+    parts = parts_of(name)
     schedule = schedule_rounds(name, workload, rounds, parts)
     return simulate_asynchronous(schedule, workload).bubble_ratio()
 
@@ -43,7 +51,7 @@ def test_every_schedule_is_legal_and_keeps_no_more_in_flight_than_memory_is_plan
     name, tasks, microbatches
 ):
     workload, rounds = rounds_of(name, tasks, microbatches)
-    parts = Replica.uniform(STAGES).following(name).parts
+    parts = parts_of(name)
     schedule = schedule_rounds(name, workload, rounds, parts)
     validate(schedule)
     assert schedule.microbatches == workload.microbatches
@@ -100,3 +108,34 @@ def test_a_schedule_needs_a_pipeline_and_an_interleaved_one_enough_layers():
     with pytest.raises(PlanningError, match="needs at least 4 layers; the backbone has 3"):
         replica.require(3, sizes)
     assert Deployment.parse("tp2").following("auto") == Deployment.parse("tp2")
+
+
+SHAPE = ShapeClass(rows=4, row_len=512, chunk_len=128, max_sequences=1)
+# By column of the table in docs/plans.md: stages, and samples of a quarter of a microbatch in the
+# global batch of each task.
+TABLE = ((2, (64,)), (4, (64,)), (4, (16,) * 4), (4, (2,) * 16))
+
+
+def planned(name: str, stages: int, samples: tuple[int, ...], rounds: int = 6):
+    """The simulation of rounds in which a backward pass takes twice as long as a forward pass."""
+    batches = [[[512] * count] * rounds for count in samples]
+    grouping = grouping_of_tasks(batches, SHAPE, stages, schedule=name)
+    seconds = np.full(stages, 1.0), np.full(stages, 2.0)
+    costs = PipelineCosts(SHAPE, lambda _: seconds, 0.0, name, parts_of(name))
+    lengths = [dict(enumerate(of_round)) for of_round in zip(*batches, strict=True)]
+    return plan_pipeline(lengths, grouping, costs).simulation
+
+
+@pytest.mark.slow
+def test_the_documentation_has_the_simulated_figures():
+    page = (Path(__file__).resolve().parents[4] / "docs" / "plans.md").read_text()
+    auto = [planned("auto", *case).makespan for case in TABLE]
+    for name in SCHEDULES:
+        found = [planned(name, *case) for case in TABLE]
+        cells = [
+            f"{simulation.bubble_ratio():.0%}, {simulation.makespan / least:.2f}"
+            for simulation, least in zip(found, auto, strict=True)
+        ]
+        kept = f"{microbatches_in_flight(name, 4, parts_of(name))[0]:g}"
+        kept = "all" if name == "gpipe" else kept
+        assert f"| `{name}` | {' | '.join(cells)} | {kept} |" in page
