@@ -126,7 +126,7 @@ def planned(name: str, stages: int, samples: tuple[int, ...], rounds: int = 6):
     return plan_pipeline(lengths, grouping, costs).simulation
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_documentation_has_the_simulated_figures():
     page = (Path(__file__).resolve().parents[4] / "docs" / "plans.md").read_text()
     auto = [planned("auto", *case).makespan for case in TABLE]
