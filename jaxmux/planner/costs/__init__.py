@@ -1,16 +1,8 @@
 """Predicts the time and memory of training on a device, or on the devices of a replica.
 
 `device_models` is the place to begin: it returns a `TimeModel` and a `MemoryModel`, either fitted
-to a profile that `jaxmux.profiling` measured or estimated without one. `TimeModel` predicts the
-seconds of a layer, a microbatch or a round. `MemoryModel` predicts the peak bytes of a round.
-`ReplicaCosts` combines both for the devices of a replica: the seconds and bytes of a microbatch on
-each pipeline stage. `Admission` checks whether tasks fit into memory together. `fit_cells` shows
-which microbatches and numbers of tasks do.
-
-The models take the sizes of a backbone (`BackboneSize`, from
-`jaxmux.engine.tasks.prepared_task.size_of`), the sizes of the pool that holds the tasks' adapters
-(`PoolSpec`), the shape of microbatches (`planner.packing.ShapeClass`) and the devices
-(`planner.devices.Replica`).
+to a profile that `jaxmux.profiling` measured or estimated without one. `ReplicaCosts` combines both
+for the devices of a replica. `Admission` checks whether tasks fit into memory together.
 
 A remat policy says which values a layer keeps for its backward pass; the backward pass recomputes
 the others. From least to most recomputation: "norms" recomputes neither norms nor matrix products;

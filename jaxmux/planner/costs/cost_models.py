@@ -1,9 +1,5 @@
-"""The cost models with which a plan is made: fitted to a profile, or estimated without one.
-
-Only `device_models` decides which of the two. Estimates are those of an H200, from the backbone's
-FLOPs and bytes. They are a `TimeModel` and a `MemoryModel` like the fitted ones, so planning treats
-both alike; reports call them "estimated".
-"""
+"""The cost models with which a plan is made: fitted to a profile, or estimated for an H200 from the
+backbone's FLOPs and bytes if there is no profile."""
 
 import dataclasses
 import math
@@ -23,14 +19,14 @@ from .memory_model import MemoryModel, OnlineFit, working_bytes, working_feature
 from .pool_spec import PoolSpec
 from .time_model import AdapterTimes, AttentionTimes, Curve, TimeModel
 
-# Row length in tokens at which the base operators are priced, and the ranges of tokens and bytes
-# that curves span linearly.
+# Row length in tokens for which the base operators are priced, and the ranges of tokens and of bytes
+# over which curves are linear.
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
-# On a CPU, attention writes and reads the scores of whole rows. For every query, key and number of
-# a query, this takes the time of so many FLOPs of a matrix product: 87 on two cores for heads of 32
-# numbers, and fewer for larger heads.
+# On a CPU, attention writes and reads the scores of whole rows. For every query, key and element of
+# a query, this takes as long as this number of FLOPs of a matrix product. Measured: 87 on two cores
+# for heads of width 32, and fewer for wider heads.
 _CPU_SCORE_FLOPS = 50
 # Weight of an estimate in the online fit; an observed round has weight 1.
 _WEIGHT = 1e-4
@@ -40,15 +36,8 @@ def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
     """Returns the time model by the figures of `h200`.
 
     Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
-    write the stream of width d, and the gate reads and writes its activations of width f. Adapters
-    of any rank take the time of rank 16, because reading the activations limits them. In rows that
-    may hold several sequences, attention costs as much as in rows of one, plus the time to fill the
-    memory of every sequence that a row may hold; on a CPU, plus the time to write and read scores.
-    The update reads and writes masters, accumulators and moments.
-
-    Args:
-      backbone: sizes of the backbone.
-      on_cpu: whether the device is a CPU.
+    write the stream of width d, and the gate its activations of width f. Adapters of any rank take
+    the time of rank 16, because reading the activations limits them.
     """
     weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
@@ -93,16 +82,8 @@ def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
 
 
 def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[TimeModel, list[str]]:
-    """Adds an H200's collectives to a time model where the model lacks them.
-
-    Args:
-      times: the time model; it is not changed.
-      replica: the devices. Stages exchange the residual stream, the devices of a stage sums (tp),
-        weights (fsdp), and gradients at updates (all data shards).
-
-    Returns:
-      A new time model, and the names of the added collectives.
-    """
+    """Returns a copy of the time model with an H200's times for the collectives that it lacks, and
+    the names of these collectives."""
     pp, tp, fsdp, shards = replica.pp, replica.tp, replica.fsdp, replica.shards
     estimates = {
         ("psum", "outer", shards): lambda payload: h200.all_reduce_seconds(payload, shards),
@@ -122,16 +103,8 @@ def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[Time
 def estimated_memory(
     backbone: BackboneSize, memory: int | None = None, on_cpu: bool = False
 ) -> MemoryModel:
-    """Returns the memory model by counting, as the engine counts.
-
-    Besides weights, train state and kept values, a round needs either the intermediates of one
-    layer and their gradients, or the logits of the loss, whichever take more.
-
-    Args:
-      backbone: sizes of the backbone.
-      memory: bytes of a device that may be used; None for an H200's.
-      on_cpu: as for `estimated_times`.
-    """
+    """Returns a memory model that counts like the engine. A pass needs either the intermediates of
+    one layer and their gradients, or the logits of the loss, whichever take more."""
     backbone = dataclasses.replace(backbone, kept=_kept(backbone))
     of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
     working = OnlineFit.of_features(3)
@@ -146,14 +119,13 @@ def estimated_memory(
 
 
 def _has_cudnn(backbone: BackboneSize, on_cpu: bool) -> bool:
-    """Whether cuDNN's attention serves the device and takes values of this width. Plain XLA's
-    attention takes nothing for sequences that are not there."""
+    """Whether attention is cuDNN's. Plain XLA's attention takes no time or memory for absent
+    sequences."""
     return backbone.stream_bytes == 2 and not on_cpu
 
 
 def _sequence(backbone: BackboneSize) -> Curve:
-    """Returns the backward seconds per token and per sequence that a row may hold, over row
-    lengths."""
+    """Backward seconds per token, for each sequence that a row may hold, by row length."""
     packed = backbone.packed.working_sequence / h200.SEQUENCE_BYTES_PER_SECOND
     shortest = h200.SHORTEST_PACKED_ROWS
     return Curve.through(
@@ -162,7 +134,7 @@ def _sequence(backbone: BackboneSize) -> Curve:
 
 
 def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
-    """Returns for each remat policy the kept bytes per token, and per token and rank.
+    """For each remat policy, the kept bytes per token, and per token and rank.
 
     They are those of the values that `models.remat_policies` names, without the norms of heads.
     """
@@ -196,7 +168,6 @@ def _width(backbone: BackboneSize, module: str) -> int:
 
 
 def _update_curve(backbone: BackboneSize, optimizer: str) -> Curve:
-    """Seconds over the parameters of the pool: the whole train state is read and written."""
     pool = PoolSpec(1, 1, optimizer=optimizer)
     seconds = 2 * pool.state_bytes(backbone) / h200.BYTES_PER_SECOND
     return Curve.through([(pool.parameters(backbone), seconds)])
@@ -212,14 +183,11 @@ class CostSource(NamedTuple):
     """The origin of predicted costs, for reports.
 
     Attributes:
-      kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile, a file of
-        measurements).
+      kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile).
       text: origin of the costs in words, for example "h200.json, bfloat16".
-      device: kind of the device for which the costs hold, as JAX names it, for example "NVIDIA
-        H200".
+      device: kind of the device for which the costs hold, as JAX names it.
       memory_bytes: bytes of memory of one device that plans may use.
-      notes: sentences about parts of the costs that are less certain, for example collectives that
-        the profile lacks; empty if there are none.
+      notes: sentences about less certain parts of the costs.
     """
 
     kind: str
@@ -229,22 +197,13 @@ class CostSource(NamedTuple):
     notes: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """For messages, for example "measured for cpu"."""
         return f"{self.kind} for {self.device}"
 
 
 class CostModels(NamedTuple):
-    """The cost models of one backbone on one kind of device. `device_models` returns them.
-
-    Attributes:
-      times: predicts the seconds of layers, microbatches and rounds.
-      memory: predicts the peak memory of a device in bytes.
-      source: origin of both models, for reports.
-      least_chunk_len: tokens of the shortest chunk (a series of tokens of one task, the unit in
-        which kernels choose an adapter) for which the models hold. For estimates it is the shortest
-        chunk that the Hopper kernels accept; for measured costs it is the shortest chunk in the
-        profile. Pass it to `packing.ShapeRequest` as `least_chunk_len`.
-    """
+    """The cost models of one backbone on one kind of device. They hold for chunks of at least
+    `least_chunk_len` tokens: the shortest in the profile, or for estimates in the Hopper
+    kernels."""
 
     times: TimeModel
     memory: MemoryModel
@@ -260,41 +219,32 @@ def device_models(
     dtype: str = "bfloat16",
     profiles: Path | str = PROFILES,
 ) -> CostModels:
-    """Returns the cost models for a device and a backbone, measured if possible and estimated if
-    not.
+    """Returns the cost models for a device and a backbone.
 
-    A profile is a JSON file of measurements. The function looks in `profiles` for one of this
-    device, dtype and backbone. If there is one, the models are fitted to it (`measured_models`). A
-    profile that was measured with the linears in a format serves only backbones in this format. One
-    that was measured without serves backbones in any format that has no profile of its own.
-    Otherwise they are estimates for an H200, whatever the device is, except that attention on a CPU
-    is the one in plain XLA. `source.kind` of the result tells which.
+    The models are fitted to a profile of this device, dtype and backbone, if there is one. A
+    profile that was measured with linears in a format serves only backbones in this format; one
+    that was measured without serves all formats that have no profile. Without a profile, the models
+    are estimates for an H200, except that attention on a CPU is the one in plain XLA.
 
     Args:
-      size: sizes of the backbone, from `jaxmux.engine.tasks.prepared_task.size_of`. Its number of
-        layers may differ from the profile's.
+      size: sizes of the backbone. Its number of layers may differ from the profile's.
       memory: bytes of one device that may be used; None for the memory in the profile, or for an
         H200's memory if the models are estimated.
-      replica: the devices: pipeline stages and tensor-parallel devices of each stage. Collectives
-        among them that the profile lacks are estimated for H200s.
+      replica: the devices. Collectives among them that the profile lacks are estimated for H200s.
       device: kind of the device, as JAX names it (`jax.devices()[0].device_kind`).
-      dtype: dtype of the weights as text, for example "bfloat16" or "float32".
-      profiles: folder of the profiles. A path that begins with "jaxmux:" is inside the package; the
-        default holds the profiles that ship with it.
+      profiles: folder of the profiles; "jaxmux:" stands for the folder of the package.
 
     Raises:
-      ProfileError: a profile in the folder cannot be read, or the chosen one lacks a measurement,
-        or the memory of the device while `memory` is None.
-      PlanningError: the stages of the replica differ.
+      ProfileError: a profile cannot be read, or lacks a measurement or the device's memory.
     """
-    found = {p: read_profile(p) for p in sorted(Path(resolve_path(profiles)).glob("*.json"))}
+    known = {p: read_profile(p) for p in sorted(Path(resolve_path(profiles)).glob("*.json"))}
     serving = {
         path: profile.backbone.backbone_format == size.backbone_format
-        for path, profile in found.items()
+        for path, profile in known.items()
         if (profile.device, profile.dtype) == (device, dtype) and not _differs(profile, size)
     }
     if serving:
-        # The first one in the backbone's own format; otherwise the first one.
+        # Prefer a profile in the backbone's format.
         return measured_models(max(serving, key=serving.__getitem__), size, memory, replica)
     models = estimated_models(size, memory, replica, on_cpu=device == "cpu")
     if dtype == "bfloat16":
@@ -306,10 +256,7 @@ def device_models(
 def estimated_models(
     size: BackboneSize, memory: int | None, replica: Replica, on_cpu: bool = False
 ) -> CostModels:
-    """Returns cost models without a profile: those of an H200, from the backbone's FLOPs and bytes.
-
-    Arguments as in `device_models`, and `on_cpu` as for `estimated_times`.
-    """
+    """Returns the cost models of an H200, from the backbone's FLOPs and bytes."""
     model = estimated_memory(size, memory, on_cpu)
     text = "the backbone's FLOPs and bytes at an H200's rates, without kernel launches"
     times, _ = with_estimated_collectives(estimated_times(size, on_cpu), replica)
@@ -320,24 +267,11 @@ def estimated_models(
 def measured_models(
     path: Path, size: BackboneSize, memory: int | None, replica: Replica
 ) -> CostModels:
-    """Returns the cost models fitted to one given profile, a JSON file of measurements.
-
-    `device_models` searches for a profile instead. Collectives that the profile lacks are estimated
-    for H200s, and a note in `source.notes` of the result says so.
-
-    Args:
-      path: the profile's file, written by `jaxmux profile`.
-      size: sizes of the backbone. The number of layers may differ from the profiled backbone's;
-        width, vocabulary, linears and attention heads may not, nor the format of the linears if the
-        profile was measured with one.
-      memory: bytes of one device that may be used; None for the memory in the profile.
-      replica: the devices whose collectives are needed: pipeline stages and tensor-parallel devices
-        of each stage.
+    """Returns the cost models fitted to one profile, like `device_models`.
 
     Raises:
-      ProfileError: the profile cannot be read, lacks a measurement, belongs to another backbone, or
-        does not hold the device's memory although `memory` is None.
-      PlanningError: the stages of the replica differ.
+      ProfileError: the profile belongs to another backbone, cannot be read, or lacks a measurement
+        or the device's memory.
     """
     profile = read_profile(path)
     if difference := _differs(profile, size):
@@ -378,9 +312,8 @@ def measured_models(
 
 
 def _differs(profile: Profile, size: BackboneSize) -> tuple[str, Any, Any] | None:
-    """The name of a size in which the profiled backbone differs from the wanted one, with both
-    values; None if there is none. Numbers of layers may differ, and a profile of linears in the
-    dtype of the stream serves those in any format."""
+    """A size in which the backbones differ: its name, the measured and the wanted value. None if
+    the profile serves the backbone."""
 
     def facts(backbone: BackboneSize) -> dict[str, Any]:
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}

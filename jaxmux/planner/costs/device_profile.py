@@ -28,19 +28,16 @@ from ..packing.shape_class import ShapeClass
 
 
 class PackedBytes(NamedTuple):
-    """Additional bytes of one layer's attention in rows that may hold several sequences.
-
-    cuDNN's packed layout treats every sequence that a row may hold as a row of its own, even if the
-    sequence is absent, and reserves the memory of a whole row for it.
+    """Additional bytes of one layer's attention in rows that may hold several sequences. For each
+    of them, present or absent, cuDNN's packed layout reserves the memory of a whole row.
 
     Attributes:
-      kept: bytes per token that the layer keeps from the forward to the backward pass: the output
-        of attention as cuDNN wrote it, padding included.
-      kept_sequence: bytes kept per token and per sequence that a row may hold: the statistics of
-        the softmax.
-      working_sequence: bytes per token and per sequence that a row may hold, needed during the
-        layer's backward pass: the gradient of q in float32 and, where several query heads share
-        keys and values, the gradients of keys and values for every query head.
+      kept: bytes per token that the layer keeps for its backward pass: the output of attention as
+        cuDNN wrote it, padding included.
+      kept_sequence: bytes kept per token and sequence: the statistics of the softmax.
+      working_sequence: bytes per token and sequence that the backward pass needs: the gradient of q
+        in float32 and, where several query heads share keys and values, the gradients of keys and
+        values for every query head.
     """
 
     kept: float
@@ -49,31 +46,18 @@ class PackedBytes(NamedTuple):
 
     @classmethod
     def of(cls, heads: int, kv_heads: int, head_dim: int, itemsize: int) -> "PackedBytes":
-        """Returns the bytes for the attention of a backbone.
-
-        Args:
-          heads: number of query heads.
-          kv_heads: number of key and value heads, which the query heads share.
-          head_dim: width of a head.
-          itemsize: bytes of one value, 2 in bfloat16.
-        """
+        """Counts the bytes for heads of width `head_dim` whose values have `itemsize` bytes."""
         width = heads * head_dim
         of_each_head = 2 * itemsize * width if kv_heads < heads else 0
         return cls(itemsize * width, 4 * heads, 4 * width + of_each_head)
 
     def kept_by(self, tokens: int, max_sequences: int) -> float:
-        """Returns the additional bytes that one layer keeps for its backward pass.
-
-        Args:
-          tokens: tokens of the microbatch.
-          max_sequences: the most sequences that a row may hold; 1 gives 0 bytes.
-        """
+        """Returns the bytes that one layer keeps of a microbatch."""
         of_token = self.kept + max_sequences * self.kept_sequence
         return tokens * of_token if max_sequences > 1 else 0.0
 
     def needed_by(self, tokens: int, max_sequences: int) -> float:
-        """Returns the additional bytes that the layer's backward pass needs while it runs.
-        Arguments as in `kept_by`."""
+        """Returns the bytes that the layer's backward pass needs while it runs."""
         return tokens * max_sequences * self.working_sequence if max_sequences > 1 else 0.0
 
 
@@ -81,43 +65,30 @@ _VERSION = 1
 
 
 class ProfileError(PlanningError):
-    """A profile (a file of measured times and memory) cannot be used for the wanted prediction.
-
-    It cannot be read, belongs to another backbone or device, or lacks a measurement. The message
-    names the file, the key or the missing measurement.
-    """
+    """A profile cannot be read, belongs to another backbone, or lacks a measurement."""
 
 
 @dataclasses.dataclass(frozen=True)
 class BackboneSize:
-    """Sizes of a frozen backbone from which its time and memory are predicted.
-
-    `jaxmux.engine.tasks.prepared_task.size_of(config, dtype)` returns them without allocating
-    weights; `device_models` takes them. The stream is the sequence of hidden states between layers,
-    one vector of width d for each token.
+    """Sizes of a frozen backbone from which its time and memory are predicted. The stream is the
+    sequence of hidden states between layers, one vector of width d for each token.
 
     Attributes:
       name: name of the architecture's Hugging Face class, for example "LlamaForCausalLM".
-      layers: L, number of layers.
-      hidden_size: d, width of the stream.
-      vocab_size: number of entries of the vocabulary.
       linears: for each linear of a layer that can carry an adapter, its input and output width (k,
         n), by module path, for example "self_attn.q_proj".
       layer_bytes: bytes of the weights of one layer.
       outside_bytes: bytes of the weights outside the layers: embedding, last norm and output head.
       stream_bytes: bytes of one number of the stream, for example 2 in bfloat16.
-      kept: for each remat policy, from least to most recomputation, a pair (a, b): under the policy
-        a layer keeps a + b · r bytes per token for its backward pass, where r is the rank to which
-        all adapters are padded. It is empty in the result of `size_of`; profiles and estimates fill
-        it in.
+      kept: for each remat policy, from least to most recomputation, a pair (a, b): a layer keeps a
+        + b · r bytes per token for its backward pass, where r is the pool's rank. Profiles and
+        estimates fill it in.
       head_block_bytes: bytes of one block of float32 logits and of its gradient. The loss is
         computed in blocks of tokens, and only one block exists at a time.
-      packed: additional bytes of attention in rows that may hold several sequences.
       backbone_format: format in which the weights of the linears are stored, for example "nf4";
-        None for the dtype of the stream. Linears in a format are decoded before each product, or
-        in "float8" transposed for gradients.
-      divided_layer_bytes: like `layer_bytes`, for the weights that several devices divide, whose
-        scales may take more; None for the same.
+        None for the dtype of the stream.
+      divided_layer_bytes: like `layer_bytes`, for weights that several devices divide, whose scales
+        may take more; None if the bytes are the same.
     """
 
     name: str
@@ -136,8 +107,8 @@ class BackboneSize:
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of the largest decoded or transposed weights that exist at a time: those of two
-        linears (gate and up) of which one product takes the gradient."""
+        """Bytes of the largest decoded or transposed weights that exist at a time: those of gate
+        and up, of which one product takes the gradient."""
         if self.backbone_format is None:
             return 0
         of_weight = 1 if self.backbone_format == "float8" else self.stream_bytes
@@ -150,19 +121,9 @@ class BackboneSize:
         return self.vocab_size * self.hidden_size / of_layer
 
     def stage_layers(self, replica: Replica) -> list[int]:
-        """The number of layers of each pipeline stage.
-
-        Args:
-          replica: the devices.
-        """
         return replica.stage_layers(self.layers, self.head_layers)
 
     def part_layers(self, replica: Replica) -> list[int]:
-        """The number of layers of each part of the backbone, see `Replica.part_layers`.
-
-        Args:
-          replica: the devices.
-        """
         return replica.part_layers(self.layers, self.head_layers)
 
     @property
@@ -173,20 +134,13 @@ class BackboneSize:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPoint:
-    """One decoder layer over a microbatch: its forward and backward pass.
+    """One decoder layer over a microbatch.
 
     Attributes:
-      layers: number of layers of the measured program; the measured seconds are those of one layer,
-        the measured peak bytes are those of the whole program.
-      tokens: N, tokens of the microbatch.
-      row_len: tokens of a row.
-      chunk_len: tokens of a chunk.
-      max_sequences: the most sequences that a row may hold.
-      slots: T, slots of the pool.
+      layers: number of layers of the measured program. The seconds are those of one layer, the peak
+        bytes those of the whole program.
       rank: R, rank of the pool; 0 for a layer without adapters.
-      tasks: number of tasks, which own equal parts of the microbatch.
-      remat: remat policy of the layer.
-      dropout: whether adapters apply dropout to their input.
+      tasks: number of tasks, which have equal parts of the microbatch.
       backward: True for the forward and the backward pass, False for the forward pass alone.
       padding: fraction of each row, in whole chunks, that belongs to no task.
     """
@@ -208,15 +162,7 @@ class LayerPoint:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionPoint:
-    """Attention of one layer over all rows of a microbatch.
-
-    Attributes:
-      tokens: N, tokens of the microbatch.
-      row_len: tokens of a row.
-      chunk_len: tokens of a chunk.
-      max_sequences: the most sequences that a row may hold.
-      backward: True for the forward and the backward pass, False for the forward pass alone.
-    """
+    """Attention of one layer over all rows of a microbatch, with fields as in `LayerPoint`."""
 
     operator: ClassVar[str] = "attention"
     tokens: int
@@ -228,11 +174,7 @@ class AttentionPoint:
 
 @dataclasses.dataclass(frozen=True)
 class HeadPoint:
-    """Last norm, head and loss over a microbatch, forward and backward.
-
-    Attributes:
-      tokens: N, tokens of the microbatch.
-    """
+    """Last norm, head and loss over a microbatch of `tokens` tokens, forward and backward."""
 
     operator: ClassVar[str] = "head"
     tokens: int
@@ -240,13 +182,7 @@ class HeadPoint:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePoint:
-    """The optimizer update of all slots.
-
-    Attributes:
-      parameters: number of adapter parameters of the whole pool.
-      slots: T, slots of the pool.
-      optimizer: kind of the optimizer, for example "adamw".
-    """
+    """The optimizer update of all slots; `parameters` counts those of the whole pool."""
 
     operator: ClassVar[str] = "update"
     parameters: int
@@ -256,18 +192,7 @@ class UpdatePoint:
 
 @dataclasses.dataclass(frozen=True)
 class RoundPoint:
-    """A round of the engine with one microbatch and its update, timed on the host.
-
-    Attributes:
-      layers: number of layers of the trained backbone.
-      tokens: N, tokens of the microbatch.
-      row_len: tokens of a row.
-      chunk_len: tokens of a chunk.
-      max_sequences: the most sequences that a row may hold.
-      slots: T, slots of the pool.
-      rank: R, rank of the pool.
-      tasks: number of tasks, which own equal parts of the microbatch.
-    """
+    """A round of the engine with one microbatch and its update, timed on the host."""
 
     operator: ClassVar[str] = "round"
     layers: int
@@ -288,7 +213,6 @@ class CollectivePoint:
       collective: "psum" (sum over the devices), "all_gather" (concatenation of their values) or
         "ppermute" (each device sends to the next).
       axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
-      devices: number of devices that take part.
       payload_bytes: bytes that each device puts in.
     """
 
@@ -304,20 +228,13 @@ POINTS: Mapping[str, type[Point]] = {kind.operator: kind for kind in get_args(Po
 
 
 def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
-    """Returns the shape class of a measured point."""
     rows = point.tokens // point.row_len
     return ShapeClass(rows, point.row_len, point.chunk_len, point.max_sequences)
 
 
 class Measurement(NamedTuple):
-    """The measured cost of a point.
-
-    Attributes:
-      point: the operator with its sizes.
-      seconds: median seconds of the operator.
-      peak_bytes: the most memory that the measured program needed besides weights, adapters and
-        their accumulators; None where it is unknown.
-    """
+    """The median seconds of a point, and the most memory that the measured program needed besides
+    weights, adapters and their accumulators; None if it is unknown."""
 
     point: Point
     seconds: float
@@ -328,20 +245,11 @@ class Measurement(NamedTuple):
 class Profile:
     """Measurements of one backbone on one kind of device, to which cost models are fitted.
 
-    `read_profile` reads a profile from a file, and `jaxmux.profiling.complete_profile` measures
-    one. `measured_models` fits cost models to a profile's file. A point is one measured operator (a
-    layer, attention, the head, an optimizer update, a round or a collective) with its sizes.
-
     Attributes:
       device: kind of the device, as JAX names it, for example "NVIDIA H200".
-      memory_bytes: bytes of one device that JAX may use; None where they are unknown.
+      memory_bytes: bytes of one device that JAX may use; None if they are unknown.
       dtype: dtype of the weights and hidden states as text, for example "bfloat16".
       software: version of each package that influences the times, for example {"jax": "0.11.2"}.
-      backbone: sizes of the measured backbone.
-      measurements: the measurements: each has a `point`, its median `seconds` and its `peak_bytes`
-        (the most memory besides weights, adapters and their gradients; None where it is unknown).
-        The classes of points (`LayerPoint`, `AttentionPoint` and so on) are in
-        `jaxmux.planner.costs.device_profile`.
     """
 
     device: str
@@ -352,26 +260,14 @@ class Profile:
     measurements: tuple[Measurement, ...] = ()
 
     def of[P: Point](self, kind: type[P]) -> list[tuple[P, float]]:
-        """Returns the measured points of one class, as pairs (point, median seconds).
-
-        Args:
-          kind: class of the points, for example `LayerPoint`.
-
-        Raises:
-          ProfileError: the profile holds no point of this class.
-        """
-        found = [(m.point, m.seconds) for m in self.measurements if isinstance(m.point, kind)]
-        if not found:
+        """Returns the measured points of one class, with median seconds. Raises ProfileError if
+        there are none."""
+        points = [(m.point, m.seconds) for m in self.measurements if isinstance(m.point, kind)]
+        if not points:
             raise ProfileError(f"the profile of {self.device} measures no {kind.operator!r}")
-        return found
+        return points
 
     def with_measurements(self, *new: Measurement) -> "Profile":
-        """Returns a new profile that also holds the given measurements; this profile does not
-        change.
-
-        Args:
-          *new: the measurements, which follow those of this profile.
-        """
         return dataclasses.replace(self, measurements=(*self.measurements, *new))
 
 
@@ -392,12 +288,8 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a profile from a file that `write_profile` wrote.
-
-    Raises:
-      ProfileError: the file is missing or is not JSON, or a key is missing, unknown or of a wrong
-        type.
-    """
+    """Reads a profile from a file that `write_profile` wrote. Raises ProfileError if it is not
+    valid."""
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
@@ -453,8 +345,6 @@ def _measurement(raw: Any, where: str) -> Measurement:
 
 
 def _make(kind: type, raw: Mapping[str, Any], where: str) -> Any:
-    """Returns a dataclass with these values; errors name the key that is missing, unknown or
-    mistyped."""
     fields = {field.name: field.type for field in dataclasses.fields(kind)}
     optional = {
         field.name for field in dataclasses.fields(kind) if field.default is not dataclasses.MISSING

@@ -36,16 +36,8 @@ _PROFILE_WEIGHT = 0.01
 
 
 def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel:
-    """Returns the memory model of the profiled backbone and device.
-
-    Args:
-      profile: the measurements; `read_profile` reads them from a file.
-      memory: bytes of a device that may be used; None for the memory in the profile.
-
-    Raises:
-      ProfileError: the profile holds neither the device's memory nor is `memory` given, or it holds
-        no peak of an adapted layer.
-    """
+    """Returns the memory model of the profiled backbone and device. `memory` is as in
+    `measured_models`."""
     memory = memory or profile.memory_bytes
     if not memory:
         raise ProfileError(
@@ -76,13 +68,9 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
 
 
 def _shortest_packed_rows(profile: Profile) -> float:
-    """Returns the length of the shortest rows in which attention takes memory for every sequence
-    that a row may hold.
-
-    The result is the smaller of two lengths: the shortest measured row length at which attention
-    took this memory, and twice the longest measured row length below it. It is infinite if
-    attention never took this memory.
-    """
+    """Length of the shortest rows in which attention takes memory for every sequence that a row may
+    hold: the smaller of the shortest measured length at which it did, and twice the longest
+    measured length below. It is infinite if attention never did."""
     peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
     taken: dict[int, bool] = {}
     for point, peak in peaks.items():
@@ -98,14 +86,8 @@ def _shortest_packed_rows(profile: Profile) -> float:
 
 
 def fit_time_model(profile: Profile) -> TimeModel:
-    """Returns the time model of the measured device and backbone.
-
-    Args:
-      profile: the measurements; `read_profile` reads them from a file.
-
-    Raises:
-      ProfileError: the profile lacks a measurement that the model needs; the message names it.
-    """
+    """Returns the time model of the profiled backbone and device. ProfileError names a missing
+    measurement."""
     layers = dict(profile.of(LayerPoint))
     trained = [p for p in layers if p.backward and p.remat == "dots" and not p.padding]
     frozen = [point for point in trained if not point.rank]
@@ -150,7 +132,6 @@ def fit_time_model(profile: Profile) -> TimeModel:
 
 
 def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
-    """Returns the forward and backward seconds that the model predicts for a measured layer."""
     tokens = (point.tokens * (1 - point.padding) / point.tasks,) * point.tasks
     pool = PoolSpec(point.slots, point.rank, dropout=point.dropout)
     return model.layer(shape_of(point), tokens, pool, point.remat, total=point.tokens)
@@ -158,21 +139,21 @@ def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
 
 def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
     """Mean time of the measured padding, divided by the time of the same chunks if they were not
-    empty; 1 where padding is not measured."""
+    empty; 1 if the profile measures no padding."""
     free = dataclasses.replace(model, empty_share=0.0)
     shares = []
     for point, seconds in layers.items():
         if point.padding:
             least, most = (layer_passes(times, point).total for times in (free, model))
-            # In a noisy profile, attention may hide whatever the padding takes.
+            # In a noisy profile, attention may hide the time that padding takes.
             if most > least:
                 shares.append((seconds - least) / (most - least))
     return float(np.clip(np.mean(shares), 0, 1)) if shares else 1.0
 
 
 def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
-    """Mean part of a layer's time that its forward pass takes; a half, as in MuxTune, where that is
-    not measured."""
+    """Mean fraction of a layer's time that its forward pass takes; a half, as in MuxTune, if the
+    profile measures no forward pass alone."""
     shares = [
         seconds / layers[both]
         for point, seconds in layers.items()
@@ -182,8 +163,8 @@ def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
 
 
 def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:
-    """By remat policy, the mean time that a layer takes longer than with "dots", as a part of
-    `base`; negative where the policy recomputes less."""
+    """By remat policy, the mean time that a layer takes longer than with "dots", as a fraction of
+    `base`; negative for policies that recompute less."""
     longer: dict[str, list[float]] = {"dots": [0.0]}
     for point, seconds in layers.items():
         dots = dataclasses.replace(point, remat="dots")
@@ -216,12 +197,12 @@ def _round_overhead(profile: Profile, model: TimeModel) -> float:
 
 
 def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
-    found: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
+    curves: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for point, seconds, _ in profile.measurements:
         if isinstance(point, CollectivePoint):
             key = (point.collective, point.axis, point.devices)
-            found.setdefault(key, []).append((point.payload_bytes, seconds))
-    # Over all devices of a host, neighbours and devices that lie far apart are the same.
-    for (collective, _, devices), pairs in list(found.items()):
-        found.setdefault((collective, "outer", devices), pairs)
-    return {key: Curve.through(pairs) for key, pairs in found.items()}
+            curves.setdefault(key, []).append((point.payload_bytes, seconds))
+    # A collective over all devices of a host has no other choice of devices, near or far apart.
+    for (collective, _, devices), pairs in list(curves.items()):
+        curves.setdefault((collective, "outer", devices), pairs)
+    return {key: Curve.through(pairs) for key, pairs in curves.items()}

@@ -67,12 +67,7 @@ _BACKWARD_ATTENTION = _attention_fit(_ATTENTION_BOTH - _ATTENTION_FORWARD)
 
 
 def linear_seconds(tokens: float, weights: float) -> float:
-    """Returns the seconds of frozen linears in one direction (forward or backward).
-
-    Args:
-      tokens: tokens of the microbatch.
-      weights: number of weights of the linears.
-    """
+    """Seconds of linears with this many frozen weights, in one direction (forward or backward)."""
     return 2 * weights / FLOPS * (tokens + EXTRA_TOKENS)
 
 
@@ -81,28 +76,26 @@ FLOAT8_SAVING = 135.3e-3 / (2 * linear_seconds(8192, 32 * 218_103_808))
 
 
 def attention_seconds(length: int, width: int) -> np.ndarray:
-    """Returns the forward and backward seconds of a layer's causal attention, float64 [2].
+    """Forward and backward seconds of a layer's causal attention over one sequence, float64 [2].
 
-    Args:
-      length: tokens of the sequence.
-      width: width of all query heads together.
+    `width` is that of all query heads together.
     """
     features = np.array([length, length**2]) * width / _ATTENTION_WIDTH
     return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION])
 
 
 def all_reduce_seconds(payload_bytes: float, devices: int) -> float:
-    """Returns the seconds of a ring all-reduce in which each of `devices` GPUs puts in
-    `payload_bytes` bytes."""
+    """Seconds of a ring all-reduce in which each of `devices` GPUs puts in `payload_bytes`
+    bytes."""
     return 2 * (devices - 1) / devices * permute_seconds(payload_bytes)
 
 
 def all_gather_seconds(payload_bytes: float, devices: int) -> float:
-    """Returns the seconds of a ring all-gather in which each of `devices` GPUs puts in
-    `payload_bytes` bytes."""
+    """Seconds of a ring all-gather in which each of `devices` GPUs puts in `payload_bytes`
+    bytes."""
     return (devices - 1) * permute_seconds(payload_bytes)
 
 
 def permute_seconds(payload_bytes: float) -> float:
-    """Returns the seconds in which a GPU sends `payload_bytes` bytes to a neighbour."""
+    """Seconds in which a GPU sends `payload_bytes` bytes to a neighbour."""
     return payload_bytes / LINK_BYTES_PER_SECOND

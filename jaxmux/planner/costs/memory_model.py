@@ -39,7 +39,6 @@ USABLE = 0.97
 
 
 def keeps_attention(remat: str) -> bool:
-    """Whether a remat policy keeps the output of attention."""
     return remat != "full"
 
 
@@ -49,46 +48,29 @@ def working_bytes(
     """Returns the bytes that a pass needs while it runs, besides the values that layers keep.
 
     During the backward pass of a layer, its inputs, its outputs and the gradients of all its values
-    exist at the same time. Together they take a quarter more than the layer keeps under the policy
-    that recomputes least.
-
-    Args:
-      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
-      loss_bytes: bytes of one block of the loss.
-      attention_bytes: bytes of attention in rows of several sequences (`PackedBytes.needed_by`).
+    exist at the same time. Together they take a quarter more than the layer keeps under the first
+    remat policy in `sizes`, which recomputes least.
     """
     return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
 
 
 def exchanged_bytes(gradients: float, replicas: int) -> float:
-    """Returns the bytes that a device needs while replicas exchange gradients and adapters, besides
-    the train state.
+    """Returns the bytes that a device needs while replicas exchange gradients and adapters, which
+    are whole on every device of a stage.
 
-    The pieces that travel are whole on every device of a stage. The first replica holds those of
-    all others, and what it makes of them; another replica holds its own, and what it sums. The
-    programs have temporaries of the same size.
-
-    Args:
-      gradients: bytes of the float32 gradients of all slots, for the layers of the stage, as if no
-        device divided them.
-      replicas: number of replicas of the training run.
+    The first replica holds those of all other replicas and their sum; another replica holds its
+    gradients and the sum. The programs have temporaries of the same size.
     """
     return (replicas + 1) * gradients if replicas > 1 else 0.0
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
-    """Chooses the remat policy of every layer, from two neighbouring policies.
+    """Chooses the remat policy of every layer, from two neighbouring policies in `sizes`, which are
+    in the order from least to most recomputation.
 
-    The last layers get the policy that recomputes less, as many as there is room for. The layers
-    before them get the next policy. Their backward pass comes last, when the memory of the other
-    layers is free again for their recomputation.
-
-    Args:
-      sizes: for each remat policy, the bytes that a layer keeps. Policies are in the order from
-        least to most recomputation, so the bytes fall.
-      layers: number of layers of the model.
-      room: bytes for all layers. If even the last policy needs more, all layers get the last
-        policy.
+    The last layers get the policy that recomputes less, as many as there is room for: their
+    backward pass comes first, so that their memory is free for the recomputation of the others. If
+    there is not enough room at all, every layer gets the last policy.
     """
     names = list(sizes)
     for more, less in zip(names, names[1:], strict=False):
@@ -100,27 +82,13 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
 
 
 def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
-    """Chooses the remat policy of every layer of a pipeline.
-
-    All stages are filled like the stage with the most layers. A stage with fewer layers omits
-    layers of the policy that recomputes most.
-
-    Args:
-      sizes: for each remat policy, the bytes that a layer keeps, as in `fill_layers`.
-      layers: number of layers of each stage.
-      room: bytes for the layers of one stage.
-    """
+    """Chooses the remat policies as if every stage had as many layers as the largest one. Stages
+    with fewer layers omit layers of the policy that recomputes most."""
     fullest = fill_layers(sizes, max(layers), room)
     return tuple(policy for count in layers for policy in fullest[len(fullest) - count :])
 
 
 def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[str, ...]]:
-    """Divides the policies of all layers among the stages.
-
-    Args:
-      policies: the policy of every layer.
-      layers: number of layers of each stage.
-    """
     rest = iter(policies)
     return [tuple(islice(rest, count)) for count in layers]
 
@@ -133,11 +101,9 @@ _TIE_BREAK = 1e-7
 class OnlineFit(NamedTuple):
     """A linear model y = β · x with β >= 0, with a summary of all its observations.
 
-    Attributes:
-      triangle: float64 [features + 1, features + 1], R of the QR decomposition of the rows (x, y)
-        observed so far. ‖R (β, -1)‖ is the norm of their residuals, so the coefficients are those
-        of a fit to all observations at once, in memory that does not grow.
-      observations: number of observations.
+    `triangle` is R of the QR decomposition of the rows (x, y), float64 [features + 1, features +
+    1]. ‖R (β, -1)‖ is the norm of their residuals, so the coefficients are those of a fit to all
+    observations at once, in memory that does not grow.
     """
 
     triangle: np.ndarray
@@ -145,23 +111,16 @@ class OnlineFit(NamedTuple):
 
     @classmethod
     def of_features(cls, features: int) -> "OnlineFit":
-        """A model without observations: all coefficients are zero."""
         return cls(np.zeros((features + 1, features + 1)))
 
     def observe(self, x: np.ndarray, y: float, weight: float = 1.0) -> "OnlineFit":
-        """Returns a new model with one more observation.
-
-        Args:
-          x: the features, float64 [features].
-          y: the observed value.
-          weight: weight of the observation's squared residual.
-        """
+        """Returns a new model with one more observation; `weight` multiplies its squared
+        residual."""
         row = np.sqrt(weight) * np.append(x, y)
         triangle = np.linalg.qr(np.vstack([self.triangle, row]), mode="r")
         return OnlineFit(triangle, self.observations + 1)
 
     def coefficients(self) -> np.ndarray:
-        """β, float64 [features]."""
         features, target = self.triangle[:, :-1], self.triangle[:, -1]
         size = np.linalg.norm(features, axis=0)
         size[size == 0] = 1
@@ -170,40 +129,29 @@ class OnlineFit(NamedTuple):
         return scipy.optimize.nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
 
 
-# The count of attention's memory may be too low by this factor.
+# The memory of attention may exceed the counted bytes by this factor.
 _SLACK = 1.05
 _FLOAT32 = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryModel:
-    """Predicts the peak memory of a round of a backbone on one kind of device.
+    """Predicts the peak memory of a round of a backbone on one kind of device, in bytes of one
+    device.
 
-    A round is one global batch of every task with the optimizer updates. `device_models` returns a
-    memory model; most callers use only its methods. All sizes are in bytes of one device. The peak
-    is the sum of weights, train state (adapters, gradients and optimizer moments), the values that
-    layers keep for their backward passes, and the memory that a pass needs while it runs. A round
-    fits if its peak is at most 97% of `memory`.
-
-    Terms in the methods: the pool is the stack of all tasks' adapters, with one slot per task,
-    padded to one rank. A shape class is the shape of all microbatches: rows, tokens per row and per
-    chunk (series of tokens of one task), and sequences per row. A remat policy tells which values a
-    layer keeps: "norms", "dots", "lean" or "full", in the order of increasing recomputation.
-    `replica` gives the pipeline stages and the tensor-parallel devices of each stage; the default
-    is one device. If it has several stages, results hold for the stage that needs the most memory.
-    A microbatch is in flight on a stage from its forward pass to its backward pass; the stage keeps
-    its values during this time. The 1F1B schedule has as many in flight as there are stages.
+    A round fits if its peak is at most 97% of `memory`. If a replica has several stages, results
+    hold for the stage that needs the most memory. A microbatch is in flight on a stage from its
+    forward pass to its backward pass. `remat` is one policy, or a sequence with a policy for each
+    layer. Methods raise ProfileError for an unknown remat policy, and PlanningError for an unknown
+    optimizer or linear of the pool.
 
     Attributes:
       backbone: sizes of the backbone; its `kept` lists the remat policies that the model knows.
       memory: bytes of one device that JAX may use.
-      working: a least-squares fit of the memory that a pass needs while it runs. It learns from
-        each measured peak (see the method `observe`).
-      packed_from: a row length in tokens. In rows of at least this length, attention takes memory
-        for every sequence that a row may hold, even if the row holds fewer; infinite if it never
-        does.
-      replicas: number of replicas of the training run. Several exchange gradients and adapters at
-        updates, which needs memory while the values of layers lie there.
+      working: the fit of the memory that a pass needs while it runs.
+      packed_from: row length in tokens from which attention takes memory for every sequence that a
+        row may hold, even if the row holds fewer; infinite if it never does.
+      replicas: number of replicas of the training run.
     """
 
     backbone: BackboneSize
@@ -217,27 +165,16 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Returns the bytes of weights and train state on one device of the stage that holds most.
+        """Returns the bytes of weights and train state: [M_b + Σ M_g] / S in MuxTune Eq. 5.
 
-        This is [M_b + Σ M_g] / S in MuxTune Eq. 5: weights of the backbone plus train state of all
-        tasks, divided over the S stages. Tensor parallelism divides it further, except what every
-        device has whole (see `PoolSpec.stage_bytes`), and fully sharded data parallelism divides
-        the weights. It needs room for what is gathered: two layers (the
-        one that is computed and the next one), or the head. Weights in a format that is no dtype
-        need room for those that are decoded. Several replicas need room for the gradients and
-        adapters that they exchange.
-
-        Args:
-          pool: sizes of the pool that holds all tasks.
-          replica: the devices.
-
-        Raises:
-          PlanningError: the pool names an unknown optimizer or linear.
+        Tensor parallelism divides it further, except the values that every device has whole (see
+        `PoolSpec.stage_bytes`), and fully sharded data parallelism divides the weights. The sum
+        also has the weights that are gathered (two layers, or the head) or decoded at a time, and
+        the gradients and adapters that several replicas exchange.
         """
         return max(self._resident(pool, replica))
 
     def _resident(self, pool: PoolSpec, replica: Replica) -> list[float]:
-        """Returns `resident` for each stage."""
         size = self.backbone
         head = size.vocab_size * size.hidden_size * size.stream_bytes
         layer = size.layer_bytes
@@ -262,22 +199,12 @@ class MemoryModel:
         ]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
-        """Returns the bytes that one layer keeps for its backward pass of one microbatch, on one
-        device.
+        """Returns the bytes that one layer keeps of one microbatch, on one device, without the
+        additional bytes of attention in rows of several sequences.
 
         Every tensor-parallel device keeps whole: the hidden states before and after attention, the
-        norms, and the adapters' intermediates of width r. All other values lie between
-        column-parallel and row-parallel linears, and each device keeps 1/tp of them. The additional
-        bytes of attention in rows of several sequences are not included.
-
-        Args:
-          tokens: N, tokens of the microbatch.
-          rank: R, rank of the pool.
-          remat: remat policy of the layer.
-          tp: number of tensor-parallel devices.
-
-        Raises:
-          ProfileError: the model does not know the remat policy.
+        norms, and the adapters' intermediates of width r. Each device keeps 1/tp of the other
+        values, which lie between column-parallel and row-parallel linears.
         """
         if remat not in self.backbone.kept:
             known = ", ".join(self.backbone.kept)
@@ -297,22 +224,8 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> float:
-        """Returns the predicted peak memory of a round, in bytes of one device.
-
-        The device is one of the stage that needs the most memory.
-
-        Args:
-          shape: shape class of the microbatches.
-          pool: sizes of the pool that holds all tasks.
-          remat: remat policy of all layers, or one policy for each layer; None for the policies
-            that the method `policies` returns.
-          replica: the devices.
-          in_flight: number of microbatches in flight on a stage.
-
-        Raises:
-          ProfileError: the model does not know a remat policy.
-          PlanningError: the pool names an unknown optimizer or linear.
-        """
+        """Returns the predicted peak of a round. If `remat` is None, the policies are those of
+        `policies`."""
         counted = self._counted(shape, pool, remat, replica, in_flight)
         return counted + max(self._packed(shape, replica), self._learnt(shape))
 
@@ -324,22 +237,8 @@ class MemoryModel:
         replica: Replica,
         in_flight: Sequence[float],
     ) -> list[float]:
-        """Returns the predicted peak memory of a round on each stage, in bytes of one device.
-
-        `peak` is at least the largest of them: it adds up the most that any stage holds and the
-        most that any stage keeps.
-
-        Args:
-          shape: shape class of the microbatches.
-          pool: sizes of the pool that holds all tasks.
-          remat: remat policy of all layers, or one policy for each layer.
-          replica: the devices.
-          in_flight: for each stage, the number of microbatches in flight.
-
-        Raises:
-          ProfileError: the model does not know a remat policy.
-          PlanningError: the pool names an unknown optimizer or linear.
-        """
+        """Returns the predicted peak of a round on each stage. `peak` is at least the largest of
+        them: it adds up the most that any stage holds and the most that any stage keeps."""
         kept = self._kept_by_stages(shape, pool, remat, replica)
         working = max(self._packed(shape, replica), self._learnt(shape))
         return [
@@ -356,19 +255,7 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> tuple[str, ...]:
-        """Returns the remat policy of every layer, as the engine picks them with `remat="auto"`.
-
-        The layers get two neighbouring policies in the order of recomputation: as many layers of a
-        stage as memory allows get the one that recomputes less, the remaining layers the one that
-        recomputes more. All stages are filled alike. If memory does not suffice, all layers get the
-        policy with the most recomputation.
-
-        Args:
-          shape: shape class of the microbatches.
-          pool: sizes of the pool that holds all tasks.
-          replica: the devices.
-          in_flight: number of microbatches in flight on a stage.
-        """
+        """Returns the remat policy of every layer, as the engine picks them with `remat="auto"`."""
         sizes = {r: self._of_layer(shape, pool, r, replica) for r in self.backbone.kept}
         packed = self._packed(shape, replica)
         working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
@@ -383,14 +270,8 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> bool:
-        """Returns whether a round fits into memory if every layer recomputes as much as possible.
-
-        Args:
-          shape: shape class of the microbatches.
-          pool: sizes of the pool that holds all tasks.
-          replica: the devices.
-          in_flight: number of microbatches in flight on a stage.
-        """
+        """Returns whether a round fits into memory if every layer recomputes as much as
+        possible."""
         least = list(self.backbone.kept)[-1]
         return self.peak(shape, pool, least, replica, in_flight) <= USABLE * self.memory
 
@@ -401,21 +282,9 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         more_stages: bool = True,
     ) -> None:
-        """Raises an error if a round does not fit into memory even with the most recomputation.
-
-        It counts one microbatch in flight. `fits` returns the answer instead of raising.
-
-        Args:
-          shape: shape class of the microbatches.
-          pool: sizes of the pool that holds all tasks.
-          replica: the devices.
-          more_stages: whether the message may propose more pipeline stages.
-
-        Raises:
-          PlanningError: the round does not fit. The message gives the needed memory. It also lists
-            the nearest numbers of slots, rank, tokens and stages with which the round would fit;
-            each is a change on its own.
-        """
+        """Raises PlanningError if a round with one microbatch in flight does not fit into memory
+        even with the most recomputation. The message gives single changes with which it would
+        fit."""
         if self.fits(shape, pool, replica):
             return
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], replica)
@@ -430,42 +299,27 @@ class MemoryModel:
     def observe(
         self, shape: ShapeClass, pool: PoolSpec, remat: str | Sequence[str], peak_bytes: int
     ) -> "MemoryModel":
-        """Returns a model that has learnt from the measured peak memory of a round on one device.
-
-        Only the memory that a pass needs while it runs is learnt. If attention in rows of several
-        sequences explains the measured peak, there is nothing to learn, and the result is this
-        model.
-
-        Args:
-          shape: shape class of the round's microbatches.
-          pool: sizes of the pool of the round.
-          remat: remat policy of all layers in the round, or one policy for each layer.
-          peak_bytes: the most bytes of the device's memory that were in use at the same time.
-
-        Raises:
-          ProfileError: the model does not know a remat policy.
-        """
+        """Returns a model that has learnt the memory that a pass needs while it runs from the
+        measured peak of a round on one device. If attention in rows of several sequences explains
+        the peak, the result is this model."""
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE, 1)
         if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
-            # Attention needed most, so the peak says nothing about the rest.
+            # Attention needed the most memory, so the peak tells nothing about the fit.
             return self
         features = working_features(shape.tokens, shape.row_len)
         working = self.working.observe(features, max(0.0, beyond))
         return dataclasses.replace(self, working=working)
 
     def _learnt(self, shape: ShapeClass) -> float:
-        """Returns the bytes that a pass needs while it runs, by the online fit."""
         return float(self._coefficients @ working_features(shape.tokens, shape.row_len))
 
     def _counted(self, shape, pool, remat, replica, in_flight) -> float:
-        """Returns the bytes of weights, train state and kept values."""
         if remat is None:
             remat = self.policies(shape, pool, replica, in_flight)
         kept = max(self._kept_by_stages(shape, pool, remat, replica))
         return self.resident(pool, replica) + in_flight * kept
 
     def _kept_by_stages(self, shape, pool, remat, replica) -> list[float]:
-        """Returns the bytes that each stage keeps of one microbatch."""
         layers = self.backbone.layers
         policies = (remat,) * layers if isinstance(remat, str) else remat
         of_layer = {r: self._of_layer(shape, pool, r, replica) for r in set(policies)}
@@ -474,30 +328,24 @@ class MemoryModel:
         return [layer_bytes + _bytes_at_head(shape, pool) for layer_bytes in kept]
 
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
-        """Returns the bytes that one layer keeps, with those of attention in rows of several
-        sequences."""
         kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
-        # Counted whole on every tensor-parallel device.
+        # Every tensor-parallel device has the values of these kinds whole.
         of_kinds = sum(kind.work.kept for kind in pool.others) * self.backbone.stream_bytes
         kept += shape.tokens * of_kinds / self.backbone.layers * keeps_attention(remat)
         return kept + packed / replica.tp * keeps_attention(remat)
 
     def _packed(self, shape: ShapeClass, replica: Replica) -> float:
-        """Returns the bytes that attention needs in rows of several sequences during a layer's
-        backward pass."""
         needed = self.backbone.packed.needed_by(shape.tokens, self._paid_sequences(shape))
         return needed / replica.tp
 
     def _paid_sequences(self, shape: ShapeClass) -> int:
-        """Returns the number of sequences per row for which attention takes memory."""
+        """Number of sequences per row for which attention takes memory."""
         return shape.max_sequences if shape.row_len >= self.packed_from else 1
 
     def _changes(
         self, shape: ShapeClass, pool: PoolSpec, replica: Replica, more_stages: bool
     ) -> list[str]:
-        """Returns, for each of slots, rank, tokens and stages, the nearest value with which the
-        round fits."""
         fits = functools.partial(self.fits, replica=replica)
         unit = max(1, shape.chunk_len // shape.row_len)
         shapes = [dataclasses.replace(shape, rows=r) for r in range(unit, shape.rows, unit)]
@@ -516,15 +364,10 @@ class MemoryModel:
 
 
 def _bytes_at_head(shape: ShapeClass, pool: PoolSpec) -> float:
-    """Returns the bytes of the values and gradients that chunks have for the head."""
+    """Bytes of the values and gradients that chunks have for the head."""
     return 2 * 4 * shape.chunks * sum(kind.at_head for kind in pool.others)
 
 
 def working_features(tokens: int, row_len: int) -> np.ndarray:
-    """Returns the features of the online fit `MemoryModel.working`: 1, B · L and B · L².
-
-    Args:
-      tokens: B · L, tokens of the microbatch.
-      row_len: L, tokens of a row.
-    """
+    """The features of the online fit `MemoryModel.working`: 1, B · L and B · L²."""
     return np.array([1.0, tokens, tokens * row_len])

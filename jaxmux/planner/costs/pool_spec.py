@@ -16,11 +16,10 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 class PointWork(NamedTuple):
-    """What the adapters of a kind do at one point, for one token in the forward passes of all
-    layers. The backward passes are twice as much.
+    """Work of a kind's adapters at one point, for one token in the forward passes of all layers;
+    the backward passes take twice as much.
 
     Attributes:
-      flops: number of floating-point operations.
       moved: number of values of the stream that are read or written.
       kept: number of values that layers keep for their backward passes, unless they recompute all.
     """
@@ -32,25 +31,15 @@ class PointWork(NamedTuple):
 
 class PointSize(NamedTuple):
     """Numbers of values that the adapters of a kind have at one point, for one slot and all layers,
-    and the work there for one token: some for every rank, and some besides.
+    and the work there for one token. Fields that end in `_per_rank` are multiplied by the rank, and
+    the field without the ending is added. `flops`, `moved` and `kept` are those of `PointWork`.
 
     Attributes:
-      point: place of the backbone at which the adapters do something, such as the path of a linear.
-      trained_per_rank: number of trained values for each rank.
-      trained: number of other trained values.
-      frozen_per_rank: number of values that are not trained, for each rank.
-      frozen: number of other values that are not trained.
-      flops_per_rank: `PointWork.flops` for each rank.
-      flops: other floating-point operations.
-      moved: as `PointWork.moved`.
-      kept: as `PointWork.kept`.
-      kept_per_rank: the same for each rank.
+      point: the point's name, such as the path of a linear.
       at_head: whether the adapters change logits. Every chunk of a microbatch then has a copy of
         its task's values and of their gradients, from its forward to its backward pass.
-      at_both_ends: whether the adapters change both what enters the first layer and the logits.
-      whole_per_rank: number of values, among those that are not trained, that every stage of a
-        pipeline has, because they belong to no layer; for each rank.
-      whole: number of other such values.
+      at_both_ends: whether the adapters change both the input of the first layer and the logits.
+      whole: number of frozen values that every stage of a pipeline has: they belong to no layer.
       end: 0 if the first stage of a pipeline has all values, -1 if the last one has; None if they
         are divided like the layers.
     """
@@ -73,14 +62,8 @@ class PointSize(NamedTuple):
 
 
 class KindSize(NamedTuple):
-    """Sizes of the arrays of one adapter kind besides LoRA in a pool. They have a place in every
-    slot.
-
-    Attributes:
-      kind: name of the kind.
-      rank: size of the axis in which the adapters of this kind differ; all are padded to it.
-      points: the points at which they do something, by name.
-    """
+    """Sizes of the arrays of one adapter kind other than LoRA in a pool. All its adapters are
+    padded to `rank`, and so are the numbers of values."""
 
     kind: str
     rank: int
@@ -88,23 +71,20 @@ class KindSize(NamedTuple):
 
     @property
     def trained(self) -> int:
-        """Number of trained values of a slot, padding included."""
         return sum(p.trained_per_rank * self.rank + p.trained for p in self.points)
 
     @property
     def frozen(self) -> int:
-        """Number of values of a slot that are not trained, padding included."""
         return sum(p.frozen_per_rank * self.rank + p.frozen for p in self.points)
 
     @property
     def at_head(self) -> int:
-        """Number of values of a slot with which logits are changed, padding included."""
+        """Number of values of a slot that change logits."""
         at_head = self._replace(points=tuple(p for p in self.points if p.at_head))
         return at_head.trained + at_head.frozen
 
     @property
     def work(self) -> PointWork:
-        """The work at all points together, padding included."""
         return PointWork(
             sum(p.flops_per_rank * self.rank + p.flops for p in self.points),
             sum(p.moved for p in self.points),
@@ -113,23 +93,17 @@ class KindSize(NamedTuple):
 
 
 class PoolSpec(NamedTuple):
-    """Sizes of a pool: the stacked adapters of several tasks, with gradients and optimizer state.
-    Rank and modules are those of LoRA adapters.
-
-    A slot is the place of one task in the pool. `PreparedTask.pool` gives the pool of a single
-    task; `merge_pool_specs` gives the pool of several tasks.
+    """Sizes of a pool: the stacked adapters of several tasks, with gradients and optimizer
+    state.
 
     Attributes:
       slots: T, number of slots, the most tasks that train at the same time.
-      rank: R, rank of the pool. The adapters of all slots are zero-padded to this rank.
-      modules: module paths, for example "self_attn.q_proj", of the linears that carry an adapter;
-        they are keys of `BackboneSize.linears` and of the result of `peft.resolve_targets`. None
-        stands for all linears of `BackboneSize.linears`, and an empty tuple for none.
+      rank: R, the rank to which the LoRA adapters of all slots are zero-padded.
+      modules: module paths, for example "self_attn.q_proj", of the linears that carry a LoRA
+        adapter. None stands for all linears of the backbone, and an empty tuple for none.
       dropout: whether any task applies dropout to the input of its adapter.
-      optimizer: kind of the optimizer for which memory is reserved, a key of
-        `jaxmux.optimizers.OPTIMIZERS`. If the tasks use several kinds, it is the kind with the most
-        moments (state values per adapter parameter).
-      others: the arrays of other adapter kinds than LoRA, by name of the kind.
+      optimizer: the kind with the most moments of all tasks' optimizers; memory is reserved for it.
+      others: the arrays of adapter kinds other than LoRA.
     """
 
     slots: int
@@ -141,8 +115,8 @@ class PoolSpec(NamedTuple):
 
     @property
     def largest_rank(self) -> int:
-        """The largest rank that an adapter in the pool may have, of whatever kind; 0 if their sizes
-        do not depend on a rank."""
+        """The largest rank that an adapter of any kind may have in the pool; 0 if no size depends
+        on a rank."""
         ranks = [
             kind.rank
             for kind in self.others
@@ -151,17 +125,8 @@ class PoolSpec(NamedTuple):
         return max(ranks + [self.rank] * (self.modules != ()), default=0)
 
     def share(self, backbone: BackboneSize) -> float:
-        """Returns the pool's adapter parameters as a fraction of those of a pool that adapts every
-        linear.
-
-        Both pools have equal slots and ranks.
-
-        Args:
-          backbone: sizes of the backbone.
-
-        Raises:
-          PlanningError: the backbone has no linear of a module path in `modules`.
-        """
+        """Returns the pool's LoRA parameters as a fraction of those of a pool that adapts every
+        linear."""
         if self.modules is None:
             return 1.0
         for module in self.modules:
@@ -172,31 +137,13 @@ class PoolSpec(NamedTuple):
         return width / backbone.adapter_width
 
     def parameters(self, backbone: BackboneSize) -> int:
-        """Returns the number of adapter parameters of all slots and layers, padding to `rank`
-        included.
-
-        Args:
-          backbone: sizes of the backbone.
-
-        Raises:
-          PlanningError: the backbone has no linear of a module path in `modules`.
-        """
+        """Returns the number of trained parameters of all slots and layers, padding included."""
         width = round(self.share(backbone) * backbone.adapter_width)
         of_slot = backbone.layers * self.rank * width + sum(kind.trained for kind in self.others)
         return self.slots * of_slot
 
     def state_bytes(self, backbone: BackboneSize) -> int:
-        """Returns the bytes of the train state of all slots and layers together.
-
-        The train state holds, all in float32, the adapter parameters, their accumulated gradients
-        and the optimizer's moments.
-
-        Args:
-          backbone: sizes of the backbone.
-
-        Raises:
-          PlanningError: as for `stage_bytes`.
-        """
+        """Returns the bytes of the train state of all slots and layers together."""
         (everything,) = self.stage_bytes(backbone, [backbone.layers])
         return everything
 
@@ -204,18 +151,9 @@ class PoolSpec(NamedTuple):
         """Returns the bytes of the train state of all slots on one device of every stage of a
         pipeline.
 
-        Tensor-parallel devices divide the output side of column-parallel linears and the input side
-        of row-parallel ones, and each has the other factor whole. The arrays of other adapter kinds
-        are counted whole.
-
-        Args:
-          backbone: sizes of the backbone.
-          layers: number of layers of each stage, in order.
-          tp: number of tensor-parallel devices of a stage.
-
-        Raises:
-          PlanningError: the kind of optimizer is unknown, or the backbone has no linear of a module
-            path in `modules`.
+        The train state is the trained parameters, their accumulated gradients and the optimizer's
+        moments, all in float32. Tensor-parallel devices divide the output side of column-parallel
+        linears and the input side of row-parallel ones; all other arrays count whole.
         """
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
@@ -241,7 +179,7 @@ class PoolSpec(NamedTuple):
         ]
 
     def _factors(self, backbone: BackboneSize, tp: int) -> int:
-        """Returns the values of all LoRA factors on one of the tensor-parallel devices."""
+        """Values of all LoRA factors on one of the tensor-parallel devices."""
         everything = self._replace(others=()).parameters(backbone)
         if tp == 1:
             return everything
@@ -252,17 +190,10 @@ class PoolSpec(NamedTuple):
 
 
 def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:
-    """Checks that a pipeline can train tasks: what changes the embedding and the head together is
-    one array, and these lie on its first and its last stage.
+    """Raises PlanningError if a pipeline cannot train a pool: an adapter that changes the embedding
+    and the head together is one array, but these lie on the first and the last stage.
 
-    Args:
-      pools: by what needs it, such as "task 'a'", a pool.
-      stages: number of stages.
-      parts: number of parts of the backbone, which is larger if stages have several; None for one
-        part a stage.
-
-    Raises:
-      PlanningError: a pool cannot be trained with so many stages.
+    `parts` is the number of parts of the backbone, if stages have several.
     """
     for what, pool in pools.items():
         if (parts or stages) > 1 and any(
@@ -276,18 +207,8 @@ def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None 
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
-    """Returns the sizes of one pool (stacked adapters) that holds several tasks together.
-
-    Its number of slots (places of tasks) is the sum of those of `pools`. Its rank is the highest
-    rank, it adapts every linear that any task adapts, and it has dropout if any task has. Its
-    optimizer is the kind in `pools` with the most moments (state values per adapter parameter).
-
-    Args:
-      pools: for each task, the pool that the task needs alone (`PreparedTask.pool`). It may be
-        empty only if `least` is given.
-      least: a pool whose slots, rank, linears and dropout the result provides at least; None for no
-        such minimum. Its optimizer counts only if `pools` is empty.
-    """
+    """Returns the sizes of one pool that holds several tasks together, and whose slots, rank,
+    linears and dropout are at least those of `least`."""
     everything = [*pools, *([least] if least else [])]
     modules = dict.fromkeys(module for pool in everything for module in pool.modules or ())
     return PoolSpec(

@@ -20,12 +20,7 @@ AUTO = "auto"
 
 
 class _Residuals(NamedTuple):
-    """The choice of values that a stage keeps for its backward passes.
-
-    Attributes:
-      depth: the most microbatches in flight that fit.
-      policies: remat policy of every layer.
-    """
+    """The remat policy of every layer, and the most microbatches in flight that fit with them."""
 
     depth: float
     policies: tuple[str, ...]
@@ -33,34 +28,20 @@ class _Residuals(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaCosts:
-    """The costs of training on one replica: seconds and bytes for each pipeline stage.
+    """The costs of training on one replica: seconds, and bytes of one device, for each pipeline
+    stage.
 
-    A replica is one copy of the backbone on one or more devices. `TimeModel` and `MemoryModel`
-    predict layers and whole rounds; this class applies them to the stages of a replica. Times are
-    in seconds, sizes in bytes of one device. Layers are divided over the stages as evenly as
-    possible, and the time of the output head is divided equally. Each pass of a layer has two
-    all-reduces among tensor-parallel devices, which no computation hides.
-
-    Terms in the methods: a shape class is the shape of all microbatches: rows, tokens per row and
-    per chunk, and sequences per row. A chunk is a series of tokens of one task; a chunk that no
-    task owns is empty and takes less time. A microbatch is in flight on a stage from its forward
-    pass to its backward pass; the stage keeps its values during this time.
-
-    With `remat="auto"`, the layers recompute as little as possible such that `full_depth`
-    microbatches fit into memory. `depth` is smaller only if so many do not fit even with the most
-    recomputation.
+    Each pass of a layer has two all-reduces among tensor-parallel devices, which no computation
+    hides. With `remat="auto"`, the layers recompute as little as possible such that `full_depth`
+    microbatches fit into memory.
 
     Attributes:
-      times: time model of the backbone and the device, from `device_models`.
-      memory: memory model of the same backbone and device, from `device_models`.
-      pool: sizes of the pool, the stack of the adapters of all tasks.
-      replica: the devices: pipeline stages and tensor-parallel devices of each stage.
-      remat: remat policy of all layers, which tells the values that they keep for the backward
-        pass: "norms", "dots", "lean" or "full", in the order of increasing recomputation. "auto"
-        stands for the policies that the engine picks by the free memory.
+      remat: remat policy of all layers: "norms", "dots", "lean" or "full", in the order of
+        increasing recomputation. "auto" stands for the policies that the engine picks by the free
+        memory.
       schedule: the order of the pipeline's passes, one of `planner.devices.SCHEDULES`.
-      in_flight: for each stage, the most microbatches in flight with this schedule, from
-        `schedules.microbatches_in_flight`; empty stands for 1F1B, with S - s on stage s.
+      in_flight: for each stage, the most microbatches in flight with this schedule; empty stands
+        for 1F1B, with S - s on stage s.
     """
 
     times: TimeModel
@@ -72,37 +53,22 @@ class ReplicaCosts:
     in_flight: tuple[float, ...] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Another process computes again what this one has computed before.
+        # The cache of `_residuals` cannot be pickled, so that another process computes it again.
         return {name: value for name, value in vars(self).items() if name != "_residuals"}
 
     @property
     def full_depth(self) -> float:
-        """The most microbatches in flight on a stage when the pipeline is full: with 1F1B as many
-        as there are stages. In an interleaved pipeline a part of a stage counts as a fraction of a
-        microbatch. Of GPipe, which keeps a whole round, one microbatch counts."""
+        """The most microbatches in flight on a stage when the pipeline is full. In an interleaved
+        pipeline a part of a stage counts as a fraction of a microbatch. GPipe, which keeps a whole
+        round, counts as one microbatch."""
         return max(self.in_flight, default=self.replica.pp)
 
     def depth(self, shape: ShapeClass) -> float:
-        """Returns the most microbatches in flight on a stage that fit into memory under `policies`.
-
-        The result is at most `full_depth`, and 0 if not even one microbatch fits.
-
-        Args:
-          shape: shape class of the microbatches.
-        """
+        """Returns the most microbatches in flight, up to `full_depth`, that fit into memory."""
         return self._residuals(shape).depth
 
     def require(self, shape: ShapeClass, more_stages: bool = True) -> None:
-        """Raises an error if not even one microbatch fits into memory.
-
-        Args:
-          shape: shape class of the microbatch.
-          more_stages: whether the message may propose more pipeline stages.
-
-        Raises:
-          PlanningError: the microbatch does not fit. The message lists single changes with which it
-            would fit, if there are any.
-        """
+        """Raises PlanningError if one microbatch does not fit into memory."""
         if self._fits(shape, 1):
             return
         self.memory.require(shape, self.pool, self.replica, more_stages)
@@ -113,16 +79,7 @@ class ReplicaCosts:
         )
 
     def require_full_pipeline(self, shape: ShapeClass) -> None:
-        """Raises an error if fewer microbatches in flight fit into memory than `full_depth`.
-
-        Training fills the pipeline, so it needs room for as many.
-
-        Args:
-          shape: shape class of the microbatches.
-
-        Raises:
-          PlanningError: they do not fit.
-        """
+        """Raises PlanningError if `full_depth` microbatches in flight do not fit into memory."""
         if (depth := self.depth(shape)) < self.full_depth:
             chosen = "" if self.schedule == AUTO_SCHEDULE else f" with schedule={self.schedule!r}"
             raise PlanningError(
@@ -132,26 +89,14 @@ class ReplicaCosts:
             )
 
     def policies(self, shape: ShapeClass) -> tuple[str, ...]:
-        """Returns the remat policy of each layer of the backbone, with which `depth` microbatches
-        fit.
-
-        Args:
-          shape: shape class of the microbatches.
-        """
         return self._residuals(shape).policies
 
     def stages(
         self, shape: ShapeClass, owned: float | None = None
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the forward and the backward seconds of a microbatch on each of the S stages.
-
-        The result is a pair (forward, backward) of arrays, float64 [S] each. The last stage's
-        include the output head. Messages between stages are not included.
-
-        Args:
-          shape: shape class of the microbatch.
-          owned: tokens of the chunks that belong to a task; None if all chunks do.
-        """
+        """Returns the forward and the backward seconds of a microbatch on each stage, float64 [S]
+        each, without messages between stages. The tokens of chunks that belong to a task are
+        `owned`."""
         policies, tp = self.policies(shape), self.replica.tp
         layer = {policy: self._layer(shape, owned, policy) for policy in set(policies)}
         layers = [
@@ -164,68 +109,30 @@ class ReplicaCosts:
         return forward, backward
 
     def microbatch(self, shape: ShapeClass, owned: float | None = None) -> float:
-        """Returns the seconds of a microbatch's forward and backward pass together on the slowest
-        stage.
-
-        The result is infinite if the microbatch does not fit into memory. This method can be the
-        argument `seconds` of `packing.choose_shape`.
-
-        Args:
-          shape: shape class of the microbatch.
-          owned: tokens of the chunks that belong to a task; None if all chunks do.
-        """
+        """Returns the seconds of a microbatch's two passes together on the slowest stage; infinite
+        if it does not fit into memory. `packing.choose_shape` takes this method as `seconds`."""
         return float(sum(self.stages(shape, owned)).max()) if self.depth(shape) else np.inf
 
     def permute(self, shape: ShapeClass) -> float:
-        """Returns the seconds in which a stage sends a microbatch's hidden states to the next one.
-
-        It is 0 for a single stage.
-
-        Args:
-          shape: shape class of the microbatch.
-        """
+        """Returns the seconds in which a stage sends a microbatch's hidden states to the next
+        one."""
         return self.times.collective("ppermute", self.replica.pp, self._stream_bytes(shape))
 
     def update(self) -> float:
-        """Returns the seconds of a round besides its microbatches.
-
-        A round is one global batch of every task. The seconds are those of the optimizer update of
-        all tasks, with the sum of the gradients of all data shards, and of the fixed overhead of a
-        round.
-
-        Raises:
-          ProfileError: the profile measures no update by the pool's optimizer.
-        """
+        """Returns the seconds of a round besides its microbatches: the optimizer update of all
+        tasks, with the sum of the gradients of all data shards, and the fixed overhead of a
+        round."""
         parts = self.replica.pp * self.replica.tp
         gradients = 4 * self.pool.parameters(self.times.backbone) / parts
         summed = self.times.collective("psum", self.replica.shards, gradients, "outer")
         return self.times.pool_update(self.pool, parts) + summed + self.times.round_overhead
 
     def peak(self, shape: ShapeClass, remat: Remat, in_flight: float) -> float:
-        """Returns the peak memory of a round, in bytes of one device of the stage that needs the
-        most.
-
-        Args:
-          shape: shape class of the microbatches.
-          remat: remat policy of all layers, or one policy for each layer; "auto" is not allowed
-            here. The method `policies` returns the policies that "auto" picks.
-          in_flight: number of microbatches in flight on a stage.
-
-        Raises:
-          ProfileError: the memory model does not know a remat policy.
-        """
+        """Returns the peak memory of a round on the stage that needs the most; `remat` may not be
+        "auto"."""
         return self.memory.peak(shape, self.pool, remat, self.replica, in_flight)
 
     def stage_peaks(self, shape: ShapeClass, remat: Remat) -> list[float]:
-        """Returns the peak memory of a round on each stage, in bytes of one device.
-
-        Args:
-          shape: shape class of the microbatches.
-          remat: remat policy of all layers, or one policy for each layer, as of `peak`.
-
-        Raises:
-          ProfileError: the memory model does not know a remat policy.
-        """
         in_flight = self.in_flight or range(self.replica.pp, 0, -1)
         return self.memory.stage_peaks(shape, self.pool, remat, self.replica, in_flight)
 
@@ -235,8 +142,7 @@ class ReplicaCosts:
         return functools.cache(self._choose_residuals)
 
     def _choose_residuals(self, shape: ShapeClass) -> _Residuals:
-        """Chooses the least recomputation with which `full_depth` microbatches fit, or else with
-        which most fit."""
+        """Chooses the least recomputation with which most microbatches fit, up to `full_depth`."""
         fewer = range(math.ceil(self.full_depth) - 1, 0, -1)
         depth = next((k for k in (self.full_depth, *fewer) if self._fits(shape, k)), 0)
         return _Residuals(depth, self._fill(shape, depth))
@@ -247,7 +153,7 @@ class ReplicaCosts:
         return self.memory.policies(shape, self.pool, self.replica, max(1, in_flight))
 
     def _layer(self, shape: ShapeClass, owned: float | None, policy: str) -> np.ndarray:
-        """Returns the forward and backward seconds of a layer and its all-reduces: float64 [2]."""
+        """Forward and backward seconds of a layer and its all-reduces, float64 [2]."""
         tp, tokens = self.replica.tp, shape.tokens if owned is None else owned
         passes = self.times.layer(shape, (tokens,), self.pool, policy, tp, total=shape.tokens)
         # Each pass gathers the layer's weights, and sums two outputs or two gradients of inputs.

@@ -1,10 +1,9 @@
 """The time of layers, microbatches and rounds: MuxTune's cost model (3.3).
 
-The time of a layer has four parts: t_o(n) for the base operators over all n tokens of a
-microbatch, the time of attention, which depends on the length of the rows, the time of the tasks'
-fused adapters, and that of other adapter kinds. With a frozen backbone the forward and the backward
-pass take nearly the same time. The model keeps them apart because their attention differs and only
-the backward pass recomputes values.
+The time of a layer has four parts: t_o(n) for the base operators over all n tokens of a microbatch,
+the time of attention, which depends on the length of the rows, the time of the tasks' fused
+adapters, and that of other adapter kinds. The forward and the backward pass are kept apart because
+their attention differs and only the backward pass recomputes values.
 """
 
 import dataclasses
@@ -27,15 +26,8 @@ _MOST_FITS = 10
 
 
 class AdapterLoad(NamedTuple):
-    """The work of the fused adapters of one layer, on all its linears, for one microbatch.
-
-    Attributes:
-      tokens: n_k, tokens of each task k.
-      slots: T, slots of the pool.
-      rank: R, rank of the pool.
-      chunk_len: tokens of a chunk.
-      dropout: whether adapters apply dropout to their input.
-    """
+    """The work of the fused adapters of one layer for one microbatch, with n_k tokens of each task
+    k."""
 
     tokens: Sequence[float]
     slots: int
@@ -47,10 +39,9 @@ class AdapterLoad(NamedTuple):
 class AdapterTimes(NamedTuple):
     """Non-negative coefficients of the adapters' time in seconds, forward and backward.
 
-    The adapters of a task with n tokens keep the whole device busy for
-    u_a(n) · t_a(n) = per_task + per_token · n + … seconds. Alone they take t_a(n), which is `floor`
-    longer, because the device is mostly idle while small kernels are launched and drain. By
-    default, adapters cost nothing.
+    The adapters of a task with n tokens keep the whole device busy for u_a(n) · t_a(n) = per_task +
+    per_token · n + … seconds. Alone they take t_a(n), which is `floor` longer, because the device
+    is mostly idle while small kernels are launched and drain.
     """
 
     floor: float = 0.0
@@ -63,11 +54,8 @@ class AdapterTimes(NamedTuple):
     per_slot_rank: float = 0.0
 
     def seconds(self, load: AdapterLoad) -> float:
-        """Returns the forward and backward seconds of the fused adapters.
-
-        They are max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), plus the time to prepare the factors of
-        all slots for the kernels.
-        """
+        """Returns the seconds: max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), plus the time to prepare
+        the factors of all slots for the kernels."""
         if not load.tokens or not load.rank:
             return 0.0
         rank, dropped = load.rank, self.per_dropped_token * load.dropout
@@ -87,11 +75,6 @@ def fit_adapter_times(
 
     For a load of several tasks, the coefficients decide which term of the maximum is larger. The
     fit is therefore repeated until that term changes for no load.
-
-    Args:
-      loads: the measured loads.
-      seconds: measured time of each load.
-      weights: weight of each load's residual, for example one over the time of the whole layer.
     """
     weights = np.asarray(weights, float)[:, None]
     target = np.asarray(seconds, float) * weights[:, 0]
@@ -133,26 +116,21 @@ def _is_bound_by_one(times: AdapterTimes, load: AdapterLoad) -> bool:
     return len(load.tokens) == 1 or np.dot(_features(load, True), times) > together
 
 
-# A kind's backward pass, in forward passes: gradients of the stream and of the trained values.
+# Time of a kind's backward pass, in forward passes: it computes the gradients of the stream and of
+# the trained values.
 BACKWARD = 2
-# Bytes of an adapter's value. Every chunk gets a copy of its task's, which is written and read.
+# Bytes moved for a value of an adapter: every chunk gets a copy, which is written and read.
 _OF_CHUNK = 2 * 4
-# FLOPs of the frozen linears in the time in which a byte is read or written, on an H200.
+# FLOPs that the frozen linears take on an H200 in the time in which a byte is read or written.
 _FLOPS_OF_BYTE = h200.FLOPS / h200.BYTES_PER_SECOND
 
 
 def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> float:
     """Returns the time of the forward pass of all kinds but LoRA in a layer, divided by the time of
-    the forward and the backward pass of its frozen linears.
+    both passes of its frozen linears.
 
-    Every kind of the pool is computed for all chunks, whoever owns them: for chunks of other tasks
-    its values are padding. FLOPs count as those of the linears, and bytes as the FLOPs that take as
-    long. The bytes are those of the stream, and those of every chunk's own copy of the adapter.
-
-    Args:
-      pool: sizes of the pool that holds all tasks.
-      backbone: sizes of the backbone.
-      chunk_len: tokens of a chunk.
+    Every kind is computed for all chunks: for chunks of other tasks its values are padding. FLOPs
+    count as those of the linears, and bytes as the FLOPs that take as long.
     """
     flops = 0.0
     for kind in pool.others:
@@ -160,33 +138,24 @@ def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> 
         moved = backbone.stream_bytes * work.moved
         moved += _OF_CHUNK * (kind.trained + kind.frozen) / chunk_len
         flops += (work.flops + _FLOPS_OF_BYTE * moved) / backbone.layers
-    # Forward, and backward only to the inputs: two FLOPs each for every weight.
+    # Two FLOPs for every weight in the forward pass, and two in the backward pass, which computes
+    # gradients of the inputs only.
     return flops / (4 * sum(k * n for k, n in backbone.linears.values()))
 
 
 class Curve(NamedTuple):
-    """A piecewise linear function through points; beyond the points it keeps the outermost slopes.
-
-    Attributes:
-      x: float64 [points], ascending.
-      y: float64 [points], the values at `x`, in any unit.
-    """
+    """A piecewise linear function through points with ascending x; beyond them it keeps the
+    outermost slopes. A single point gives a line through the origin."""
 
     x: np.ndarray
     y: np.ndarray
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]], rising: bool = True) -> "Curve":
-        """Returns the curve through measurements (x, y).
+        """Returns the curve through measurements (x, y); several at one x count as their mean.
 
-        Args:
-          points: measurements (x, y) in any order; several measurements at one x count as their
-            mean.
-          rising: whether to replace the values by the nearest rising ones (least squares). More
-            work never takes less time, so falling measurements are noise.
-
-        Raises:
-          PlanningError: there are no points.
+        With `rising`, the nearest rising values (least squares) replace the measured ones: more
+        work never takes less time, so falling measurements are noise.
         """
         points = sorted(points)
         if not points:
@@ -197,10 +166,7 @@ class Curve(NamedTuple):
         return cls(x, scipy.optimize.isotonic_regression(y).x if rising and falls else y)
 
     def __call__(self, x: float) -> float:
-        """Returns the value at `x`, never negative.
-
-        A single point gives a line through the origin.
-        """
+        """Returns the value at `x`, never negative."""
         if len(self.x) == 1:
             return max(0.0, float(self.y[0] * x / self.x[0]))
         right = min(max(int(np.searchsorted(self.x, x)), 1), len(self.x) - 1)
@@ -215,9 +181,8 @@ class AttentionTimes(NamedTuple):
       single: seconds per token in rows of one sequence; None if unknown.
       packed: seconds per token in rows that may hold several sequences, without the part that
         `sequence` adds; None if unknown.
-      sequence: additional seconds per token for each sequence that a row may hold, even if the
-        sequence is absent: kernels for packed rows launch thread blocks for all of them. None if it
-        is 0.
+      sequence: additional seconds per token for each sequence that a row may hold, present or
+        absent: kernels for packed rows launch thread blocks for all. None if it is 0.
     """
 
     single: Curve | None
@@ -225,12 +190,6 @@ class AttentionTimes(NamedTuple):
     sequence: Curve | None
 
     def __call__(self, row_len: int, max_sequences: int) -> float:
-        """Returns the seconds per token in rows of `row_len` tokens with at most `max_sequences`
-        sequences.
-
-        Raises:
-          ProfileError: no rows of one sequence, or none of several sequences, were measured.
-        """
         if max_sequences == 1:
             return _known(self.single, "one sequence")(row_len)
         packed = _known(self.packed, "several sequences")(row_len)
@@ -238,15 +197,11 @@ class AttentionTimes(NamedTuple):
 
 
 def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
-    """Returns the times through measured points.
+    """Returns the times through points (row length, most sequences per row, seconds per token).
 
-    Consider two measured row lengths where a sequence costs nothing at the shorter one and
-    something at the longer one. Another kernel begins between them; the fit assumes that it begins
-    at twice the shorter length.
-
-    Args:
-      points: (row length, most sequences per row, seconds per token). The time per sequence needs
-        points of one row length and different numbers of sequences.
+    The time per sequence needs points of one row length and different numbers of sequences. If a
+    sequence costs nothing at one measured row length and something at the next longer one, another
+    kernel begins between them; the fit assumes that it begins at twice the shorter length.
     """
     single: list[tuple[float, float]] = []
     by_row_len: dict[int, list[tuple[int, float]]] = {}
@@ -256,17 +211,17 @@ def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTi
         else:
             by_row_len.setdefault(row_len, []).append((max_sequences, seconds))
     slopes = [
-        (row_len, max(0.0, float(np.polyfit(*zip(*found, strict=True), 1)[0])))
-        for row_len, found in by_row_len.items()
-        if len({max_sequences for max_sequences, _ in found}) > 1
+        (row_len, max(0.0, float(np.polyfit(*zip(*pairs, strict=True), 1)[0])))
+        for row_len, pairs in by_row_len.items()
+        if len({max_sequences for max_sequences, _ in pairs}) > 1
     ]
     jumps = [(2 * r0, s1) for (r0, s0), (_, s1) in pairwise(sorted(slopes)) if s0 < s1 / 10]
     slopes += [(row_len, seconds) for row_len, seconds in jumps if row_len not in by_row_len]
     sequence = Curve.through(slopes, rising=False) if slopes else None
     packed = [
         (row_len, seconds - max_sequences * (sequence(row_len) if sequence else 0.0))
-        for row_len, found in by_row_len.items()
-        for max_sequences, seconds in found
+        for row_len, pairs in by_row_len.items()
+        for max_sequences, seconds in pairs
     ]
     curves = (Curve.through(pairs, rising=False) if pairs else None for pairs in (single, packed))
     return AttentionTimes(*curves, sequence)
@@ -283,19 +238,13 @@ Remat = str | Sequence[str]
 
 
 class Passes(NamedTuple):
-    """The seconds of a forward pass and of the backward pass that belongs to it.
-
-    Attributes:
-      forward: seconds of the forward pass.
-      backward: seconds of the backward pass, with its recomputation.
-    """
+    """The seconds of a forward pass and of its backward pass, which includes recomputation."""
 
     forward: float
     backward: float
 
     @property
     def total(self) -> float:
-        """Seconds of both passes."""
         return self.forward + self.backward
 
 
@@ -303,47 +252,32 @@ class Passes(NamedTuple):
 class TimeModel:
     """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
 
-    A round is one global batch of every task with the optimizer updates. `device_models` returns a
-    time model; most callers use only its methods. `ReplicaCosts` applies the model to pipeline
-    stages. The attributes are fitted to a profile (a file of measurements) or estimated. All times
-    are in seconds.
-
-    Terms in the methods: a shape class is the shape of all microbatches: rows, tokens per row and
-    per chunk, and sequences per row. A chunk is a series of tokens of one task; a chunk that
-    belongs to no task is called empty. The pool is the stack of all tasks' adapters, with one slot
-    per task, padded to one rank. `remat` is a remat policy, which tells the values that a layer
-    keeps for its backward pass: "norms", "dots", "lean" or "full", in the order of increasing
-    recomputation.
+    A round is one global batch of every task with the optimizer updates. `tokens` of methods are,
+    for each task, the tokens of its chunks in a microbatch, with the padding in them; all other
+    chunks are empty. Methods raise ProfileError if a policy, attention in such rows, an update by
+    such an optimizer or a collective was not measured.
 
     Attributes:
-      backbone: sizes of the backbone whose layers are predicted.
-      base: Σ_o t_o(n), forward and backward seconds of all base operators of a frozen layer, as a
-        function of n tokens that lie in rows of `row_len` tokens with one sequence each. The sum is
-        over the base operators o: every operator of the layer except the adapters.
-      row_len: tokens of the rows with which `base` was measured.
-      attention: forward and backward seconds of a layer's attention per token, by row length and
-        most sequences per row.
-      attention_forward: seconds of the forward pass of a layer's attention per token, by row length
-        and most sequences per row.
-      adapters: coefficients of the time of a layer's fused adapters.
+      base: Σ_o t_o(n), forward and backward seconds of all operators of a frozen layer, as a
+        function of n tokens in rows of `row_len` tokens with one sequence each.
+      attention: forward and backward seconds of a layer's attention per token.
+      attention_forward: seconds of its forward pass per token.
       empty_share: the time in `base` of a token of an empty chunk, divided by the time of a token
         of another chunk. Matrix products skip empty chunks; other operators do not.
       forward_share: fraction of the time of base operators and adapters that the forward pass
-        takes. The difference in attention time between other rows and the rows of `base` is not
-        part of this time.
+        takes, with attention in the rows of `base`.
       recompute: for each remat policy, the time of recomputation minus that of "dots", as a
         fraction of `base`; negative for a policy that recomputes less than "dots".
       head: forward and backward seconds of the last norm, the output head and the loss, as a
         function of the tokens of a microbatch.
-      update: for each kind of optimizer, the seconds of the optimizer update of all slots, as a
-        function of the number of parameters of the pool.
+      update: for each kind of optimizer, the seconds of the update of all slots, as a function of
+        the number of parameters of the pool.
       round_overhead: mean overhead of a round in seconds: measured time minus the predicted times
         of its microbatches and update.
-      collectives: for each (collective, axis, devices), the seconds of the collective as a function
-        of the bytes that each device puts in. The method `collective` explains the key.
-      base_format: format of the weights with which `base` was measured, as
-        `BackboneSize.backbone_format`. The times of a backbone in this format are those of `base`;
-        those of another format are predicted for it from `base` without a format.
+      collectives: for each (collective, axis, devices), as in `CollectivePoint`, the seconds as a
+        function of the bytes that each device puts in.
+      base_format: format of the weights with which `base` was measured. Times in another format are
+        predicted from `base` without a format.
     """
 
     backbone: BackboneSize
@@ -364,23 +298,8 @@ class TimeModel:
     def predict(
         self, shape: ShapeClass, tasks: int, rank: int, microbatches: int = 1, remat: Remat = "dots"
     ) -> float:
-        """Returns the seconds of a round on one device, in the simple case of equal tasks.
-
-        Every task has the same rank and owns an equal part of every microbatch, without empty
-        chunks. `round` covers the general case.
-
-        Args:
-          shape: shape class of the microbatches.
-          tasks: number of tasks; the pool has one slot for each.
-          rank: R, rank of the adapters, which are on all linears.
-          microbatches: number of microbatches of the round.
-          remat: remat policy of all layers, or one policy for each layer.
-
-        Raises:
-          ProfileError: the remat policy, attention in rows like those of `shape`, or an update by
-            AdamW, was not measured.
-          PlanningError: the number of policies is not the number of layers.
-        """
+        """Returns the seconds of a round on one device if all tasks have the same rank and equal
+        parts of every microbatch, without empty chunks."""
         full = (shape.tokens / tasks,) * tasks
         return self.round(shape, [full] * microbatches, PoolSpec(tasks, rank), remat)
 
@@ -392,37 +311,14 @@ class TimeModel:
         remat: Remat = "dots",
     ) -> float:
         """Returns the seconds of a round on one device: its microbatches, one optimizer update of
-        all slots and the fixed overhead.
-
-        Args:
-          shape: shape class of the microbatches.
-          microbatches: for each microbatch, the tokens of every task's chunks in it, with the
-            padding in these chunks (one number for each task that has any). The remaining chunks of
-            the microbatch are empty.
-          pool: sizes of the pool that holds all tasks.
-          remat: remat policy of all layers, or one policy for each layer.
-
-        Raises:
-          ProfileError: the remat policy, attention in rows like those of `shape`, or an update by
-            the pool's optimizer, was not measured.
-          PlanningError: the number of policies is not the number of layers, or the pool names an
-            unknown linear.
-        """
+        all slots and the fixed overhead."""
         update = self.pool_update(pool)
         seconds = sum(self.microbatch(shape, tokens, pool, remat) for tokens in microbatches)
         return seconds + update + self.round_overhead
 
     def pool_update(self, pool: PoolSpec, devices: int = 1) -> float:
-        """Returns the seconds of the optimizer update of all slots.
-
-        Args:
-          pool: sizes of the pool that holds all tasks.
-          devices: number of devices that update equal parts of the pool at the same time.
-
-        Raises:
-          ProfileError: an update by the pool's optimizer was not measured.
-          PlanningError: the pool names an unknown linear.
-        """
+        """Returns the seconds of the update of all slots, of which each device updates an equal
+        part."""
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
         return self.update[pool.optimizer](pool.parameters(self.backbone) / devices)
@@ -430,23 +326,8 @@ class TimeModel:
     def microbatch(
         self, shape: ShapeClass, tokens: Sequence[float], pool: PoolSpec, remat: Remat = "dots"
     ) -> float:
-        """Returns the seconds of a microbatch's forward and backward pass on one device.
-
-        All layers and the output head are included.
-
-        Args:
-          shape: shape class of the microbatch.
-          tokens: for each task with chunks in the microbatch, the tokens of these chunks, with the
-            padding in them. The remaining chunks are empty.
-          pool: sizes of the pool that holds all tasks.
-          remat: remat policy of all layers, or one policy for each layer.
-
-        Raises:
-          ProfileError: the remat policy, or attention in rows like those of `shape`, was not
-            measured.
-          PlanningError: the number of policies is not the number of layers, or the pool names an
-            unknown linear.
-        """
+        """Returns the seconds of a microbatch's two passes through all layers and the head, on one
+        device."""
         policies = (remat,) * self.backbone.layers if isinstance(remat, str) else remat
         if len(policies) != self.backbone.layers:
             raise PlanningError(
@@ -467,28 +348,9 @@ class TimeModel:
         total: float | None = None,
     ) -> Passes:
         """Returns the forward and the backward seconds of one decoder layer for one microbatch
-        (MuxTune Eq. 3).
-
-        The result has the fields `forward` and `backward`, and the property `total`. The time of
-        adapter kinds other than LoRA is counted from FLOPs and bytes. The all-reduces of tensor
-        parallelism are not included; `collective` predicts them.
-
-        Args:
-          shape: shape class of the microbatch. Only its row length, chunk length and
-            `max_sequences` are read.
-          tokens: n_k, the tokens of the chunks of each task k.
-          pool: sizes of the pool that holds all tasks.
-          remat: remat policy of the layer.
-          tp: number of tensor-parallel devices that share the base operators (all but the
-            adapters).
-          total: tokens of the microbatch, empty chunks included; None for Σ_k n_k, a microbatch
-            without empty chunks.
-
-        Raises:
-          ProfileError: the remat policy, or attention in rows like those of `shape`, was not
-            measured.
-          PlanningError: the pool names an unknown linear.
-        """
+        (MuxTune Eq. 3), without the all-reduces among the `tp` devices that share the base
+        operators. The microbatch has `total` tokens, empty chunks included; None stands for Σ_k
+        n_k."""
         if remat not in self.recompute:
             known = ", ".join(self.recompute)
             raise ProfileError(
@@ -504,8 +366,8 @@ class TimeModel:
         rest = Passes(forward, both - forward + self.recompute[remat] * base)
         within = self._attention(self.row_len, max_sequences=1)
         instead = self._attention(shape.row_len, shape.max_sequences)
-        # Attention in the rows of `base` is part of `base`. A noisy profile, or a microbatch of
-        # empty chunks, might have more of it than there is.
+        # `base` includes attention in its rows. In a noisy profile, or a microbatch of empty chunks,
+        # more attention might be subtracted than there is.
         passes = Passes(
             *(
                 max(0.0, seconds - old * total / tp) + new * total / tp
@@ -521,24 +383,23 @@ class TimeModel:
         )
 
     def _base(self, tokens: float) -> float:
-        """Returns the forward and backward seconds of all base operators in the backbone's format,
-        apart from decoding."""
+        """Seconds of all base operators in the backbone's format, apart from decoding."""
         base = self.base(tokens)
         if self._predicted_format != "float8":
             return base
         weights = sum(k * n for k, n in self.backbone.linears.values())
-        # A device that is faster than an H200 takes less for all operators than an H200 for these.
+        # On a faster device, all operators together may take less time than these take on an H200.
         return base - FLOAT8_SAVING * min(base, 2 * linear_seconds(tokens, weights))
 
     @property
     def _predicted_format(self) -> str | None:
-        """The format of the weights if `base` was measured without it."""
+        """Format of the weights if `base` was measured without it."""
         stored = self.backbone.backbone_format
         return None if stored == self.base_format else stored
 
     def _decoding(self, remat: str) -> Passes:
-        """Returns the seconds in which the weights of one layer are decoded, at an H200's rates,
-        unless they are part of `base`."""
+        """Seconds in which one layer's weights are decoded, at an H200's rates, unless in
+        `base`."""
         rate = DECODED_PER_SECOND.get(self._predicted_format)
         if rate is None:
             return Passes(0.0, 0.0)
@@ -551,8 +412,6 @@ class TimeModel:
         return Passes(once, once + again.get(remat, 0) / rate)
 
     def _attention(self, row_len: int, max_sequences: int) -> Passes:
-        """Returns the seconds per token that attention takes in rows of `row_len` tokens with at
-        most `max_sequences` sequences."""
         both, forward = (
             times(row_len, max_sequences) for times in (self.attention, self.attention_forward)
         )
@@ -561,19 +420,7 @@ class TimeModel:
     def collective(
         self, collective: str, devices: int, payload_bytes: float, axis: str = "inner"
     ) -> float:
-        """Returns the seconds of one collective among several devices; 0 for one device.
-
-        Args:
-          collective: "psum" (sum over the devices), "all_gather" (concatenation of their values) or
-            "ppermute" (each device sends to the next).
-          devices: number of devices that take part.
-          payload_bytes: bytes that each device puts in.
-          axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
-
-        Raises:
-          ProfileError: the model has no time of this collective for this number of devices and this
-            axis.
-        """
+        """Returns the seconds of a collective (see `CollectivePoint`); 0 for one device."""
         if devices == 1:
             return 0.0
         key = (collective, axis, devices)
