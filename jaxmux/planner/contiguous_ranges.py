@@ -1,4 +1,4 @@
-"""Divides a row of items into contiguous ranges of least cost, by dynamic programming."""
+"""Divides N items into contiguous ranges of least cost, by dynamic programming."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,8 @@ import numpy as np
 
 
 class Ranges(NamedTuple):
-    """A division of N items into contiguous ranges.
-
-    Attributes:
-      ends: for each range, the number of items up to its end; the last one is N.
-      cost: the sum of the costs of the ranges; infinite if every division into as many ranges has a
-        range that is not allowed.
-    """
+    """A division into ranges: the number of items up to the end of each, and the sum of their
+    costs, which is infinite if no division is allowed."""
 
     ends: tuple[int, ...]
     cost: float
@@ -22,14 +17,13 @@ def cheapest_ranges(first: np.ndarray, further: np.ndarray, most: int) -> list[R
     """Returns, for each number of ranges from 1 to `most`, the division of least cost.
 
     Args:
-      first: float [N + 1]; entry [k] is the cost of the first range if it holds k items. Infinite
-        where that is not allowed, as it must be for k = 0.
-      further: float [N + 1, N + 1]; entry [i, k] is the cost of a further range of the items i to
-        k - 1. Infinite where that is not allowed, as it must be for k <= i.
-      most: the largest number of ranges, at least 1.
+      first: float [N + 1]; entry [k] is the cost of the first range if it holds k items. It is
+        infinite if this is not allowed, as it must be for k = 0.
+      further: float [N + 1, N + 1]; entry [i, k] is the cost of a further range of the items i to k
+        - 1. It is infinite if this is not allowed, as it must be for k <= i.
     """
     # Entry [k]: the least cost of the first k items in the current number of ranges.
-    best, begins, found = first, [], []
+    best, begins, divisions = first, [], []
     for count in range(most):
         if count:
             through = best[:, None] + further
@@ -38,5 +32,5 @@ def cheapest_ranges(first: np.ndarray, further: np.ndarray, most: int) -> list[R
         ends = [len(first) - 1]
         for begin in reversed(begins):
             ends.append(int(begin[ends[-1]]))
-        found.append(Ranges(tuple(reversed(ends)), float(best[-1])))
-    return found
+        divisions.append(Ranges(tuple(reversed(ends)), float(best[-1])))
+    return divisions

@@ -1,10 +1,5 @@
 """Devices as values: a stage is a mesh of devices, a replica a list of stages, a deployment a list
-of replicas.
-
-The planner, the profiler and the executors of several devices describe devices with these three
-types and no others. The values say how many devices there are, not which ones. `ONE_DEVICE` is the
-replica of a single stage with a single device.
-"""
+of replicas. The values say how many devices there are, not which ones."""
 
 import functools
 import re
@@ -15,27 +10,26 @@ from typing import NamedTuple
 
 from .errors import PlanningError
 
-# "tp2" or "tp = 2"; and replicas: "pp2,tp2", "(tp1)" or "2*(tp1)".
+# `_AXIS` matches "tp2" or "tp = 2", `_REPLICAS` matches "pp2,tp2", "(tp1)" or "2*(tp1)".
 _AXIS = r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]{1,5})\s*"
 _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 
-# The orders of the passes of a pipeline that training can be asked for, see `RunOptions.schedule`.
+# The orders of a pipeline's passes from which `RunOptions.schedule` chooses.
 AUTO_SCHEDULE, INTERLEAVED = "auto", "interleaved"
 SCHEDULES = (AUTO_SCHEDULE, "1f1b", "gpipe", INTERLEAVED, "lorapp", "template")
 # Parts of the backbone on each stage of an interleaved pipeline.
 _INTERLEAVED_PARTS = 2
 
-# Keys of sizes: blocks of weights that share a scale, along what tensor parallelism and what fully
-# sharded data parallelism divide; those of the key heads are divided if there are enough heads.
+# Keys of the numbers of blocks of weights that share a scale, along the axes that tensor
+# parallelism and fully sharded data parallelism divide. Blocks of key heads are divided only if
+# there are at least as many key heads as tensor-parallel devices.
 TP_BLOCKS, FSDP_BLOCKS = "weight_blocks_for_tp", "weight_blocks_for_fsdp"
 KEY_BLOCKS = "weight_blocks_of_keys_for_tp"
 
 
 class Stage(NamedTuple):
     """The devices of one pipeline stage, given as the size of each axis of their mesh.
-
-    The stage has dp · fsdp · tp devices. `Stage()` is a single device.
 
     Attributes:
       dp: data parallelism: the number of devices that hold the same weights and train different
@@ -52,15 +46,15 @@ class Stage(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices of the stage: dp · fsdp · tp."""
         return self.dp * self.fsdp * self.tp
 
 
 class Replica(NamedTuple):
     """One copy of the backbone: its pipeline stages in the order in which a microbatch passes them.
 
-    `Replica()` is one device. `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel
-    devices each. If the stages differ, it lists them, as in "tp2/tp2/tp4".
+    `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel devices each. If the stages
+    differ, it lists them, as in "tp2/tp2/tp4", and properties that need equal stages raise
+    PlanningError.
 
     Attributes:
       stages: the devices of each pipeline stage; at least one stage.
@@ -73,45 +67,25 @@ class Replica(NamedTuple):
 
     @classmethod
     def uniform(cls, pp: int = 1, tp: int = 1, dp: int = 1, fsdp: int = 1) -> "Replica":
-        """Returns a replica of equal stages.
-
-        Args:
-          pp: number of pipeline stages.
-          tp: number of tensor-parallel devices of each stage.
-          dp: number of data-parallel copies of the weights in each stage.
-          fsdp: number of devices among which the weights of each copy are divided by fully sharded
-            data parallelism.
-        """
         return cls((Stage(dp, fsdp, tp),) * pp)
 
     @classmethod
     def parse(cls, text: str) -> "Replica":
-        """Returns the uniform replica that a text such as "pp4", "tp2" or "dp2,pp4,tp2" names, the
-        inverse of `str` for replicas whose stages are equal.
+        """Returns the replica of equal stages that a text such as "dp2,pp4,tp2" names.
 
-        Args:
-          text: axes with their sizes, separated by commas, in any order. "pp" is the number of
-            pipeline stages; "dp" (data parallelism), "fsdp" (fully sharded data parallelism) and
-            "tp" (tensor parallelism) are the axes of each stage, see `Stage`. An axis that is
-            absent has size 1. An equals sign between the axis and its size is allowed ("pp=4").
-
-        Raises:
-          PlanningError: an axis is unknown or given twice, or its size is not a positive number.
+        The axes, of which "pp" is the number of stages, are in any order, and an absent axis has
+        size 1. PlanningError tells if an axis is unknown or repeated, or its size is not a positive
+        number.
         """
         return _parse_replica(text, f"mesh {text!r}")
 
     @property
     def pp(self) -> int:
-        """Number of pipeline stages."""
         return len(self.stages)
 
     @property
     def stage(self) -> Stage:
-        """The devices of each stage.
-
-        Raises:
-          PlanningError: the stages differ. The cost models do not cover this case.
-        """
+        """The devices of each stage, if the stages are equal."""
         first = self.stages[0]
         if any(stage != first for stage in self.stages):
             raise PlanningError(f"replica {self}: costs are known for equal stages only")
@@ -119,44 +93,25 @@ class Replica(NamedTuple):
 
     @property
     def tp(self) -> int:
-        """Number of tensor-parallel devices of each stage.
-
-        Raises:
-          PlanningError: the stages differ.
-        """
         return self.stage.tp
 
     @property
     def fsdp(self) -> int:
         """Number of devices of each stage among which a copy of its weights is divided, besides
-        tensor parallelism.
-
-        Raises:
-          PlanningError: the stages differ.
-        """
+        tensor parallelism."""
         return self.stage.fsdp
 
     @property
     def shards(self) -> int:
-        """Number of data shards of each stage, which train different samples: dp · fsdp.
-
-        Raises:
-          PlanningError: the stages differ.
-        """
+        """Number of data shards of each stage, which train different samples: dp · fsdp."""
         return self.stage.dp * self.stage.fsdp
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The size of each axis: "pp", "dp", "fsdp" and "tp".
-
-        Raises:
-          PlanningError: the stages differ.
-        """
         return {"pp": self.pp, **self.stage._asdict()}
 
     @property
     def devices(self) -> int:
-        """Number of devices of all stages together."""
         return sum(stage.devices for stage in self.stages)
 
     def __str__(self) -> str:
@@ -169,38 +124,24 @@ class Replica(NamedTuple):
         return f"pp{self.pp},{names[0] or 'tp1'}"
 
     def stage_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
-        """Returns the number of layers of each stage, a list of `pp` numbers.
-
-        Args:
-          layers: L, number of layers of the backbone, at least `pp * parts`.
-          head_layers: work of the head, as a number of layers.
-        """
+        """Returns the number of layers of each stage, as the sums of `part_layers`."""
         of_parts = self.part_layers(layers, head_layers)
         return [sum(of_parts[stage :: self.pp]) for stage in range(self.pp)]
 
     def part_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
         """Returns the number of layers of each part of the backbone, a list of `pp * parts`
-        numbers. Without interleaving, a stage has one part.
+        numbers.
 
-        The last part also has the language-model head. The layers are divided so that the part
-        with most work has as little as possible, and else as evenly as possible; the first parts
-        have one layer more than those after them.
-
-        Args:
-          layers: L, number of layers of the backbone, at least `pp * parts`.
-          head_layers: work of the head, as a number of layers.
+        The last part also has the head, whose work is that of `head_layers` layers. The layers are
+        divided so that the part with most work has as little as possible, and else as evenly as
+        possible; the first parts have one layer more than those after them.
         """
         return list(_part_layers(self.pp * self.parts, layers, head_layers))
 
     def following(self, schedule: str) -> "Replica":
-        """Returns this replica with as many parts of the backbone on each stage as a schedule has.
-
-        Args:
-          schedule: one of `SCHEDULES`.
-
-        Raises:
-          PlanningError: the schedule is that of a pipeline, and the replica has a single stage.
-        """
+        """Returns this replica with as many parts of the backbone on each stage as a schedule of
+        `SCHEDULES` has. PlanningError tells if the schedule needs a pipeline and the replica has a
+        single stage."""
         if schedule != AUTO_SCHEDULE and self.pp == 1:
             raise PlanningError(
                 f"schedule={schedule!r} orders the passes of a pipeline: it needs a mesh with at "
@@ -209,7 +150,8 @@ class Replica(NamedTuple):
         return self._replace(parts=_INTERLEAVED_PARTS if schedule == INTERLEAVED else 1)
 
     def require(self, layers: int, sizes: Mapping[str, int]) -> None:
-        """Raises an error if a backbone cannot be spread over the replica's devices.
+        """Raises PlanningError if a backbone cannot be spread over the replica's devices. The
+        message names the nearest size of the axis that would fit.
 
         `tp` has to divide the attention heads and the width of the MLP. It may exceed the key
         heads, as a multiple of them: then several devices compute with the same key head. `fsdp`
@@ -220,10 +162,6 @@ class Replica(NamedTuple):
           sizes: num_attention_heads, num_key_value_heads, intermediate_size and hidden_size, by
             their key in the backbone's config.json; and where weights have scales, the numbers
             `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` of blocks that the axes have to divide.
-
-        Raises:
-          PlanningError: there are more stages than layers, or an axis does not suit a size. The
-            message names the nearest size of the axis that would fit.
         """
         if self.parts > 1 and self.pp * self.parts > layers:
             raise PlanningError(
@@ -238,13 +176,13 @@ class Replica(NamedTuple):
             )
         for stage in self.stages:
             for axis, misfit in (("tp", _tp_misfit), ("fsdp", _fsdp_misfit)):
-                found = getattr(stage, axis)
-                if not (name := misfit(found, sizes)):
+                size = getattr(stage, axis)
+                if not (name := misfit(size, sizes)):
                     continue
                 fitting = (n for n in range(1, max(sizes.values()) + 1) if not misfit(n, sizes))
-                nearest = min(fitting, key=lambda n: (abs(n - found), n))
+                nearest = min(fitting, key=lambda n: (abs(n - size), n))
                 raise PlanningError(
-                    f"mesh {self}: {axis}{found} does not divide {name}={sizes[name]}; the nearest "
+                    f"mesh {self}: {axis}{size} does not divide {name}={sizes[name]}; the nearest "
                     f"that fits is {axis}{nearest}"
                 )
 
@@ -253,14 +191,14 @@ def _parse_replica(text: str, where: str) -> Replica:
     """`Replica.parse`; error messages begin with `where`."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
-        found = re.fullmatch(_AXIS, part)
-        if not found:
+        match = re.fullmatch(_AXIS, part)
+        if not match:
             raise PlanningError(
                 f"{where}: {part.strip()!r} is no axis with its size, expected e.g. pp4,tp2 (pp: "
                 "pipeline stages, tp: tensor parallelism, dp: data parallelism, fsdp: fully "
                 "sharded data parallelism)"
             )
-        axis, size = found[1], int(found[2])
+        axis, size = match[1], int(match[2])
         if axis in sizes:
             raise PlanningError(f"{where}: {axis} is given twice")
         if size < 1:
@@ -271,7 +209,6 @@ def _parse_replica(text: str, where: str) -> Replica:
 
 @functools.cache
 def _part_layers(parts: int, layers: int, head_layers: float) -> tuple[int, ...]:
-    """`Replica.part_layers`, which cost models ask for again and again."""
     if parts == 1:
         return (layers,)
 
@@ -298,8 +235,6 @@ def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
 
 
 def _fsdp_misfit(fsdp: int, sizes: Mapping[str, int]) -> str | None:
-    """The name of a size that fully sharded data parallelism cannot divide; None if there is
-    none."""
     names = ("hidden_size", FSDP_BLOCKS)
     return next((name for name in names if sizes.get(name, 0) % fsdp), None)
 
@@ -309,42 +244,30 @@ ONE_DEVICE = Replica()
 
 
 class Deployment(NamedTuple):
-    """Replicas that train side by side, each with its own copy of the backbone (LobRA 4).
+    """Replicas that train side by side, each with its copy of the backbone (LobRA 4).
 
     `str(deployment)` is "2*(pp1,tp1) + pp2,tp2" for two replicas of one device each and one of two
-    stages with two devices each.
-
-    Attributes:
-      replicas: one entry for each replica. A deployment of three equal replicas has three equal
-        entries.
+    stages with two devices each. Equal replicas have an entry each.
     """
 
     replicas: tuple[Replica, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Deployment":
-        """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, the inverse of
-        `str` for replicas whose stages are equal.
-
-        Args:
-          text: replicas as for `Replica.parse`, separated by plus signs. A replica may stand in
-            parentheses, and a number with an asterisk before it repeats it.
-
-        Raises:
-          PlanningError: a replica cannot be read, or a number is not positive.
-        """
+        """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, with replicas as
+        for `Replica.parse`. PlanningError tells which replica cannot be read."""
         replicas: list[Replica] = []
         for term in text.split("+"):
-            found = re.fullmatch(_REPLICAS, term)
-            if not found:
+            match = re.fullmatch(_REPLICAS, term)
+            if not match:
                 raise PlanningError(
                     f"mesh {text!r}: {term.strip()!r} is no replica, expected e.g. pp2,tp2 or "
                     "2*(tp1)"
                 )
-            count = int(found[1] or 1)
+            count = int(match[1] or 1)
             if count < 1:
                 raise PlanningError(f"mesh {text!r}: {term.strip()!r} is no replica at all")
-            replicas += [_parse_replica(found[2] or found[3] or "", f"mesh {text!r}")] * count
+            replicas += [_parse_replica(match[2] or match[3] or "", f"mesh {text!r}")] * count
         return cls(tuple(replicas))
 
     def __str__(self) -> str:
@@ -353,24 +276,17 @@ class Deployment(NamedTuple):
 
     @classmethod
     def of_counts(cls, counts: Mapping[Replica, int]) -> "Deployment":
-        """Returns the deployment with a given number of replicas of each kind.
-
-        Args:
-          counts: number of replicas for each kind of replica, the inverse of the property `counts`.
-            Replicas are listed in the order of the keys.
-        """
+        """Returns the deployment with the given `counts`, in the order of the keys."""
         return cls(tuple(replica for replica, count in counts.items() for _ in range(count)))
 
     def following(self, schedule: str) -> "Deployment":
-        """Returns the deployment whose replicas follow a schedule, see `Replica.following`."""
         return Deployment(tuple(replica.following(schedule) for replica in self.replicas))
 
     @property
     def counts(self) -> dict[Replica, int]:
-        """The number of replicas of each kind, by replica, in the order of first appearance."""
+        """The number of replicas of each kind, in the order of first appearance."""
         return dict(Counter(self.replicas))
 
     @property
     def devices(self) -> int:
-        """Number of devices of all replicas together."""
         return sum(replica.devices for replica in self.replicas)

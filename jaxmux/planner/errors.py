@@ -4,8 +4,5 @@ from ..errors import InputError
 
 
 class PlanningError(InputError):
-    """Tasks, sizes or limits with which nothing can be planned.
-
-    Examples are tasks that do not fit into memory and a chunk length that is not a power of two.
-    The message names the value or the limit at fault, and where possible a change that would help.
-    """
+    """Tasks, sizes or limits with which nothing can be planned. The message names the value or the
+    limit at fault, and where possible a change that would help."""

@@ -1,15 +1,11 @@
-"""When something that can only be doubled and halved, like a pool of slots, grows and shrinks."""
+"""Sizes that can only be doubled and halved, such as the number of slots of a pool."""
 
 
 def fitting_size(needed: int, present: int, least: int, most: int) -> int:
-    """The size that suits a need. It is doubled as soon as it is too small, and halved only when a
-    quarter of it suffices, so a need that rises and falls a little changes nothing.
+    """Returns the size, from `least` to `most`, that suits a need.
 
-    Args:
-      needed: what is needed now.
-      present: the present size, from `least` to `most`.
-      least: the smallest size.
-      most: the largest size, even if more is needed.
+    The present size is doubled as soon as it is too small, and halved only when a quarter of it
+    suffices, so a need that rises and falls a little changes nothing.
     """
     size = present
     while size < min(needed, most):

@@ -6,13 +6,13 @@ from typing import NamedTuple
 
 from .packing.shape_class import ShapeClass
 
-# So many later tasks of its priority may begin before a task that does not fit yet.
+# At most this many later tasks of its priority may begin before a task that does not fit yet.
 MOST_PASSES = 8
 
 # A function from the names of tasks to the reason why they cannot train together; None if they can.
 Refusal = Callable[[Sequence[str]], str | None]
 
-# A function from the names of tasks that train together to what their training is worth, for
+# A function from the names of tasks that train together to the value of their training, for
 # example the predicted effective tokens (tokens without padding) per second.
 Worth = Callable[[Sequence[str]], float]
 
@@ -21,13 +21,10 @@ def tokens_per_microbatch(
     batches: Sequence[int], shape: ShapeClass, round_tokens: int | None = None
 ) -> float:
     """The effective tokens (tokens without padding) of a microbatch, on average over a round.
-    Microbatches of one shape class take equally long, so this is the throughput of tasks that train
-    together, up to a factor (MuxTune 3.3).
 
-    Args:
-      batches: for each task, the tokens of a global batch.
-      shape: shape class of the microbatches.
-      round_tokens: most tokens of a task in a round; None for no such number.
+    Microbatches of one shape class take equally long, so this is the throughput of tasks that train
+    together, up to a factor (MuxTune 3.3). `batches` holds the tokens of each task's global batch,
+    of which a round trains at most `round_tokens`.
     """
     turns = [min(tokens, round_tokens or tokens) for tokens in batches]
     # A chunk belongs to one task.
@@ -39,8 +36,7 @@ class Candidate(NamedTuple):
     """A task that wants to train.
 
     Attributes:
-      name: name of the task.
-      priority: its priority; tasks of higher numbers go first.
+      priority: tasks of higher numbers go first.
       arrival: number of its arrival. Tasks that arrive together have the same number.
       runs: whether it trains already.
       passes: number of tasks of its priority that arrived later and began before it.
@@ -59,7 +55,7 @@ class Schedule(NamedTuple):
     Attributes:
       runs: names of the tasks that train, in the order in which they were chosen.
       waits: by name, the reason why a task does not train.
-      takers: by name of a task that loses its place, the tasks of higher priority that begin.
+      takers: by name of a task that loses its slot, the tasks of higher priority that begin.
       passed: names of the waiting tasks that a later task of their priority passes; a name occurs
         once for each of these tasks.
     """
@@ -76,17 +72,14 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
     - A task of a higher priority comes before all tasks of lower ones. If it does not fit beside
       them, tasks of the lowest priority make room, those that arrived last first.
     - Tasks of one priority come in the order of their arrival, and a task that trains does not make
-      room for one of its own priority.
-    - Among tasks that arrived together, the one comes next with which the tasks are worth most
-      (MuxTune chooses the tasks with the most effective throughput in the memory, 3.3).
+      room for another of its priority.
+    - Of tasks that arrived together, the next is the one with which `worth` is highest (MuxTune
+      chooses the tasks with the most effective throughput in the memory, 3.3).
     - A task that does not fit yet is passed by later ones that do. After `MOST_PASSES` of its
-      own priority have passed it, the others of this priority wait too, until it fits. So no task
-      waits for ever while others of its priority come and go.
+      priority have passed it, the others of this priority wait too, until it fits. So no task waits
+      for ever while others of its priority come and go.
 
-    Args:
-      candidates: the tasks that want to train, with different names.
-      refusal: tells whether tasks fit together. Tasks that fit also fit without one of them.
-      worth: tells what tasks are worth together.
+    Tasks for which `refusal` returns None must also fit without one of them.
     """
     chosen: list[Candidate] = []
     waits: dict[str, str] = {}

@@ -19,8 +19,8 @@ from .memory_model import MemoryModel, OnlineFit, working_bytes, working_feature
 from .pool_spec import PoolSpec
 from .time_model import AdapterTimes, AttentionTimes, Curve, TimeModel
 
-# Row length in tokens for which the base operators are priced, and the ranges of tokens and of bytes
-# over which curves are linear.
+# Row length in tokens for which the base operators are priced, and the ranges of tokens and of
+# bytes over which curves are linear.
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)

@@ -366,8 +366,8 @@ class TimeModel:
         rest = Passes(forward, both - forward + self.recompute[remat] * base)
         within = self._attention(self.row_len, max_sequences=1)
         instead = self._attention(shape.row_len, shape.max_sequences)
-        # `base` includes attention in its rows. In a noisy profile, or a microbatch of empty chunks,
-        # more attention might be subtracted than there is.
+        # `base` includes attention in its rows. In a noisy profile, or a microbatch of empty
+        # chunks, more attention might be subtracted than there is.
         passes = Passes(
             *(
                 max(0.0, seconds - old * total / tp) + new * total / tp

@@ -1,17 +1,11 @@
 """Lays the samples of tasks out in microbatches of one shape.
 
-A `ShapeClass` fixes the rows, the row length and the chunk length of every microbatch. `pack_round`
-takes a shape class and the stream lengths of the samples of each task's global batch. It gives
-every sample a row and an offset in a microbatch. The stream length of a sample is its number of
-tokens without the last one, because the model predicts the next token.
+`pack_round` gives every sample of a round a row and an offset in a microbatch. `choose_shape` finds
+the shape class in which given rounds are predicted to take the least time. The stream length of a
+sample is its number of tokens without the last one, because the model predicts the next token.
 
-Every chunk belongs to one task. The contents and the order of a task's chunks depend on that task's
-samples alone, not on the other tasks; other tasks only change the rows in which the chunks lie.
-This independence is called isolation.
-
-`choose_shape` finds the shape class in which given rounds are predicted to take the least time.
-`sample_rounds` picks those rounds from a whole training run. `with_fewer_rows` changes only the
-number of rows, when tasks have ended.
+The contents and the order of a task's chunks depend on that task's samples alone: other tasks only
+change the rows in which the chunks lie. This independence is called isolation.
 """
 
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds

@@ -22,11 +22,12 @@ from scipy.sparse import csr_array
 from .rows import least_rows_of_samples
 from .shape_class import ShapeClass
 
-# The program is solved at most this many times; prices of every time give a bound.
+# The program is solved at most this many times; the prices of each solution give a bound.
 _MOST_ROUNDS = 60
-# In each round, at most this many spans of a task are added to the program.
+# After each solution, at most this many spans of a task are added to the program.
 _SPANS = 3
-# Prices that differ by less are equal, and a bound this little above a whole number is that number.
+# Prices that differ by less count as equal. A bound that exceeds a whole number by less counts as
+# that number.
 _TOLERANCE = 1e-6
 
 
@@ -40,7 +41,7 @@ class _Task(NamedTuple):
 
 
 class _Constraint(NamedTuple):
-    """At most `limit` for the sum of the prices at the positions `places`, each multiplied by its
+    """An upper limit on the sum of the prices at the positions `places`, each multiplied by its
     factor. The prices of the chunks follow those of the lengths of all tasks."""
 
     places: np.ndarray
@@ -54,12 +55,8 @@ def least_rows_by_prices(
     """Returns a lower bound on the number of rows of any layout of the samples in which each chunk
     belongs to one task. It is at least `least_rows_of_samples`.
 
-    Args:
-      lengths: for each slot, the stream lengths of the task's samples, in tokens.
-      shape: shape class of the microbatches. If a chunk is longer than a row, the bound is that of
-        `least_rows_of_samples`.
-      enough: the search for better prices ends at this bound, for example at the rows of a known
-        packing; None to search for the best prices.
+    The search for better prices ends when the bound reaches `enough`, for example the number of
+    rows of a known packing; None to search for the best prices.
     """
     bound = least_rows_of_samples(lengths, shape)
     most = shape.row_len // shape.chunk_len
@@ -81,7 +78,7 @@ def least_rows_by_prices(
     demand = np.concatenate([*(task.counts for task in tasks), np.zeros(most)])
     for _ in range(_MOST_ROUNDS):
         prices, best = _best_prices(demand, constraints)
-        # More chunks never hold less.
+        # More chunks hold at least as much, so their price is at least as high.
         of_chunks = np.maximum.accumulate(prices[places:])
         dearest, content = _dearest_row(of_chunks)
         violated = [_row(content, places)] if dearest > 1 + _TOLERANCE else []
@@ -107,14 +104,14 @@ def least_rows_by_prices(
 
 
 def _span(task: _Task, content: np.ndarray, chunks: int, places: int) -> _Constraint:
-    """Samples of these numbers by length cost at most as much as the chunks that hold them."""
+    """The samples, `content` of each length, cost at most as much as the chunks that hold them."""
     used = np.flatnonzero(content)
     factors = np.append(content[used].astype(float), -1.0)
     return _Constraint(np.append(task.first + used, places + chunks - 1), factors, 0.0)
 
 
 def _row(content: np.ndarray, places: int) -> _Constraint:
-    """A row of these numbers of spans, by their chunks, costs at most 1."""
+    """A row with `content` spans of each number of chunks costs at most 1."""
     used = np.flatnonzero(content)
     return _Constraint(places + used, content[used].astype(float), 1.0)
 
@@ -122,7 +119,6 @@ def _row(content: np.ndarray, places: int) -> _Constraint:
 def _best_prices(
     demand: np.ndarray, constraints: Sequence[_Constraint]
 ) -> tuple[np.ndarray, float]:
-    """Returns the prices at which the demand costs most within the constraints, and its cost."""
     starts = np.cumsum([0, *(len(constraint.places) for constraint in constraints)])
     factors = np.concatenate([constraint.factors for constraint in constraints])
     columns = np.concatenate([constraint.places for constraint in constraints])
@@ -133,8 +129,8 @@ def _best_prices(
 
 
 def _dearest_row(of_chunks: np.ndarray) -> tuple[float, np.ndarray]:
-    """Returns the highest price of the spans of a row, and how many spans of each number of chunks
-    it then holds, by the price of a span of 1, 2, ... chunks."""
+    """The highest price of the spans of a row, and the number of spans of 1, 2, ... chunks with
+    this price."""
     most = len(of_chunks)
     best, last = np.zeros(most + 1), np.zeros(most + 1, np.int64)
     for chunks in range(1, most + 1):
@@ -150,8 +146,8 @@ def _dearest_row(of_chunks: np.ndarray) -> tuple[float, np.ndarray]:
 def _dearest_spans(
     task: _Task, prices: np.ndarray, shape: ShapeClass
 ) -> tuple[np.ndarray, Callable[[int], np.ndarray]]:
-    """Returns the highest price of a task's samples in 1, 2, ... chunks of a row, and a function
-    from a number of chunks to the numbers of samples, by length, that then lie in them.
+    """The highest prices of a task's samples in 1, 2, ... chunks of a row, and a function from a
+    number of chunks to the number of samples of each length with this price.
 
     This is a knapsack; samples of equal length are taken in groups of 1, 2, 4, ...
     """

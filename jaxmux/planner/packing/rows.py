@@ -1,8 +1,8 @@
-"""Lays the spans of several tasks into rows, each task's spans in their own fixed order.
+"""Lays the spans of several tasks into rows, each task's spans in their fixed order.
 
 A task's result depends on the contents and the order of its chunks, not on their rows (see
-`microbatches`). So a row takes the next spans of some of the tasks and never a later span of a task
-before an earlier one. Under this rule, rows take as many chunks as fit.
+`microbatches`). A row therefore takes the next spans of some of the tasks, and never a later span
+of a task before an earlier one. Under this rule, rows take as many chunks as fit.
 """
 
 from collections import deque
@@ -26,17 +26,8 @@ _WEIGHTS = ((1, 0), (0, 1), (1, 1), (2, 1), (1, 2))
 
 
 class RowShape(NamedTuple):
-    """Limits of a row.
-
-    Where a chunk is longer than a row of the shape class, a row in this module stands for all rows
-    that one chunk covers.
-
-    Attributes:
-      chunks: number of chunks of a row.
-      max_sequences: the most sequences that a row of the shape class may hold.
-      block: number of rows of the shape class for which a row in this module stands; 1 unless a
-        chunk is longer than a row.
-    """
+    """Limits of a row. If a chunk is longer than a row of the shape class, a row of this module
+    stands for the `block` rows that one chunk covers."""
 
     chunks: int
     max_sequences: int
@@ -44,7 +35,6 @@ class RowShape(NamedTuple):
 
     @classmethod
     def of(cls, shape: ShapeClass) -> "RowShape":
-        """Returns the limits of the rows of a shape class."""
         return cls(
             max(1, shape.row_len // shape.chunk_len),
             shape.max_sequences,
@@ -56,15 +46,7 @@ def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
     """Lays all spans into rows, with the best of several ways to fill one row after another.
 
     The best way needs the fewest rows; among ways with equally many rows, it has the fewest chunks
-    in the last microbatch.
-
-    Args:
-      queues: for each slot, the task's spans in the order in which they must be laid down.
-      shape: limits of a row.
-      height: number of rows of a microbatch.
-
-    Returns:
-      For each row, a mapping from slot to the number of the slot's next spans that the row takes.
+    in the last microbatch of `height` rows.
     """
     best = fill_rows_greedily(queues, shape)
     least = least_rows(queues, shape)
@@ -79,13 +61,12 @@ def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
 
 
 def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
-    """Returns the number of chunks in the last microbatch, if a microbatch has `height` rows."""
     return sum(row_chunks(queues, rows)[(len(rows) - 1) // height * height :])
 
 
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
-    """Lays all spans into rows by first fit decreasing, within the fixed order of each task: a row
-    takes the longest of the tasks' next spans that fits, until none fits."""
+    """Lays all spans into rows by first fit decreasing: a row takes the longest of the tasks' next
+    spans that fits, until none fits."""
     left = {slot: deque(queue) for slot, queue in queues.items() if queue}
     rows = []
     while left:
@@ -118,14 +99,15 @@ def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: boo
     position = dict.fromkeys(queues, 0)
     left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
     rows = []
-    limits = shape.chunks, shape.max_sequences
-    prefixes = {slot: _prefixes(queue, 0, *limits) for slot, queue in queues.items()}
+    chunks, max_sequences = shape.chunks, shape.max_sequences
+    prefixes = {slot: _prefixes(queue, 0, chunks, max_sequences) for slot, queue in queues.items()}
     while any(left.values()):
-        row = _fullest_of_prefixes(prefixes, *limits, left if even_out else None, insist)
+        weight = left if even_out else None
+        row = _fullest_of_prefixes(prefixes, chunks, max_sequences, weight=weight, insist=insist)
         for slot, count in row.items():
             position[slot] += count
             left[slot] -= prefixes[slot][count - 1][0]
-            prefixes[slot] = _prefixes(queues[slot], position[slot], *limits)
+            prefixes[slot] = _prefixes(queues[slot], position[slot], chunks, max_sequences)
         rows.append(row)
     return rows
 
@@ -141,19 +123,9 @@ def fullest_row(
     """Chooses the spans that fill one row best, from the next spans of each task.
 
     This is a knapsack over the tasks: for each number of chunks, it finds the best choice of a
-    number of spans of each task that takes exactly this number of chunks.
-
-    Args:
-      queues: for each slot, the task's spans in the order in which they must be laid down.
-      position: for each slot, the number of its spans that are already laid down.
-      chunks: number of chunks for which the row has room.
-      max_sequences: number of sequences for which the row has room.
-      weight: for each slot, the value of one of its chunks. It decides between choices that fill
-        the row equally; None prefers the choice with the fewest sequences.
-      insist: whether the choice must contain the longest of the tasks' next spans.
-
-    Returns:
-      A mapping from slot to the number of its next spans that the row takes; empty if no span fits.
+    number of spans of each task that takes exactly this number of chunks. `weight` is the value of
+    a chunk of each slot, and decides between choices that fill the row equally; None prefers the
+    choice with the fewest sequences.
     """
     prefixes = {
         slot: _prefixes(queue, position[slot], chunks, max_sequences)
@@ -169,9 +141,8 @@ def _fullest_of_prefixes(
     weight: Mapping[int, float] | None,
     insist: bool,
 ) -> Row:
-    """`fullest_row` of the `_prefixes` of each task."""
     waiting = sorted(filter(prefixes.get, prefixes), key=lambda slot: -prefixes[slot][0][0])
-    # By chunks taken, the cost and the number of sequences of the best choice.
+    # For each number of chunks taken, the cost and the number of sequences of the best choice.
     best: dict[int, tuple[float, int]] = {0: (0, 0)}
     choices: list[tuple[int, dict[int, int]]] = []
     for slot in waiting:
@@ -213,7 +184,7 @@ def _prefixes(
 
 
 def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, Span]]]:
-    """Returns the spans of each row, as pairs (slot, span) in the order in which they lie there."""
+    """The spans of each row, as pairs (slot, span) in the order in which they lie there."""
     left = {slot: iter(queue) for slot, queue in queues.items()}
     return [
         [(slot, span) for slot, count in row.items() for span in islice(left[slot], count)]
@@ -222,12 +193,11 @@ def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, S
 
 
 def row_chunks(queues: Queues, rows: Sequence[Row]) -> list[int]:
-    """Returns the number of chunks that each row holds."""
     return [sum(span.chunks for _, span in spans) for spans in spans_of_rows(queues, rows)]
 
 
 def least_rows(queues: Queues, shape: RowShape) -> int:
-    """Returns a lower bound on the number of rows that hold these spans, in any order."""
+    """A lower bound on the number of rows that hold these spans, in any order."""
     spans = [span for queue in queues.values() for span in queue]
     if shape.block > 1:
         return len(spans)
@@ -236,8 +206,8 @@ def least_rows(queues: Queues, shape: RowShape) -> int:
 
 
 def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClass) -> int:
-    """Returns a lower bound on the number of rows of any layout of the samples in which each chunk
-    belongs to one task."""
+    """A lower bound on the number of rows of any layout of the samples in which each chunk belongs
+    to one task."""
     row = RowShape.of(shape)
     if row.block > 1:
         return sum(
@@ -253,20 +223,19 @@ def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClas
 
 
 def _least_rows_of_one_task(lengths: Sequence[int], shape: ShapeClass) -> int:
-    """Returns a lower bound on the number of rows that hold these samples, side by side without
-    regard to chunks."""
+    """A lower bound on the number of rows, without regard to chunks."""
     return _least_rows_of_both(lengths, shape.row_len, [1] * len(lengths), shape.max_sequences)
 
 
 def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
-    """Returns a lower bound on the number of chunks that one task's samples take in any rows.
+    """A lower bound on the number of chunks that one task's samples take in any rows.
 
     It is the larger of two bounds, each for the best threshold of the lengths:
 
     - If c chunks hold at most m(c) samples of at least u tokens, each such sample takes at least
       the smallest c / m(c).
-    - Two samples above half a row never share a row. Each takes whole chunks, and the other samples
-      first fill the ends of these chunks.
+    - Two samples above half a row never share a row. Each takes whole chunks, and the other
+      samples first fill the ends of these chunks.
     """
     if not lengths:
         return 0
@@ -289,13 +258,10 @@ def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
 def _least_rows_of_both(
     sizes: Sequence[int], room: int, counts: Sequence[int], max_count: int
 ) -> int:
-    """Returns a lower bound on the number of rows that are limited in both size and count.
-
-    It is the best bound over several weighted sums of size and count; no row exceeds any of these
-    sums. Where the items are so long that no row reaches the limit of the count, the size alone
-    counts.
-    """
-    # A round has no samples of a task that trains all of them on other replicas.
+    """A lower bound on the number of rows that are limited in both size and count: the best one
+    over several weighted sums of both, as no row exceeds any of these sums. If the items are so
+    long that no row reaches the limit of the count, the size alone counts."""
+    # There are no samples if all samples of a task train on other replicas.
     if not len(sizes) or (
         min(s / c for s, c in zip(sizes, counts, strict=True)) * max_count >= room
     ):

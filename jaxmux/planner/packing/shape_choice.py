@@ -23,7 +23,7 @@ from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
 # Limits on the number of rounds, on the samples of all of them and on the samples of one. Within
 # them, choosing a shape class takes two or three seconds. A part of a large round is enough,
-# because the room left in its last microbatch hardly counts.
+# because the room left in its last microbatch makes little difference.
 _MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
 
 # For each step of one task, the stream lengths in tokens of the samples of its global batch.
@@ -34,10 +34,8 @@ class PartOfBatches(Sequence[list[int]]):
     """By step, the stream lengths of the samples of a task's global batch that one of several
     devices trains. A global batch is read only when its lengths are requested.
 
-    Attributes:
-      batches: the lengths of the task's whole global batches.
-      parts: number of parts into which a global batch is divided. The first one stands for all.
-      longest: most tokens of the samples that count; None for all samples.
+    The first of `parts` parts stands for all of them. Samples of more than `longest` tokens do not
+    count.
     """
 
     def __init__(self, batches: Batches, parts: int = 1, longest: int | None = None):
@@ -51,29 +49,21 @@ class PartOfBatches(Sequence[list[int]]):
 
 
 def at_most(longest: int | None, lengths: Sequence[int]) -> list[int]:
-    """The lengths of at most `longest` tokens; all of them if it is None."""
     return [length for length in lengths if longest is None or length <= longest]
 
 
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
-    """Picks at most 16 rounds of a training run, at even distances from the first to the last.
+    """Picks at most 16 rounds of a training run for `choose_shape`, at even distances.
 
-    A round is one global batch of every task. Pass the result to `choose_shape`, which needs a few
-    representative rounds. The picked rounds together hold at most about 2048 samples. If the first
-    round has more than 1024 samples, every global batch is cut to the same fraction of its samples,
-    so that a round keeps about 1024.
+    They hold at most about 2048 samples together. If the first round has more than 1024 samples,
+    every global batch is cut to the same fraction of its samples, so that a round keeps about 1024.
 
     Args:
-      tasks: the stream lengths in tokens of the samples of every task: `tasks[slot][step][sample]`.
-        The slot is the task's place in the pool of adapters, a step is one global batch, and step i
-        belongs to round i. A stream length is a sample's number of tokens without the last one,
-        which is only predicted. There is at least one task, and every task has at least one step.
-        Only step 0 and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy
-        sequence that computes a step when it is indexed.
+      tasks: the stream lengths in tokens of the samples: `tasks[slot][step][sample]`. Only step 0
+        and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy sequence.
 
     Returns:
-      One mapping for each picked round, from slot to the stream lengths of that round's samples. A
-      task whose steps have ended before a round is absent from the mapping of that round.
+      For each round, a mapping from slot to the stream lengths. A task that has ended is absent.
     """
     part, rounds = sampled_part(tasks), max(map(len, tasks))
     count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * _first_samples(tasks))))
@@ -88,12 +78,8 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
 
 
 def sampled_part(tasks: Sequence[Batches]) -> float:
-    """Returns the fraction of every global batch that `sample_rounds` keeps, by which the time of
-    its rounds is to be divided.
-
-    Args:
-      tasks: as for `sample_rounds`.
-    """
+    """Returns the fraction of every global batch that `sample_rounds` keeps. Divide the time of its
+    rounds by this fraction."""
     return min(1.0, _MOST_OF_A_ROUND / _first_samples(tasks))
 
 
@@ -115,21 +101,15 @@ def longest_that_fits[T](
 ) -> T:
     """Returns the choice for the longest samples for which a replica has memory.
 
-    Args:
-      lengths: stream lengths of the samples, in tokens.
-      longest: most tokens of the samples of the first choice; it is halved until they fit.
-      choose: returns the choice for samples of at most so many tokens.
-      require: raises PlanningError if a choice does not fit.
-      fixed: whether the length of rows is given, so that shorter samples do not help.
-
-    Raises:
-      PlanningError: there is no memory for any sample.
+    The first choice is for samples of at most `longest` tokens; this limit is halved until
+    `require`, which raises PlanningError, accepts the choice. If the row length is `fixed`, shorter
+    samples do not help.
     """
     while True:
-        found = choose(longest)
+        choice = choose(longest)
         try:
-            require(found)
-            return found
+            require(choice)
+            return choice
         except PlanningError:
             shorter = max(MIN_CHUNK_LEN, longest // 2)
             if fixed or shorter == longest or shorter < min(lengths):
@@ -138,16 +118,8 @@ def longest_that_fits[T](
 
 
 def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[str, int]) -> None:
-    """Raises an error if the rows of no replica hold a task's longest sample.
-
-    Args:
-      deployment: the replicas.
-      row_len: tokens of the longest rows of all replicas.
-      longest: by name of the task, the stream length of its longest sample.
-
-    Raises:
-      PlanningError: a sample is longer.
-    """
+    """Raises PlanningError if a task's longest sample exceeds `row_len`, the longest rows of all
+    replicas."""
     for name, tokens in longest.items():
         if tokens > row_len:
             raise PlanningError(
@@ -157,8 +129,8 @@ def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[
             )
 
 
-# Rows longer than this many times the shortest possible row are not tried: sequences do not get
-# longer, and a longer row saves only the room at its end.
+# Rows longer than this many times the shortest possible row are not tried: a longer row saves only
+# the room at its end.
 _LONGEST_ROW = 8
 # Smaller microbatches are tried in steps of `_STEP` tokens, at most `_MOST_STEPS` of them. Finer
 # steps would fit the given rounds and no others: a slightly larger round would need one more
@@ -173,24 +145,18 @@ Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """The limits within which `choose_shape` chooses a shape class, the shape of all microbatches.
-
-    A microbatch has several rows of tokens. Attention does not cross rows. A chunk is a series of
-    consecutive tokens that belong to one task.
+    """The limits within which `choose_shape` chooses a shape class.
 
     Attributes:
-      tokens: N, the most tokens of a microbatch. N is rounded up so that a microbatch consists of
-        whole rows and whole chunks.
+      tokens: N, the most tokens of a microbatch, rounded up to whole rows and whole chunks.
       row_len: tokens of a row, a power of two; None to let `choose_shape` choose.
       chunk_len: tokens of a chunk, a power of two; None to let `choose_shape` choose.
-      least_chunk_len: tokens of the shortest chunk that the kernels of the device accept, a power
-        of two; ignored if `chunk_len` is given. For GPUs, take it from
-        `costs.CostModels.least_chunk_len`; CPUs accept the default `MIN_CHUNK_LEN` (64).
-      fewer_tokens: True allows microbatches of fewer than N tokens where they cost less. False
-        fixes the number of tokens to N. `choose_shape` treats True as False if `row_len` and
-        `chunk_len` are both given.
-      max_sequences: the most sequences of a row; None to let `choose_shape` choose. It takes effect
-        if `row_len` and `chunk_len` are both given: then nothing is left to choose.
+      least_chunk_len: tokens of the shortest chunk that the device's kernels accept, a power of
+        two.
+      fewer_tokens: True allows microbatches of fewer than N tokens where they cost less, unless
+        `row_len` and `chunk_len` are both given.
+      max_sequences: the most sequences of a row; it takes effect only if `row_len` and `chunk_len`
+        are both given, so that nothing is left to choose.
     """
 
     tokens: int
@@ -202,14 +168,9 @@ class ShapeRequest(NamedTuple):
 
 
 class PricedShape(NamedTuple):
-    """A shape class (the shape of all microbatches) with its predicted cost over some rounds.
-
-    `choose_shape` and `plain_shape` return it for the rounds that they were given. A round is one
-    global batch of every task.
+    """A shape class with its predicted cost over some rounds.
 
     Attributes:
-      shape: the shape class: rows, tokens per row and per chunk (series of tokens of one task), and
-        sequences per row.
       seconds: predicted seconds of all microbatches of all rounds together; infinite if a
         microbatch does not fit into memory.
       microbatches: number of microbatches of all rounds together.
@@ -230,42 +191,27 @@ def choose_shape(
 ) -> PricedShape:
     """Returns the shape class in which the given rounds are predicted to take the least time.
 
-    A shape class is the shape of all microbatches: rows (attention does not cross them), tokens of
-    a row, tokens of a chunk (a series of tokens of one task) and sequences per row. A round is one
-    global batch of every task. Use this function for training; `plain_shape` prices one fixed rule
-    instead of searching. Longer rows and shorter chunks leave less padding and so need fewer
-    microbatches, but each microbatch may cost more: attention covers a whole row, and kernels work
-    chunk by chunk. Smaller microbatches leave less padding in the last microbatch of a round, but
-    are less efficient.
-
-    The search covers every pair of row length and chunk length (powers of two), several numbers of
-    rows, and one or several sequences per row. It computes a lower bound on the time of each
-    candidate, then packs and prices those that may be the best. The result is never predicted to be
-    slower than that of `plain_shape`.
+    Longer rows and shorter chunks leave less padding and so need fewer microbatches, but each
+    microbatch may cost more: attention covers a whole row, and kernels work chunk by chunk. Smaller
+    microbatches leave less padding in the last microbatch of a round, but are less efficient. The
+    search computes a lower bound on the time of every candidate, then packs and prices those that
+    may be the best. The result is never predicted to be slower than that of `plain_shape`.
 
     Args:
-      rounds: for each round, a mapping from slot (a task's place in the pool of adapters) to the
-        stream lengths in tokens of the samples of the task's global batch. The stream length of a
-        sample is its number of tokens without the last one, which is only predicted. A few
-        representative rounds are enough; `sample_rounds` picks them.
-      request: limits of the choice. If it gives both `row_len` and `chunk_len`, microbatches have
-        `request.tokens` tokens, rounded up to whole rows and chunks.
-      seconds: function from (shape class, number of tokens) to the predicted seconds of one
-        microbatch. The number counts the tokens of all chunks that belong to a task, with the
-        padding in these chunks; the remaining chunks of the microbatch are empty. The seconds must
-        be linear in the number, and infinite if a microbatch does not fit into memory.
-        `costs.ReplicaCosts.microbatch` is such a function.
-      lengths: stream lengths of all samples that rows must be able to hold, for example those of
-        the whole training run; None for the samples of `rounds`.
+      rounds: a few representative rounds; `sample_rounds` picks them.
+      request: limits of the choice.
+      seconds: predicts the seconds of one microbatch from its shape class and the tokens of the
+        chunks that belong to a task. It is linear in these tokens, and infinite if a microbatch
+        does not fit into memory. `costs.ReplicaCosts.microbatch` is such a function.
+      lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
+        `rounds`.
 
     Returns:
-      The best shape class with its cost. If none fits into memory, the shape class of `plain_shape`
-      with one sequence per row; its `seconds` are infinite.
+      The best shape class. If none fits into memory, that of `plain_shape` with one sequence per
+        row; its `seconds` are infinite.
 
     Raises:
-      PlanningError: there are no samples, a sample is empty or longer than `request.row_len`,
-        `request.tokens` is not positive, or a row or chunk length in `request` is not a power of
-        two of at least `MIN_CHUNK_LEN` (64).
+      PlanningError: there are no samples, a sample is empty or too long, or a size is not legal.
     """
     lengths = lengths or _all_lengths(rounds)
     plain = plain_shape(rounds, request, seconds, lengths)
@@ -283,8 +229,8 @@ def choose_shape(
     best = _with_fewer_sequences(best, request, improve)
     if math.isfinite(best.seconds):
         return best
-    # Nothing fits. A refusal should name the memory that the plain shape with one sequence per row
-    # needs, which is the least.
+    # Nothing fits. The error message names the memory that the plain shape with one sequence per
+    # row needs, because it needs the least.
     return price_shape(rounds, dataclasses.replace(plain.shape, max_sequences=1), seconds)
 
 
@@ -294,29 +240,9 @@ def plain_shape(
     seconds: Cost,
     lengths: Sequence[int] | None = None,
 ) -> PricedShape:
-    """Returns the shape class of a fixed rule, with its cost; `choose_shape` searches instead.
-
-    A shape class is the shape of all microbatches. The rule takes the shortest row that holds the
-    longest sample, the shortest chunk (series of tokens of one task) that the kernels accept, and
-    `request.tokens` tokens, rounded up to whole rows and chunks. A `row_len`, `chunk_len` or
-    `max_sequences` in `request` takes precedence.
-
-    Args:
-      rounds: for each round (one global batch of every task), a mapping from slot (a task's place
-        in the pool of adapters) to the stream lengths in tokens of the samples of the task's global
-        batch. The stream length of a sample is its number of tokens without the last one, which is
-        only predicted.
-      request: limits of the choice. `fewer_tokens` has no effect.
-      seconds: function from (shape class, tokens of the chunks that belong to a task) to the
-        predicted seconds of one microbatch, as in `choose_shape`.
-      lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
-        `rounds`.
-
-    Raises:
-      PlanningError: there are no samples, a sample is empty or longer than a row, `request.tokens`
-        is not positive, or a row or chunk length in `request` is not a power of two of at least
-        `MIN_CHUNK_LEN` (64).
-    """
+    """Returns the shape class of a fixed rule: the shortest row that holds the longest sample, the
+    shortest chunk that the kernels accept, and `request.tokens` tokens. Sizes in `request` take
+    precedence. Arguments and errors are as for `choose_shape`."""
     chunk_len = request.chunk_len or request.least_chunk_len
     lengths = lengths or _all_lengths(rounds)
     shape = smallest_shape_class(lengths, request.tokens, chunk_len, request.row_len)
@@ -326,10 +252,7 @@ def plain_shape(
 
 
 def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost) -> PricedShape:
-    """Packs the rounds in one shape class and returns the class with its cost.
-
-    Arguments as in `choose_shape`.
-    """
+    """Packs the rounds in one shape class and returns the class with its cost."""
     packed = pack_rounds(rounds, shape)
     count = sum(batch.count for batch in packed)
     padding = 1 - sum(_all_lengths(rounds)) / (count * shape.tokens)
@@ -340,14 +263,8 @@ def with_fewer_rows(
     rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost, stages: int = 1
 ) -> PricedShape:
     """Returns the shape class in which the given rounds are predicted to take the least time, among
-    those that differ from `shape` by fewer rows, and `shape` itself.
-
-    Args:
-      rounds, seconds: as for `choose_shape`.
-      shape: the shape class with the most rows.
-      stages: number of stages of the pipeline, in which a round takes the time of `stages` - 1
-        microbatches more than it has.
-    """
+    those with at most the rows of `shape`. In a pipeline, a round takes the time of `stages` - 1
+    microbatches more than it has."""
     step = power_of_two(-(-shape.tokens // _MOST_STEPS))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     packed, block = pack_rounds(rounds, shape), RowShape.of(shape).block
@@ -363,8 +280,7 @@ def with_fewer_rows(
 
 
 def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
-    """Yields shape classes of N tokens for every row and chunk length, with one sequence per row
-    and with several."""
+    """Yields shape classes of N tokens for every row and chunk length."""
     shortest = request.row_len or smallest_shape_class(lengths, request.tokens).row_len
     longest = request.row_len or max(shortest, min(request.tokens, _LONGEST_ROW * shortest))
     for row_len in _powers_of_two(shortest, longest):
@@ -379,8 +295,8 @@ def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClas
 def _bound(
     rounds: Sequence[RoundLengths], shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> float:
-    """Returns a lower bound on the seconds of the rounds, for any number of rows and of sequences
-    per row."""
+    """A lower bound on the seconds of the rounds, for any number of rows and of sequences per
+    row."""
     needed = [least_rows_of_samples(batches, shape) for batches in rounds]
     tokens = sum(_all_lengths(rounds))
     return _cheapest(needed, tokens, _with_sequences(shape, 2), request, seconds)[0]
@@ -389,15 +305,10 @@ def _bound(
 def _cheapest(
     needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
-    """Returns the least seconds of the rounds over all numbers of rows, and the number of rows at
-    which they are least.
+    """The least seconds of the rounds over all numbers of rows, and that number of rows.
 
-    Args:
-      needed: number of rows that each round needs; the rows that one chunk covers count as one.
-      owned: tokens of the chunks, over all rounds, that belong to a task.
-      shape: a shape class of N tokens.
-      request: limits of the choice.
-      seconds: function that predicts the seconds of a microbatch, as in `choose_shape`.
+    `needed` is the number of rows that each round needs, where the rows that one chunk covers count
+    as one. `owned` is the tokens of all chunks that belong to a task.
     """
     block = RowShape.of(shape).block
     totals = []
@@ -409,7 +320,8 @@ def _cheapest(
 
 
 def _heights(shape: ShapeClass) -> Iterator[int]:
-    """Yields the numbers of rows to try: smaller ones in even steps, then the shape class's own."""
+    """Yields the numbers of rows to try: smaller ones in even steps, then that of the shape
+    class."""
     step = max(_STEP, power_of_two(-(-shape.tokens // _MOST_STEPS)))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     yield from range(unit, shape.rows, unit)
@@ -426,8 +338,8 @@ def _improved(
     """Returns the cheaper of `best` and this shape class, taking the number of rows at which the
     class is cheapest.
 
-    The class gets room for as many sequences per row as there are and a few more. Where that does
-    not fit into memory, it gets half of the room.
+    The class gets room for as many sequences per row as there are and a few more. If that does not
+    fit into memory, it gets half of the room.
     """
     whole, packed = shape, pack_rounds(rounds, shape)
     shape = _with_sequences(shape, _room_for(max(map(_most_sequences, packed))))
@@ -448,11 +360,8 @@ def _with_fewer_sequences(
     request: ShapeRequest,
     improve: Callable[[PricedShape, ShapeClass], PricedShape],
 ) -> PricedShape:
-    """Halves the sequences per row of the best class as long as that makes it cheaper.
-
-    Where attention takes time for every sequence that a row has room for, short sequences may be
-    cheaper spread over more rows.
-    """
+    """Halves the sequences per row of the best class as long as that makes it cheaper: if attention
+    takes time for absent sequences, short ones may be cheaper spread over more rows."""
     while best.shape.max_sequences > 2:
         row_len, chunk_len = best.shape.row_len, best.shape.chunk_len
         whole = smallest_shape_class([1, row_len], request.tokens, chunk_len, row_len)
@@ -464,18 +373,16 @@ def _with_fewer_sequences(
 
 
 def _with_sequences(shape: ShapeClass, sequences: int) -> ShapeClass:
-    """The shape class with room for at most this many sequences per row."""
     return dataclasses.replace(shape, max_sequences=min(shape.max_sequences, sequences))
 
 
 def _room_for(sequences: int) -> int:
-    """Returns the `max_sequences` for rows of which the fullest was seen to hold this many
-    sequences. It is rounded up, because rows of other rounds may hold more."""
+    """The `max_sequences` for rows whose fullest held this many sequences. It is rounded up,
+    because rows of other rounds may hold more."""
     return sequences if sequences <= 2 else -(-sequences // _SEQUENCES) * _SEQUENCES
 
 
 def _most_sequences(packed: PackedRound) -> int:
-    """Sequences in the fullest row."""
     rows = spans_of_rows(packed.spans, packed.rows)
     return max((sum(span.sequences for _, span in row) for row in rows), default=1)
 

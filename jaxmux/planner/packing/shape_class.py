@@ -14,25 +14,19 @@ _SHORTEST_AVERAGE = 16
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """Shape of every microbatch of a training run: `rows` rows of `row_len` tokens each.
+    """Shape of every microbatch of a training run; programs are compiled for it.
 
-    Programs are compiled for one shape class. A row holds one or more sequences (samples) side by
-    side; attention never crosses a row or a sequence. A chunk is a series of `chunk_len` tokens
-    that all belong to one task. Chunks begin at multiples of `chunk_len` in the microbatch.
+    A row holds one or more sequences (samples) side by side; attention never crosses a row or a
+    sequence. A chunk is a series of tokens that all belong to one task, and begins at a multiple of
+    `chunk_len` in the microbatch. PlanningError tells which value is outside its range.
 
     Attributes:
-      rows: number of rows of a microbatch, at least 1.
-      row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64). No sample may be
-        longer than a row.
+      row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64).
       chunk_len: tokens of a chunk, a power of two of at least `MIN_CHUNK_LEN` (MuxTune 3.5). If it
         is larger than `row_len`, a chunk covers several whole rows.
-      max_sequences: the most sequences that one row may hold, at least 1. Attention on a GPU takes
-        time and memory for this number of sequences in each row, even if the row holds fewer. With
-        1, attention runs on dense rows (one sequence in each), which is faster.
-
-    Raises:
-      PlanningError: a value is outside its range, or the microbatch does not consist of whole
-        chunks.
+      max_sequences: the most sequences that one row may hold. Attention on a GPU takes time and
+        memory for all of them, present or absent. With 1, attention runs on dense rows, which is
+        faster.
     """
 
     rows: int
@@ -59,18 +53,16 @@ class ShapeClass:
 
     @property
     def least_tokens(self) -> int:
-        """Tokens of a row that a sample takes up at least, because a row holds at most
+        """Fewest tokens of a row that a sample takes up, because a row holds at most
         `max_sequences`."""
         return -(-self.row_len // self.max_sequences)
 
     @property
     def tokens(self) -> int:
-        """N, tokens of a microbatch: rows · row_len."""
         return self.rows * self.row_len
 
     @property
     def chunks(self) -> int:
-        """C, chunks of a microbatch: N / chunk_len."""
         return self.tokens // self.chunk_len
 
 
@@ -80,25 +72,16 @@ def smallest_shape_class(
     chunk_len: int | None = None,
     row_len: int | None = None,
 ) -> ShapeClass:
-    """Returns the shape class with the shortest rows and chunks that hold samples of these lengths.
-
-    A shape class is the shape of all microbatches: rows, tokens of a row, tokens of a chunk (a
-    series of tokens of one task) and `max_sequences`, the most sequences per row. This rule
-    compares no costs; `choose_shape` does. `max_sequences` of the result is 1 if a row cannot hold
-    twice the shortest sample; otherwise it is 1/16 of `row_len`, but at least 2.
+    """Returns the shape class with the shortest rows and chunks that hold samples of these lengths;
+    `choose_shape` compares costs instead.
 
     Args:
-      lengths: stream lengths, in tokens, of all samples of all tasks. The stream length of a sample
-        is its number of tokens without the last one, which is only predicted.
-      tokens: N, the tokens of a microbatch. N is rounded up so that a microbatch consists of whole
-        rows and whole chunks.
-      chunk_len: tokens of a chunk, a power of two; None for `MIN_CHUNK_LEN` (64).
-      row_len: tokens of a row, a power of two; None for the smallest power of two, at least
-        `MIN_CHUNK_LEN`, that holds the longest sample.
+      lengths: stream lengths, in tokens, of all samples of all tasks.
+      tokens: N, the tokens of a microbatch, rounded up to whole rows and whole chunks.
 
     Raises:
-      PlanningError: there are no samples, `chunk_len` or `row_len` is not a power of two of at
-        least `MIN_CHUNK_LEN`, `tokens` is not positive, or a sample is longer than `row_len`.
+      PlanningError: there are no samples, a size is not legal, or a sample is longer than
+        `row_len`.
     """
     if not lengths:
         raise PlanningError("no samples to choose a shape class for")
@@ -109,7 +92,7 @@ def smallest_shape_class(
         raise PlanningError(
             f"row_len={row_len} is shorter than the longest sample, which takes {longest} places"
         )
-    # Where no two samples fit into one row, rows hold one sequence: dense attention is faster.
+    # If no two samples fit into one row, rows hold one sequence: dense attention is faster.
     pair = 2 * min(lengths)
     max_sequences = 1 if pair > row_len else max(2, row_len // _SHORTEST_AVERAGE)
     unit = max(row_len, chunk_len)

@@ -1,18 +1,17 @@
-"""Cuts one task's global batch into spans, from the task's own lengths alone.
+"""Cuts one task's global batch into spans, from the task's lengths alone.
 
-A *span* is a series of whole samples of one task that lie side by side. It begins at a chunk
-border. The batch is first packed into as few rows as the task needs alone. The samples of each row
-are then cut into the shortest spans that together take no more chunks than the whole row. A short
-span can fill a gap beside the spans of other tasks, in another row. A span that stays in its row
-takes no additional chunk.
+The batch is first packed into as few rows as the task needs alone. The samples of each row are then
+cut into the shortest spans that together take no more chunks than the whole row. A short span can
+fill a gap beside the spans of other tasks, in another row.
 
-Spans of more than half a row never share one, so that rows of such spans alone stay half empty.
-Where one of them has several samples, a row is therefore cut more finely, if this takes few of the
-chunks that the row has empty. The task alone still needs no further row.
+Two spans of more than half a row never share a row, so that rows of such spans stay half empty. If
+one of them has several samples, a row is therefore cut more finely, if this takes few of the chunks
+that the row has empty. The task alone still needs no further row.
 
 Bin packing puts items of given sizes into as few bins of one capacity as possible. Three
 constructions nearly always meet a lower bound, so the answer is known to be optimal without a
-solver. A bin may also have a limit on its number of items.
+solver. All of them return the indices of the items of each bin, and `most_items` limits the number
+of items of a bin.
 """
 
 import heapq
@@ -28,18 +27,13 @@ from .shape_class import ShapeClass
 
 
 def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
-    """Returns a lower bound on the number of bins of any packing.
+    """A lower bound on the number of bins of any packing.
 
     It is the larger of Martello and Toth's L2 and the bound by the number of items. For a threshold
     α, an item above `capacity` - α shares a bin with no item of at least α, and two items above
     half the capacity never share one. The items from α to half the capacity fill the room beside
     those; items that do not fit there need further bins. L2 is the best such bound over all α
     (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, 1990).
-
-    Args:
-      sizes: size of each item, positive and at most `capacity`.
-      capacity: capacity of a bin, in the unit of the sizes.
-      most_items: the most items that a bin may hold; None for no limit.
     """
     if not len(sizes):
         return 0
@@ -59,10 +53,7 @@ def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = Non
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Packs items, longest first, each into the first bin with room.
-
-    Arguments as in `least_bins`. Returns the indices of the items of each bin.
-    """
+    """Packs items, longest first, each into the first bin with room."""
     bins: list[list[int]] = []
     rooms: list[int] = []
     for size, items in groupby(_longest_first(sizes), key=sizes.__getitem__):
@@ -88,8 +79,6 @@ def fullest_bins(
     several such choices it takes one with the fewest items, so that short items remain for gaps in
     later bins (minimum bin slack; Gupta and Ho, A new heuristic algorithm for the one-dimensional
     bin-packing problem, 1999).
-
-    Arguments as in `least_bins`. Returns the indices of the items of each bin.
     """
     most_items = most_items or len(sizes)
     order = _longest_first(sizes)
@@ -116,19 +105,11 @@ def fullest_bins(
 def balanced_bins(
     sizes: Sequence[int], count: int, capacity: int, most_items: int | None = None
 ) -> list[list[int]] | None:
-    """Packs items into a given number of bins, longest first, each into the emptiest bin with room
-    for one more item (Graham's longest processing time rule).
+    """Packs items into `count` bins, longest first, each into the emptiest bin with room for one
+    more item (Graham's longest processing time rule); None if an item does not fit.
 
-    Where the limit on the number of items is nearly reached, it finds packings that the other
+    If the limit on the number of items is nearly reached, it finds packings that the other
     constructions miss: these fill some bins with few long items, and short items are left over.
-
-    Other arguments as in `least_bins`.
-
-    Args:
-      count: number of bins.
-
-    Returns:
-      The indices of the items of each bin; None if an item does not fit.
     """
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, i) for i in range(count)]
@@ -146,10 +127,7 @@ def balanced_bins(
 
 def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> list[int]:
     """Returns the indices, ascending, of the fewest items with the largest sum within `capacity`.
-
-    Of several such choices it takes the one that leaves the shortest items over, so the answer is
-    unique. Arguments as in `least_bins`.
-    """
+    Of several such choices it takes the one that leaves the shortest items over."""
     fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
     chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items or len(sizes))
     return sorted(fitting[i] for i in chosen)
@@ -158,8 +136,8 @@ def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None =
 def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int) -> list[int]:
     """`fullest_subset` of descending sizes.
 
-    Most items are never looked at: the search ends as soon as the items so far reach the largest
-    possible sum and no choice with a later item could reach it with fewer items.
+    The search ends as soon as the items so far reach the largest possible sum and no choice with a
+    later item could reach it with fewer items.
     """
     most = _largest_sum(sizes, min(capacity, sum(sizes[:most_items])))
     never = most_items + 1
@@ -187,7 +165,7 @@ def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int)
 
 
 def _largest_sum(sizes: Sequence[int], most: int) -> int:
-    """The largest sum of any of the sizes that is at most `most`."""
+    """The largest sum of some of the sizes that is at most `most`."""
     # Bit t is set where some of the sizes sum to t.
     sums, within = 1, (2 << most) - 1
     for size in sizes:
@@ -201,8 +179,8 @@ def _longest_first(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
-# A finer cut of a row takes at most this fraction of further chunks. With more, mixes of many
-# lengths lose more chunks than others gain.
+# A finer cut of a row takes at most this fraction of further chunks. With a larger fraction, rounds
+# of many different lengths lose more chunks than other rounds gain.
 _MOST_FURTHER_CHUNKS = 0.2
 
 
@@ -210,11 +188,9 @@ class Span(NamedTuple):
     """Consecutive chunks of one task, with the samples that lie in them.
 
     Attributes:
-      samples: for each sample of the span, a triple (sample, row, offset): the index of the sample
-        in the task's global batch, its row counted from the first row of the span, and its first
-        token counted from the first token of the span in that row. The row is 0 unless a chunk
-        covers several rows.
-      chunks: number of chunks of the span. The end of the last chunk may be padding.
+      samples: for each sample, a triple (sample, row, offset): its index in the task's global
+        batch, its row and its first token, both counted from the start of the span. The row is 0
+        unless a chunk covers several rows.
       sequences: number of samples in the row of the span that holds the most samples.
     """
 
@@ -224,20 +200,9 @@ class Span(NamedTuple):
 
 
 def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Span, ...]:
-    """Cuts one task's global batch into spans.
-
-    Args:
-      lengths: stream length of each sample, in tokens.
-      shape: shape class of the microbatches.
-      name: name of the task in error messages.
-
-    Returns:
-      The spans in the order in which they must be laid down in the microbatches. The spans of one
-      row follow each other, so a task that trains alone needs no more rows than `row_bins` finds.
-
-    Raises:
-      PlanningError: a sample is empty or longer than a row.
-    """
+    """Cuts one task's global batch into spans, in the order in which they must be laid down. A task
+    that trains alone needs no more rows than `row_bins` finds, because the spans of one row follow
+    each other. PlanningError names a sample that is empty or longer than a row."""
     for sample, length in enumerate(lengths):
         if not 0 < length <= shape.row_len:
             raise PlanningError(
@@ -253,31 +218,24 @@ def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> 
 
 
 def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
-    """Packs one task's samples into rows as if no other task existed.
-
-    Of three constructions, it takes the one with fewest rows; of those, the one with fewest chunks.
-
-    Args:
-      lengths: stream length of each sample, in tokens.
-      shape: shape class of the microbatches.
-
-    Returns:
-      For each row, the indices of its samples in `lengths`.
-    """
-    limits = shape.row_len, shape.max_sequences
+    """Packs one task's samples into rows as if no other task existed. Of three constructions, it
+    takes the one with fewest rows; of those, the one with fewest chunks."""
+    row_len, max_sequences = shape.row_len, shape.max_sequences
 
     def chunks(row):
         return -(-sum(lengths[s] for s in row) // shape.chunk_len)
 
-    packings = [pack(lengths, *limits) for pack in (first_fit_decreasing, fullest_bins)]
+    packings = [
+        pack(lengths, row_len, max_sequences) for pack in (first_fit_decreasing, fullest_bins)
+    ]
     best = min(packings, key=lambda rows: (len(rows), sum(map(chunks, rows))))
-    counts = range(least_bins(lengths, *limits), len(best))
-    fewer = (balanced_bins(lengths, count, *limits) for count in counts)
+    counts = range(least_bins(lengths, row_len, max_sequences), len(best))
+    fewer = (balanced_bins(lengths, count, row_len, max_sequences) for count in counts)
     return next(filter(None, fewer), best)
 
 
 def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Span, ...]:
-    """Returns spans of one chunk each; a chunk covers `height` rows."""
+    """Spans of one chunk each; a chunk covers `height` rows."""
     rows = sorted(rows, key=lambda row: -sum(lengths[s] for s in row))
     spans = []
     for start in range(0, len(rows), height):
@@ -308,8 +266,6 @@ def _cut(row: list[int], lengths: Sequence[int], shape: ShapeClass) -> list[Span
 
 
 def _cut_within(row: list[int], lengths: Sequence[int], chunk_len: int, chunks: int) -> list[Span]:
-    """Cuts the samples of a row into spans, longest first, that together take at most `chunks`
-    chunks."""
     left = list(row)
     padding = chunks * chunk_len - sum(lengths[s] for s in row)
     spans = []

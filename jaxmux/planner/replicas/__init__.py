@@ -1,12 +1,8 @@
 """Chooses replicas of different sizes and divides the samples of a round among them (LobRA).
 
-The input is the lengths of the samples, the parallel configurations to choose from and the time
-that each takes for a sequence of each length (`SequenceCosts`). `choose_length_bins` sorts
-sequences into length bins. `plan_replicas` and `choose_replicas` decide how many replicas of each
-configuration to deploy, and `replan` whether to change them when tasks arrive or leave.
-`dispatch_samples` divides the samples of each round among the deployed replicas, and
-`assign_samples` tells which sample goes where. `make_deployment_plan` plans the rounds of all
-replicas (`pipeline.Plan`).
+`choose_length_bins` sorts sequences into length bins. `plan_replicas` and `choose_replicas` decide
+how many replicas of each configuration to deploy. `dispatch_samples` divides the samples of each
+round among the deployed replicas. `make_deployment_plan` plans the rounds of all replicas.
 """
 
 from .cost_table import SequenceCosts, ShapeCosts, TokenCosts

@@ -1,7 +1,6 @@
 """The time that a replica of each parallel configuration takes per sequence (LobRA 2.2).
 
-A *parallel configuration* S_i is a `Replica`: its pipeline stages and tensor-parallel degrees. A
-deployment has p_i equal replicas of it.
+A *parallel configuration* S_i is a `Replica`. A deployment has p_i equal replicas of it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,27 +15,20 @@ from ..packing.shape_class import ShapeClass
 
 
 class TokenCosts:
-    """The `SequenceCosts` of replicas of which only the sizes are known: a sequence takes as long
-    as it has tokens, divided by the number of devices."""
+    """The `SequenceCosts` of replicas of which only the sizes are known. They have no unit: a
+    sequence takes as long as it has tokens, divided by the number of devices."""
 
     def __init__(self, shapes: Mapping[Replica, ShapeClass]):
-        """Creates the costs.
-
-        Args:
-          shapes: for each configuration, the shape class of its microbatches.
-        """
         self._shapes = shapes
 
     def longest(self, configuration: Replica) -> int:
-        """Returns the tokens of a row."""
         return self._shapes[configuration].row_len
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Returns the sequence's tokens for each device. The unit is not a second."""
         return length / configuration.devices
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Returns the tokens during which an empty pipeline is filled, for each device."""
+        """Returns the tokens that each device could process while the pipeline is filled."""
         fill = (configuration.pp - 1) * self._shapes[configuration].tokens
         return fill / configuration.devices
 
@@ -46,20 +38,13 @@ class ShapeCosts:
     tokens of a microbatch in the replica's shape class."""
 
     def __init__(self, costs: Mapping[Replica, tuple[ReplicaCosts, ShapeClass]]):
-        """Creates the costs.
-
-        Args:
-          costs: for each configuration, its cost model and the shape class of its microbatches.
-        """
         self._costs = costs
 
     def longest(self, configuration: Replica) -> int:
-        """Returns the tokens of a row."""
         _, shape = self._costs[configuration]
         return shape.row_len
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Returns the seconds that one more sequence adds to a replica's round."""
         _, shape = self._costs[configuration]
         return self._microbatch(configuration) * length / (shape.tokens * configuration.shards)
 
@@ -77,49 +62,27 @@ class ShapeCosts:
 class SequenceCosts(Protocol):
     """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
 
-    A round is one global batch of every task; a sequence is one training sample of it.
-    A replica is one copy of the backbone; its configuration S is a `Replica` value, that is,
-    its pipeline stages and tensor-parallel devices. Sequences are sorted by length into bins
-    and padded to the longest length of their bin. A replica of configuration S that serves x_j
-    sequences padded to s_j tokens, for each length bin j, takes
-
-        T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j
-
-    seconds for a round, forward and backward passes together. A deployed replica takes the constant
-    even without sequences.
+    A sequence is a training sample, padded to the longest length of its bin. A replica of
+    configuration S that serves x_j sequences padded to s_j tokens, for each length bin j, takes
+    T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j seconds for a round, forward
+    and backward passes together. A deployed replica takes the constant even without sequences.
     """
 
     def longest(self, configuration: Replica) -> int:
-        """Returns the tokens of the longest sequence that fits into memory; 0 if none fits.
-
-        Args:
-          configuration: stages and tensor-parallel devices of the replica.
-        """
+        """Returns the tokens of the longest sequence that fits into memory; 0 if none fits."""
 
     def sequence_seconds(self, configuration: Replica, length: int) -> float:
-        """Returns the seconds that one more sequence adds to a replica's round, forward and
-        backward.
-
-        Args:
-          configuration: stages and tensor-parallel devices of the replica.
-          length: tokens that the sequence is padded to, at most `longest(configuration)`.
-        """
+        """Returns the seconds that one more sequence, padded to `length` tokens, adds to a
+        round."""
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Returns the seconds of a round that do not depend on its sequences.
-
-        They are the fill and drain of the pipeline and the optimizer update.
-
-        Args:
-          configuration: stages and tensor-parallel devices of the replica.
-        """
+        """Returns the seconds of a round that do not depend on its sequences."""
 
 
 class CostTable(NamedTuple):
     """The cost model for S configurations and R length bins.
 
     Attributes:
-      configurations: the S configurations.
       lengths: for each of R bins, the tokens that its sequences are padded to.
       constant: float64 [S], seconds of a round that do not depend on the sequences.
       per_sequence: float64 [S, R], seconds of one sequence; infinite where memory does not suffice.
@@ -141,27 +104,19 @@ class CostTable(NamedTuple):
         return self.constant[:, None] + self.per_sequence
 
     def of(self, indices: Sequence[int]) -> "CostTable":
-        """Returns the costs of the configurations with these indices."""
         configurations = tuple(self.configurations[i] for i in indices)
         constant, per_sequence = self.constant[indices], self.per_sequence[indices]
         return CostTable(configurations, self.lengths, constant, per_sequence)
 
     def seconds_of(self, counts: np.ndarray) -> np.ndarray:
-        """Returns the seconds of all sequences of each configuration, without the constant.
-
-        Args:
-          counts: [..., S, R], number of sequences of each bin.
-
-        Returns:
-          float64 [..., S].
-        """
+        """Returns the seconds of `counts` sequences [..., S, R], without the constant: float64
+        [..., S]."""
         return (np.where(counts > 0, self.per_sequence, 0) * counts).sum(axis=-1)
 
 
 def tabulate_costs(
     configurations: Sequence[Replica], lengths: Sequence[int], model: SequenceCosts
 ) -> CostTable:
-    """Returns the cost model's values for every configuration and length in tokens."""
     per_sequence = np.full((len(configurations), len(lengths)), np.inf)
     for i, configuration in enumerate(configurations):
         longest = model.longest(configuration)
@@ -173,15 +128,12 @@ def tabulate_costs(
 
 
 def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:
-    """Removes configurations that another one makes unnecessary (LobRA 4.2).
+    """Removes configurations that another one makes unnecessary (LobRA 4.2), and returns for each
+    of them one that dominates it.
 
     The paper removes a configuration that is slower than another with as many devices. This also
     removes one that is no faster than another with fewer devices: replacing the first by the second
     makes no plan slower.
-
-    Returns:
-      The costs of the remaining configurations; and by removed configuration, one that dominates
-      it.
     """
     table = np.column_stack([costs.devices, costs.constant, costs.per_sequence])
     kept: list[int] = []
@@ -197,11 +149,8 @@ def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]
 
 
 def require_service(costs: CostTable, devices: int) -> None:
-    """Checks that for every length bin some configuration of at most `devices` devices serves it.
-
-    Raises:
-      PlanningError: there is none for some bin; the message names the change that would help.
-    """
+    """Raises PlanningError if no configuration of at most `devices` devices serves some length bin.
+    The message names a change that would help."""
     if not len(costs.configurations):
         raise PlanningError("no parallel configurations to choose from")
     if not len(costs.lengths):

@@ -1,21 +1,18 @@
 """Searches the numbers of replicas with which a round takes the least time (LobRA 4.2, Eq. 2).
 
 Eq. 2 is not linear, because d_ij / p_i divides one variable by another. LobRA lists the ways to
-divide the devices, filters them by a lower bound and solves a program for each that is left. Here a
-single program covers all ways: for a *given* time T of a round, the condition
-
-    c_i + Σ_j t_ij d_ij / p_i <= T   is equivalent to   Σ_j t_ij d_ij <= (T - c_i) p_i,
-
-which is linear in p and d together. (c_i is the constant of configuration i, t_ij its time per
-sequence of length bin j.) "Is there a plan that takes at most T?" is one program, and bisection
-over T finds the best plan with a proof, without a list that grows with a high power of the number
-of devices. LobRA's filter of 15% is used as the first interval: the search starts between a bound
-on every plan and 15% above it, and continues above only when no plan lies there.
+divide the devices, filters them by a lower bound and solves a program for each of the rest. Here a
+single program covers all ways: for a *fixed* time T of a round, the condition c_i + Σ_j t_ij d_ij /
+p_i <= T is equivalent to Σ_j t_ij d_ij <= (T - c_i) p_i, which is linear in p and d together. (c_i
+is the constant of configuration i, t_ij its time per sequence of length bin j.) One program tells
+whether there is a plan that takes at most T, and bisection over T finds the best plan with a proof.
+LobRA's filter of 15% is the first interval: the search starts between a bound on every plan and 15%
+above it, and continues above only when no plan lies there.
 
 The p_i are whole numbers; the d_ij, the sequences of an expected round, are not. Eq. 2 has whole
-d_ij and so rounds the expected B f_j up, which gives a round up to R more sequences than any round
-has, of the rare, long ones. A single sequence cannot be divided here either: it goes only to
-configurations that serve it alone within T.
+d_ij and so rounds the expected B f_j up, which gives a round up to R more rare, long sequences than
+any round has. A single sequence is not divided either: it goes only to configurations that serve it
+alone within T.
 """
 
 import math
@@ -40,8 +37,8 @@ from .sample_dispatch import dispatch_greedily, dispatch_samples
 
 # The first target of the bisection is at most this multiple of the bound.
 _FILTER = 1.15
-# One program gets at most this fraction of the time limit, so that a hard one does not end the
-# search.
+# One program gets at most this fraction of the time limit, so that the search goes on after a hard
+# one.
 _SHARE = 0.1
 # scipy's status of a program that has no solution.
 _INFEASIBLE = 2
@@ -51,7 +48,6 @@ class DeploymentProblem(NamedTuple):
     """Eq. 2 for S configurations and R length bins.
 
     Attributes:
-      costs: costs of the configurations.
       demand: float64 [R], B f_j, the expected sequences of each bin in a round.
       devices: N, most devices of all replicas together.
       least, most: int64 [S], limits on the number of replicas of each configuration.
@@ -65,13 +61,8 @@ class DeploymentProblem(NamedTuple):
 
 
 class FoundDeployment(NamedTuple):
-    """The best deployment that a search found.
-
-    Attributes:
-      replicas: int64 [S], p_i, the number of replicas of each configuration.
-      round_seconds: time of the expected round.
-      bound: no deployment within the problem's limits takes fewer seconds.
-    """
+    """The best numbers of replicas that a search found: p_i, int64 [S]. No deployment within the
+    problem's limits takes fewer seconds than `bound`."""
 
     replicas: np.ndarray
     round_seconds: float
@@ -81,13 +72,9 @@ class FoundDeployment(NamedTuple):
 def search_deployment(
     problem: DeploymentProblem, start: np.ndarray, gap: float, time_limit: float
 ) -> FoundDeployment:
-    """Bisects over the time of a round.
+    """Bisects over the time of a round, starting from replicas that serve every bin.
 
-    Args:
-      problem: the problem.
-      start: int64 [S], replicas that serve every bin.
-      gap: fraction above the bound at which the search stops.
-      time_limit: seconds after which the search stops.
+    It stops at the fraction `gap` above the bound, or after `time_limit` seconds.
     """
     costs, demand = problem.costs, problem.demand
     deadline = time.monotonic() + time_limit
@@ -95,26 +82,24 @@ def search_deployment(
     counts = np.zeros(costs.per_sequence.shape)
     whole = np.ceil(demand).astype(np.int64)
     counts[deployed] = dispatch_greedily(costs.of(deployed), start[deployed], whole)
-    found = FoundDeployment(start, _round_seconds(costs, start, counts), _bound(problem))
-    low = found.bound
-    while found.round_seconds > (1 + gap) * low and (left := deadline - time.monotonic()) > 0:
-        target = min(_FILTER * low, (low + found.round_seconds) / 2)
+    best = FoundDeployment(start, _round_seconds(costs, start, counts), _bound(problem))
+    low = best.bound
+    while best.round_seconds > (1 + gap) * low and (left := deadline - time.monotonic()) > 0:
+        target = min(_FILTER * low, (low + best.round_seconds) / 2)
         answer = _plan_within(target, problem, min(left, _SHARE * time_limit))
         if answer.plan is not None:
             replicas, counts = answer.plan
             reached = _round_seconds(costs, replicas, counts)
-            found = found._replace(
-                replicas=replicas, round_seconds=min(reached, found.round_seconds)
-            )
+            best = best._replace(replicas=replicas, round_seconds=min(reached, best.round_seconds))
         else:
             low = target
             if answer.infeasible:
-                found = found._replace(bound=target)
-    return found._replace(bound=min(found.bound, found.round_seconds))
+                best = best._replace(bound=target)
+    return best._replace(bound=min(best.bound, best.round_seconds))
 
 
 def best_like_replicas(problem: DeploymentProblem) -> np.ndarray:
-    """Returns the best deployment of a single configuration: int64 [S], replicas of each."""
+    """Returns the best deployment of a single configuration, int64 [S]."""
     costs = problem.costs
     even = costs.per_sequence @ problem.demand / problem.most
     seconds = costs.constant + np.maximum(even, costs.per_sequence.max(axis=1))
@@ -122,19 +107,15 @@ def best_like_replicas(problem: DeploymentProblem) -> np.ndarray:
 
 
 class _Answer(NamedTuple):
-    """The answer of one program.
-
-    Attributes:
-      plan: replicas int64 [S] and dispatch float64 [S, R]; None if none was found.
-      infeasible: whether it is proven that there is none.
-    """
+    """The replicas int64 [S] and dispatch float64 [S, R] of a solution, if one was found, and
+    whether it is proven that there is none."""
 
     plan: tuple[np.ndarray, np.ndarray] | None
     infeasible: bool
 
 
 def _plan_within(target: float, problem: DeploymentProblem, time_limit: float) -> _Answer:
-    """Solves: is there a plan whose round takes at most `target` seconds?
+    """Searches a plan whose round takes at most `target` seconds.
 
     The variables are all p_i, then d_ij for every configuration and bin for which a single sequence
     takes at most `target` seconds.
@@ -191,19 +172,14 @@ def _bound(problem: DeploymentProblem) -> float:
 class DeploymentPlan(NamedTuple):
     """The replicas to deploy, and the expected time of a round with them.
 
-    A round is one global batch of every task; its sequences are the samples. A *configuration* is a
-    `Replica` value, that is, pipeline stages and tensor-parallel devices of each stage. Several
-    equal replicas of a configuration can be deployed.
-
     Attributes:
       replicas: for each deployed configuration, its number of replicas (p_i in LobRA), at least 1.
-      round_seconds: expected seconds of a round, the time of the slowest configuration. The
-        replicas of a configuration share its sequences evenly, in fractions if necessary. But a
-        configuration takes at least as long as a round with one whole sequence, the slowest of its
-        sequences.
+      round_seconds: expected seconds of a round, the time of the slowest configuration. Its
+        replicas share its sequences evenly, in fractions if necessary, but it takes at least the
+        time of its slowest sequence.
       bound: lower bound in seconds on the `round_seconds` of any choice of replicas.
-      dominated: configurations that were left out of the search. It maps each of them to another
-        configuration that is at least as good in devices, memory and time.
+      dominated: for each configuration that was left out of the search, one that is at least as
+        good in devices, memory and time.
     """
 
     replicas: dict[Replica, int]
@@ -213,7 +189,6 @@ class DeploymentPlan(NamedTuple):
 
     @property
     def devices(self) -> int:
-        """Number of devices of all replicas together."""
         return sum(configuration.devices * count for configuration, count in self.replicas.items())
 
     @property
@@ -226,12 +201,10 @@ class Replan(NamedTuple):
     """The decision of `replan` about the replicas after tasks arrive or leave.
 
     Attributes:
-      deployment: the deployment to continue with: a new one if `switch` is true, otherwise the
-        current replicas. Its `round_seconds` are those of the new tasks.
+      deployment: the deployment to continue with, with the `round_seconds` of the new tasks.
       switch: whether to change the replicas.
       saved_seconds: seconds that the change saves over the horizon, less the time of the change
-        itself; negative if the change does not pay. It is infinite if the current replicas cannot
-        serve the new tasks or need more devices than there are.
+        itself. They are infinite if the current replicas cannot serve the new tasks.
     """
 
     deployment: DeploymentPlan
@@ -242,16 +215,8 @@ class Replan(NamedTuple):
 def candidate_replicas(
     devices: int, tp: Sequence[int] = (1, 2, 4, 8), pp: Sequence[int] = (1, 2, 4, 8)
 ) -> list[Replica]:
-    """Returns replica configurations to choose from, for `plan_replicas` and `choose_replicas`.
-
-    They are all combinations of a tensor-parallel degree and a number of pipeline stages whose
-    product is at most `devices`.
-
-    Args:
-      devices: the most devices that one replica may have.
-      tp: tensor-parallel degrees to combine.
-      pp: numbers of pipeline stages to combine.
-    """
+    """Returns all replicas of at most `devices` devices with these tensor-parallel degrees and
+    numbers of pipeline stages."""
     pairs = (Replica.uniform(pp=stages, tp=degree) for degree in tp for stages in pp)
     return [configuration for configuration in pairs if configuration.devices <= devices]
 
@@ -267,27 +232,18 @@ def plan_replicas(
 ) -> DeploymentPlan:
     """Chooses the replicas with which an expected round takes the least time (LobRA Eq. 2).
 
-    A round is one global batch of every task; its sequences are the samples. A configuration is a
-    `Replica` value: pipeline stages and tensor-parallel devices of each stage. Replicas of
-    different sizes pay where a few long sequences need much memory and most sequences are short.
-    The function treats the sequences of an expected round as divisible. `choose_replicas` also
-    simulates rounds of whole sequences and may find better replicas.
+    Replicas of different sizes pay where a few long sequences need much memory and most sequences
+    are short. The sequences of an expected round count as divisible; `choose_replicas` also
+    simulates rounds of whole sequences. Further replicas use devices that would otherwise be idle.
 
     Args:
       devices: N, the most devices of all replicas together.
-      configurations: configurations to choose from, for example from `candidate_replicas`. Those
-        with more than N devices are never chosen; they only improve error messages.
+      configurations: configurations to choose from. Those with more than N devices are never
+        chosen; they only improve error messages.
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
-      model: times and memory of a replica.
-      sampled_rounds: number of rounds in the sample (LobRA takes 100). An expected round has
-        `bins.counts[j] / sampled_rounds` sequences of length bin j.
-      gap: the search stops at a plan that is at most this fraction slower than the best; 1e-3 is
-        0.1%.
+      sampled_rounds: number of rounds in the sample (LobRA takes 100).
+      gap: the search stops at a plan that is at most this fraction slower than the best.
       time_limit: seconds of computation after which the best plan so far is returned.
-
-    Returns:
-      The deployment. Devices that would be left idle are used for further replicas of the chosen
-      configurations, which makes no round slower.
 
     Raises:
       PlanningError: there are no sequences or no configurations, or the sequences of a bin fit no
@@ -298,10 +254,10 @@ def plan_replicas(
     costs, dominated = drop_dominated(costs.of(np.flatnonzero(costs.devices <= devices)))
     most = devices // costs.devices
     problem = DeploymentProblem(costs, demand, devices, np.zeros_like(most), most)
-    found = search_deployment(problem, best_like_replicas(problem), gap, time_limit)
-    number = _use_idle_devices(costs, found.replicas, devices)
+    searched = search_deployment(problem, best_like_replicas(problem), gap, time_limit)
+    number = _use_idle_devices(costs, searched.replicas, devices)
     replicas = {costs.configurations[i]: int(number[i]) for i in np.flatnonzero(number)}
-    return DeploymentPlan(replicas, found.round_seconds, found.bound, dominated)
+    return DeploymentPlan(replicas, searched.round_seconds, searched.bound, dominated)
 
 
 def evaluate_replicas(
@@ -312,27 +268,16 @@ def evaluate_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Returns given replicas with the expected time of a round; it does not change the replicas.
-
-    Args:
-      replicas: for each configuration, its number of replicas; 0 is allowed.
-      bins, model, sampled_rounds, gap, time_limit: as for `plan_replicas`. `gap` and `time_limit`
-        are those of the search for the best division of the sequences.
-
-    Returns:
-      The replicas. `bound` holds for these replicas only.
-
-    Raises:
-      PlanningError: no replica has the memory for some bin.
-    """
+    """Returns the replicas with the expected time of a round; `bound` holds for these replicas
+    only. Arguments and errors are as for `plan_replicas`."""
     deployed = {configuration: number for configuration, number in replicas.items() if number}
     costs, demand = _costs_and_demand(list(deployed), bins, sampled_rounds, model)
     number = np.array(list(deployed.values()), np.int64)
     devices = int(costs.devices @ number)
     require_service(costs, devices)
     problem = DeploymentProblem(costs, demand, devices, number, number)
-    found = search_deployment(problem, number, gap, time_limit)
-    return DeploymentPlan(deployed, found.round_seconds, found.bound, {})
+    searched = search_deployment(problem, number, gap, time_limit)
+    return DeploymentPlan(deployed, searched.round_seconds, searched.bound, {})
 
 
 def replan(
@@ -350,35 +295,13 @@ def replan(
 ) -> Replan:
     """Decides whether to change the deployed replicas after tasks arrive or leave.
 
-    It plans replicas for the new set of tasks with `plan_replicas`. It recommends the change if
-    this saves more seconds over the next rounds (global batches of every task) than the change
-    itself takes, or if the current replicas cannot train the new tasks.
+    It recommends those of `plan_replicas` if the change saves more seconds over the next rounds
+    than the change itself takes, or if the current replicas cannot train the new tasks. Further
+    arguments and errors are as for `plan_replicas`.
 
     Args:
-      current: the deployed replicas: for each configuration (`Replica` value), its number of
-        replicas.
-      devices: N, the most devices of all replicas together.
-      configurations: configurations to choose from, for example from `candidate_replicas`.
-      bins: the samples of a few rounds of the new tasks, sorted by length, from
-        `choose_length_bins`.
-      model: times and memory of a replica.
       switch_seconds: seconds that changing the replicas takes (less than 3 minutes in LobRA).
       horizon_rounds: number of rounds for which the tasks are expected to stay as they are.
-      sampled_rounds: number of rounds whose samples `bins` holds together.
-      gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is
-        0.1%.
-      time_limit: seconds of computation after which each search returns its best plan so far.
-
-    Returns:
-      The decision, a `Replan` with three fields. `deployment` is the deployment to continue with: a
-      new one, or the current replicas with the expected time of the new tasks. `switch` tells
-      whether to change the replicas. `saved_seconds` are the seconds that the change saves over the
-      horizon, less `switch_seconds`; negative if the change does not pay, and infinite if the
-      current replicas cannot serve the new tasks or need more than `devices` devices.
-
-    Raises:
-      PlanningError: there are no sequences or no configurations, or the new tasks have a sequence
-        that fits no configuration of at most `devices` devices.
     """
     best = plan_replicas(
         devices, configurations, bins, model, sampled_rounds, gap=gap, time_limit=time_limit
@@ -429,35 +352,13 @@ def choose_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Chooses replicas by simulating given rounds: those of `plan_replicas`, or equal replicas.
+    """Chooses the replicas of `plan_replicas`, or equal replicas of one configuration, by the mean
+    simulated time of `rounds`.
 
-    A round is one global batch of every task; its sequences are the samples. A configuration is a
-    `Replica` value: pipeline stages and tensor-parallel devices of each stage. `plan_replicas`
-    divides the sequences of an expected round into fractions. In a real round with few long
-    sequences, its replicas may not be able to share them evenly. The alternatives are, for each
-    configuration that has memory for the longest sequence, as many equal replicas as the devices
-    allow. The function returns the replicas with the least mean time over `rounds`.
-
-    Args:
-      devices: N, the most devices of all replicas together.
-      configurations: configurations to choose from, for example from `candidate_replicas`.
-      bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
-      rounds: for each round to simulate, its sequences sorted into length bins, for example those
-        of each round of the sample; at least one round.
-      model: times and memory of a replica.
-      sampled_rounds: number of rounds in the sample `bins`. An expected round has `bins.counts[j] /
-        sampled_rounds` sequences of length bin j.
-      gap: each search stops at a plan that is at most this fraction slower than the best; 1e-3 is
-        0.1%.
-      time_limit: seconds of computation after which each search returns its best plan so far.
-
-    Returns:
-      The deployment. Its `round_seconds` and `bound` are those of an expected round with divisible
-      sequences, as from `plan_replicas`, and not the simulated times.
-
-    Raises:
-      PlanningError: there are no sequences or no configurations, or the sequences of a bin fit no
-        configuration of at most `devices` devices.
+    `plan_replicas` divides the sequences of an expected round into fractions. In a real round with
+    few long sequences, its replicas may not be able to share them evenly. The result has the
+    predicted times of an expected round, not the simulated ones. Further arguments and errors are
+    as for `plan_replicas`.
     """
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]
@@ -478,19 +379,7 @@ def simulate_rounds(
     rounds: Sequence[LengthBins],
     model: SequenceCosts,
 ) -> float:
-    """Returns the mean device seconds of rounds that `dispatch_samples` divides among replicas.
-
-    The device seconds of a round are the number of devices times the seconds of the slowest
-    replica.
-
-    Args:
-      replicas: for each configuration, its number of replicas.
-      devices: number of devices, including those that no replica uses.
-      rounds: for each round, its sequences in length bins.
-      model: times and memory of a replica.
-
-    Raises:
-      PlanningError: no replica has the memory for some bin.
-    """
+    """Returns the mean device seconds of rounds that `dispatch_samples` divides among replicas: the
+    number of devices, idle ones included, times the seconds of the slowest replica."""
     seconds = sum(dispatch_samples(replicas, bins, model).round_seconds for bins in rounds)
     return devices * seconds / len(rounds)

@@ -12,10 +12,8 @@ from ..errors import PlanningError
 class LengthBins(NamedTuple):
     """Training sequences sorted by length into bins; made by `choose_length_bins`.
 
-    A length bin is an interval of sequence lengths. Its sequences are padded to its upper boundary.
-
     Attributes:
-      boundaries: for each bin, its upper boundary in tokens, ascending.
+      boundaries: for each bin, its upper boundary in tokens, ascending. Sequences are padded to it.
       counts: for each bin, its number of sequences.
       padding: tokens of padding of all sequences together.
     """
@@ -30,25 +28,14 @@ def choose_length_bins(
 ) -> LengthBins:
     """Sorts sequences into the length bins that need the least padding (LobRA Eq. 4).
 
-    A length bin is an interval of sequence lengths; its sequences are padded to its upper boundary.
-    The other functions of this package take sequences in this form. The candidate boundaries u_1
-    ... u_U divide the lengths into U intervals, and I_i is the set of sequences in interval i.
-    State_{i,j} is the least padding with which the first i intervals form j bins (Eq. 4, where i is
-    the last interval of a bin):
+    The candidate boundaries u_1 ... u_U divide the lengths into U intervals, and I_i is the set of
+    sequences in interval i. State_{i,j} is the least padding with which the first i intervals form
+    j bins (Eq. 4, where i is the last interval of a bin):
 
         State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
 
     Prefix sums give the inner sum in constant time, so B sequences in at most R bins take O(B log U
-    + R U²). Intervals without sequences are left out.
-
-    Args:
-      lengths: length in tokens of each of the B sequences.
-      boundaries: u_1 < ... < u_U in tokens, the upper boundaries to choose from, for example
-        `range(256, 8193, 256)`.
-      most_bins: R, the most length bins.
-
-    Returns:
-      At most R bins, each with at least one sequence; no bins if there are no sequences.
+    + R U²). Bins without sequences are left out.
 
     Raises:
       PlanningError: a sequence is longer than every boundary, there are no boundaries or they do

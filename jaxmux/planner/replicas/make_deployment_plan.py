@@ -44,18 +44,16 @@ Share = Mapping[int, Sequence[int]]
 
 
 class DeployedPlans(NamedTuple):
-    """How some rounds of tasks train on several replicas, with the predicted times.
+    """Plans of some rounds on several replicas, with the predicted times.
 
-    Each replica has a copy of the backbone and trains its share of every global batch. A task is
-    updated when all replicas have trained their shares, so the slowest replica decides how long a
-    round takes. The time in which gradients and adapters travel between replicas is not included.
+    A task is updated when all replicas have trained their shares of its global batch, so the
+    slowest replica decides how long a round takes. The time in which gradients and adapters travel
+    between replicas is not included.
 
     Attributes:
-      deployment: the replicas.
       plans: the plan of each replica; None for one that trains no sample of these rounds. The
         microbatches are those of its first data shard. The plans have no baselines.
-      tokens: for each replica, the tokens of its share of a round, without padding, the mean over
-        the rounds.
+      tokens: for each replica, the mean tokens of its share of a round, without padding.
     """
 
     deployment: Deployment
@@ -68,8 +66,7 @@ class DeployedPlans(NamedTuple):
         return max(plan.prediction.round_seconds for plan in self.plans if plan)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`: the text of the deployment, the seconds of a
-        round, and for every replica its tokens and the result of `Plan.to_json`, or None."""
+        """Returns a plain dict for `json.dump`."""
         return {
             "format": FORMAT,
             "deployment": str(self.deployment),
@@ -93,15 +90,6 @@ def make_deployment_plan(
     Replicas of one kind have one shape class, with rows for the longest samples for which their
     memory suffices. The samples of a round are divided so that the slowest replica takes as little
     time as possible (LobRA Eq. 3).
-
-    Args:
-      tasks: the tasks to train, whose `batches` are whole global batches.
-      request: limits of the shape classes.
-      deployment: the replicas.
-      costs: for each kind of replica, its times and memory.
-      source: where the costs come from, copied into the plans.
-      rounds: number of rounds, at least 1.
-      shapes: for each kind of replica, its shape class, as the argument `shape` of `make_plan`.
 
     Raises:
       PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, no
@@ -138,14 +126,7 @@ def predicted_round_seconds(
     tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
 ) -> float:
     """Returns the predicted seconds of a round on several replicas: those of the replica that is
-    slowest on average. The time in which gradients and adapters travel is not included.
-
-    Args:
-      tasks: for each task and step, the stream lengths in tokens of the samples of its global
-        batch. The slot of a task is its index.
-      deployment: the replicas.
-      costs: for each kind of replica, its costs and the shape class of its microbatches.
-    """
+    slowest on average. The time in which gradients and adapters travel is not included."""
     lengths, slowest = sample_rounds(tasks), 0.0
     grouping = grouping_of_deployment(tasks, deployment, costs)
     for replica, shares in shares_of_rounds(lengths, deployment, costs):
@@ -161,8 +142,7 @@ def predicted_round_seconds(
 def grouping_of_deployment(
     tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
 ) -> Grouping:
-    """Returns the groups in which all replicas train the tasks: those that suit the longest
-    pipeline. Arguments as of `predicted_round_seconds`."""
+    """Returns the groups in which all replicas train the tasks: those for the longest pipeline."""
     longest = max(deployment.replicas, key=lambda replica: replica.pp)
     priced, shape = costs[longest]
     return grouping_of_share(tasks, longest, shape, deployment.devices, schedule=priced.schedule)
@@ -171,13 +151,7 @@ def grouping_of_deployment(
 def shares_of_rounds(
     rounds: Sequence[RoundLengths], deployment: Deployment, costs: PricedReplicas
 ) -> Iterator[tuple[Replica, list[Share]]]:
-    """Yields each replica with the samples that it trains in each round.
-
-    Args:
-      rounds: for each round and slot, the stream lengths in tokens of the task's global batch.
-      deployment: the replicas.
-      costs: for each kind of replica, its costs and the shape class of its microbatches.
-    """
+    """Yields each replica with the samples that it trains in each round."""
     replicas = deployment.replicas
     assigned = [assign_samples(replicas, ShapeCosts(costs), batches) for batches in rounds]
     for i, replica in enumerate(replicas):
@@ -185,14 +159,13 @@ def shares_of_rounds(
 
 
 def first_shard(shares: Sequence[Share], replica: Replica) -> list[Share]:
-    """Returns, for each round, what the first data shard trains of a replica's share."""
+    """Returns the samples of each round that the replica's first data shard trains."""
     return [
         {slot: samples[:: replica.shards] for slot, samples in share.items()} for share in shares
     ]
 
 
 def lengths_of(samples: Sequence[Share], rounds: Sequence[RoundLengths]) -> list[RoundLengths]:
-    """Returns, for each round, the stream lengths of some of its samples."""
     return [
         {slot: [batches[slot][i] for i in indices] for slot, indices in share.items()}
         for share, batches in zip(samples, rounds, strict=True)

@@ -2,9 +2,8 @@
 
 Replicas of one configuration share its sequences evenly. The integer program therefore has a
 variable for each configuration and length bin, but none for a replica. For few sequences, a second
-one has variables for each replica. Its optimum is a lower bound
-on the time of every assignment of sequences to single replicas, and the reported gap is measured
-from that bound.
+one has variables for each replica. Its optimum is a lower bound on the time of every assignment of
+sequences to single replicas, and the reported gap is measured from that bound.
 """
 
 from collections import Counter
@@ -19,8 +18,8 @@ from ..packing.shape_class import MIN_CHUNK_LEN
 from .cost_table import CostTable, SequenceCosts, require_service, tabulate_costs
 from .length_bins import LengthBins, choose_length_bins
 
-# Limits on the number of moves between configurations and of exchanges between replicas. Both
-# loops end by themselves long before.
+# Limits on the number of moves between configurations and of exchanges between replicas. Both loops
+# usually end long before.
 _MOST_MOVES = 2000
 _MOST_EXCHANGES = 300
 # The slowest replica exchanges sequences only with this many of the fastest replicas of each
@@ -30,19 +29,12 @@ _PARTNERS = 6
 
 def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> np.ndarray:
     """Divides sequences among configurations: length-based dispatch (LobRA 3), then improvements.
+    The result is int64 [S, R], the sequences of each bin that each configuration serves.
 
     At first each length bin is served by the configuration that takes the fewest device seconds for
     it. Then sequences move from the slowest configuration to others, as many at a time as make the
-    two equally fast. The sequences that move are those whose time on the new configuration is the
-    least relative to their time on the old one.
-
-    Args:
-      costs: costs of the S deployed configurations.
-      number: int64 [S], replicas of each configuration.
-      demand: [R], number of sequences in each bin.
-
-    Returns:
-      int64 [S, R], the sequences of each bin that each configuration serves.
+    two equally fast: those whose time on the new configuration is the least relative to their time
+    on the old one.
     """
     share = costs.per_sequence / number[:, None]
     counts = np.zeros(share.shape, np.int64)
@@ -66,18 +58,10 @@ def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) 
 
 
 def split_evenly(counts: np.ndarray, per_sequence: np.ndarray, replicas: int) -> np.ndarray:
-    """Divides the sequences of a configuration evenly among its replicas.
+    """Divides the sequences of a configuration evenly among its replicas, int64 [replicas, R].
 
     The remainder of each bin goes to the replicas that are least busy so far, the bin with the
     longest sequences first (longest processing time first).
-
-    Args:
-      counts: int64 [R], sequences of each bin.
-      per_sequence: float64 [R], seconds of a sequence of each bin.
-      replicas: number of replicas.
-
-    Returns:
-      int64 [replicas, R].
     """
     parts = np.tile(counts // replicas, (replicas, 1))
     seconds = np.where(counts > 0, per_sequence, 0)
@@ -94,15 +78,14 @@ def exchange_sequences(
 ) -> tuple[np.ndarray, float]:
     """Shortens the round by exchanging single sequences between the slowest replica and others.
 
-    In each exchange the slowest replica gives a sequence and takes a quicker one or none. Sequences
-    are whole and a replica has few long ones, so an even division leaves replicas uneven; exchanges
-    between two replicas nearly always correct that.
+    In each exchange the slowest replica gives a sequence and takes a quicker one or none. A replica
+    has few long sequences, so an even division leaves replicas uneven; exchanges between two
+    replicas nearly always correct that. It stops when the slowest replica takes at most `enough`
+    seconds.
 
     Args:
-      costs: costs of the S deployed configurations.
       number: int64 [S], replicas of each configuration; K together.
       counts: int64 [K, R], sequences of each bin that each replica serves, in the order of `costs`.
-      enough: seconds of the slowest replica at which to stop.
 
     Returns:
       The new counts, int64 [K, R], and the seconds of the slowest replica.
@@ -153,11 +136,9 @@ _HALVINGS = 50
 class SampleDispatch(NamedTuple):
     """The sequences of one round, divided among replicas; made by `dispatch_samples`.
 
-    A round is one global batch of every task; its sequences are the samples.
-
     Attributes:
-      counts: for each configuration (`Replica` value), int64 [replicas, R]: the number of sequences
-        of each of the R length bins that each replica of this configuration serves.
+      counts: for each configuration, int64 [replicas, R]: the number of sequences of each of the R
+        length bins that each replica serves.
       round_seconds: predicted seconds that the slowest replica takes for the round.
       bound: lower bound in seconds on the `round_seconds` of every dispatch to these replicas.
     """
@@ -181,37 +162,20 @@ def dispatch_samples(
     single_replicas: bool = True,
     node_limit: int | None = None,
 ) -> SampleDispatch:
-    """Divides the whole sequences of one round among the deployed replicas (LobRA Eq. 3).
+    """Divides the sequences of one round among the deployed replicas (LobRA Eq. 3).
 
-    A round is one global batch of every task; its sequences are the samples. Call the function for
-    every round; `plan_replicas` chooses the replicas beforehand. It minimizes the time of the
-    slowest replica:
-
-        min max_i T({d_ij / p_i}_j; S_i)  subject to  Σ_i d_ij = B_j.
-
-    Here T is the time in `SequenceCosts`, p_i the number of replicas of configuration S_i (its
-    stages and tensor-parallel devices), and B_j the number of sequences of length bin j. d_ij is
-    the number of sequences of bin j that the replicas of S_i serve together: a whole number, and 0
-    if S_i has no memory for them.
-
-    The function first tries a greedy dispatch. It returns this dispatch if its time is within `gap`
-    of a lower bound, or if the solver of the integer program finds no better one.
+    It minimizes max_i T({d_ij / p_i}_j; S_i) subject to Σ_i d_ij = B_j, with T of `SequenceCosts`.
+    Of the B_j sequences of length bin j, the p_i replicas of configuration S_i serve d_ij together.
+    A greedy dispatch is returned if its time is within the fraction `gap` of a lower bound, or if
+    the solver finds no better one in `time_limit` seconds and `node_limit` nodes of its search
+    tree.
 
     Args:
-      replicas: p_i, for each configuration S_i the number of deployed replicas.
-      bins: the sequences of all tasks in this round, sorted by padded length, from
-        `choose_length_bins`.
-      model: times and memory of a replica.
-      gap: fraction above the optimum at which the solver may stop; 0.01 is 1%.
-      time_limit: seconds of computation after which the solver stops.
       single_replicas: whether a second program assigns at most 50 sequences to single replicas, for
         ten times as long, if the first one leaves a gap. It hardly ever finds a faster dispatch,
         but often a better bound.
-      node_limit: number of nodes of its search tree after which the solver stops; None for any
-        number. With it, and a time limit that is never reached, equal calls have equal results.
-
-    Returns:
-      The number of sequences of each bin that each replica serves, with the predicted time.
+      node_limit: most nodes; None for any number. With a limit on nodes, and a time limit that is
+        never reached, equal calls have equal results.
 
     Raises:
       PlanningError: no replica has the memory for some bin, or no replica is deployed.
@@ -226,16 +190,18 @@ def dispatch_samples(
         limits = {"time_limit": time_limit, "mip_rel_gap": gap}
         if node_limit is not None:
             limits["node_limit"] = node_limit
-        found = _dispatch(costs, number, demand, limits, single_replicas)
+        dispatch = _dispatch(costs, number, demand, limits, single_replicas)
     else:
         nothing = np.zeros((len(number), 0), np.int64)
-        found = _assign_replicas(costs, number, nothing, enough=np.inf)
-        found = found._replace(bound=found.round_seconds)
+        dispatch = _assign_replicas(costs, number, nothing, enough=np.inf)
+        dispatch = dispatch._replace(bound=dispatch.round_seconds)
     counts = {}
-    for configuration, part in found.counts.items():
+    for configuration, part in dispatch.counts.items():
         counts[configuration] = np.zeros((len(part), len(bins.counts)), np.int64)
         counts[configuration][:, used] = part
-    return SampleDispatch(counts, found.round_seconds, min(found.bound, found.round_seconds))
+    return SampleDispatch(
+        counts, dispatch.round_seconds, min(dispatch.bound, dispatch.round_seconds)
+    )
 
 
 def _dispatch(
@@ -248,31 +214,31 @@ def _dispatch(
     gap = limits["mip_rel_gap"]
     bound = max(_busy_bound(costs, number, demand), _whole_bound(costs, number, demand))
     greedy = dispatch_greedily(costs, number, demand)
-    found = _assign_replicas(costs, number, greedy, (1 + gap) * bound)
-    if found.round_seconds > (1 + gap) * bound:
-        counts, proven = _solve(costs, number, demand, found.round_seconds, limits)
+    dispatch = _assign_replicas(costs, number, greedy, (1 + gap) * bound)
+    if dispatch.round_seconds > (1 + gap) * bound:
+        counts, proven = _solve(costs, number, demand, dispatch.round_seconds, limits)
         bound = max(bound, proven)
         if counts is not None:
             solved = _assign_replicas(costs, number, counts, (1 + gap) * bound)
-            found = min(found, solved, key=lambda one: one.round_seconds)
+            dispatch = min(dispatch, solved, key=lambda one: one.round_seconds)
     few = single_replicas and demand.sum() <= _FEW_SEQUENCES
-    if few and found.round_seconds > (1 + gap) * bound:
-        # Every replica is a configuration of its own, so that nothing is divided evenly.
+    if few and dispatch.round_seconds > (1 + gap) * bound:
+        # Every replica counts as a separate configuration, so that nothing is divided evenly.
         each = np.repeat(np.arange(len(number)), number)
         costs_of_each = costs.of(each)
         more_time = {**limits, "time_limit": _MORE_TIME * limits["time_limit"]}
         counts, proven = _solve(
-            costs_of_each, np.ones_like(each), demand, found.round_seconds, more_time
+            costs_of_each, np.ones_like(each), demand, dispatch.round_seconds, more_time
         )
         bound = max(bound, proven)
         if counts is not None:
             seconds = float((costs.constant[each] + costs_of_each.seconds_of(counts)).max())
-            if seconds < found.round_seconds:
+            if seconds < dispatch.round_seconds:
                 split = np.split(counts, np.cumsum(number)[:-1])
-                found = SampleDispatch(
+                dispatch = SampleDispatch(
                     dict(zip(costs.configurations, split, strict=True)), seconds, 0.0
                 )
-    return found._replace(bound=bound)
+    return dispatch._replace(bound=bound)
 
 
 def _assign_replicas(
@@ -321,18 +287,12 @@ def _solve(
     known: float,
     limits: Mapping[str, float],
 ) -> tuple[np.ndarray | None, float]:
-    """Solves Eq. 3 as an integer program.
+    """Solves Eq. 3 as an integer program and returns counts int64 [S, R], or None if the solver
+    stopped before it found any, and a lower bound in seconds.
 
-    The variables are the round's time divided by `known`, and d_ij for every configuration and bin
-    for which a single sequence takes at most `known` seconds.
-
-    Args:
-      known: seconds of a dispatch that is already found.
-      limits: options of the solver, which say when it stops.
-
-    Returns:
-      Counts int64 [S, R], or None if the solver stopped before it found any; and a lower bound in
-      seconds.
+    A known dispatch takes `known` seconds. The variables are the round's time divided by `known`,
+    and d_ij for every configuration and bin for which a single sequence takes at most `known`
+    seconds.
     """
     row, column = np.nonzero(costs.alone <= known)
     variables = len(row) + 1
@@ -369,12 +329,8 @@ _NODES, _SECONDS = 50, 60.0
 
 
 def round_bins(lengths: Sequence[int]) -> LengthBins:
-    """Sorts the samples of a round into length bins, whose boundaries are whole multiples of the
-    shortest chunk.
-
-    Args:
-      lengths: stream lengths of the samples, in tokens.
-    """
+    """Sorts the samples of a round into length bins whose boundaries are multiples of the shortest
+    chunk."""
     tops = sorted({-(-length // MIN_CHUNK_LEN) * MIN_CHUNK_LEN for length in lengths})
     return choose_length_bins(lengths, tops, _BINS)
 
@@ -384,27 +340,16 @@ def assign_samples(
     costs: SequenceCosts,
     lengths: Mapping[int, Sequence[int]],
 ) -> list[dict[int, list[int]]]:
-    """Divides the samples of a round among replicas so that the slowest takes as little time as
-    possible, by `dispatch_samples` (LobRA Eq. 3).
+    """Divides the samples of a round among replicas by `dispatch_samples`, and returns for each
+    replica, by task, the ascending indices of its samples.
 
     Samples of one length bin are interchangeable. They are dealt evenly, so that the samples of a
-    task go to all replicas that serve their bin. Equal calls have equal results.
-
-    Args:
-      replicas: the configuration of each replica.
-      costs: times of the configurations.
-      lengths: by task, the stream lengths in tokens of the samples in its global batch.
-
-    Returns:
-      For each replica, by task, indices of its samples, ascending. A task without samples on a
-      replica is left out.
-
-    Raises:
-      PlanningError: a sample fits no replica.
+    task go to all replicas that serve their bin. Equal calls have equal results. PlanningError
+    names a sample that fits no replica.
     """
     every = [(length, task, i) for task, sizes in lengths.items() for i, length in enumerate(sizes)]
     bins = round_bins([length for length, *_ in every])
-    found = dispatch_samples(
+    dispatch = dispatch_samples(
         Counter(replicas),
         bins,
         costs,
@@ -412,7 +357,7 @@ def assign_samples(
         single_replicas=False,
         node_limit=_NODES,
     )
-    rows = {configuration: iter(counts) for configuration, counts in found.counts.items()}
+    rows = {configuration: iter(counts) for configuration, counts in dispatch.counts.items()}
     # [replica, bin]: number of samples.
     shares = np.array([next(rows[configuration]) for configuration in replicas])
     assigned: list[dict[int, list[int]]] = [{} for _ in replicas]
