@@ -1,37 +1,35 @@
-"""The time that an H200 takes for the parts of a layer, from a few measured times, FLOPs and bytes.
-
-The parameters come from times measured with jax 0.11.2 in bfloat16 on H200s, for the shape of
-Llama-3.1-8B; other shapes take their share of the FLOPs and bytes:
-
-  linears    a GEMM of m × 4096 × 4096 runs at 735 TFLOP/s for m = 8192 and at 563 for m = 1024, as
-             if each had about a hundred tokens more, which is about the time to read the weights;
-             forward and backward (dX) alike
-  LoRA       7% of the linears' time: the fused kernels at rank 16 in benchmarks/grouped_lora_h200,
-             weighted over the linears of a layer
-  attention  cuDNN, causal, 32 heads of 128 over 8 of keys and values, 8192 tokens in sequences of
-             128, 512 and 2048: forward 0.09, 0.15, 0.33 ms, forward and backward 0.63, 0.77,
-             1.34 ms; a line in Σ length² goes through them
-  padding    a token of an empty chunk takes a ninth of the time of another token, by the profile
-             that ships: matrix products skip it
-  memory     a kernel reads an activation at 4.3 TB/s
-  decoding   a microbatch took 19.7 ms longer with the linears of 32 layers in nf4, and 3.4 ms
-             longer with those of 8 layers in int8, than in bfloat16; each is decoded twice
-  float8     a microbatch took 135.3 ms less with the linears of 32 layers in float8 than in
-             bfloat16, which is 45% of the time that the linears take by the rates above; the other
-             operators stay as they are
-  sequences  8192 tokens in rows of 512 to 8192 tokens took 1.0 to 1.5 ms longer with room for 64
-             sequences per row than with room for 16: 32 KiB per token and sequence at 10 TB/s
-  all-reduce 64 MiB over four GPUs added 0.27 ms to a layer
-"""
+"""Seconds that an H200 takes for the parts of a layer, from measured times, FLOPs and bytes."""
 
 import numpy as np
 
+# The parameters come from times measured with jax 0.11.2 in bfloat16 on H200s, for the shape of
+# Llama-3.1-8B. Other shapes take their share of the FLOPs and bytes.
+#
+# - Linears: a GEMM of m × 4096 × 4096 runs at 735 TFLOP/s for m = 8192 and at 563 for m = 1024, as
+#   if each had about a hundred tokens more, which is about the time to read the weights. The
+#   backward pass (dX) takes as long as the forward pass.
+# - LoRA: the fused kernels at rank 16 take 7% of the linears' time, a mean over the linears of a
+#   layer in benchmarks/grouped_lora_h200.
+# - Attention: for 8192 tokens in sequences of 128, 512 and 2048, cuDNN's causal attention with 32
+#   query heads of width 128 and 8 key heads takes 0.09, 0.15 and 0.33 ms forward, and 0.63, 0.77
+#   and 1.34 ms forward and backward. A line in Σ length² goes through these times.
+# - Padding: a token of an empty chunk takes a ninth of the time of another token in the profile
+#   that ships with the package, because matrix products skip it.
+# - Memory: a kernel reads an activation at 4.3 TB/s.
+# - Decoding: a microbatch took 19.7 ms longer with the linears of 32 layers in nf4, and 3.4 ms
+#   longer with those of 8 layers in int8, than in bfloat16. Each linear is decoded twice.
+# - Float8: a microbatch took 135.3 ms less with the linears of 32 layers in float8 than in
+#   bfloat16, which is 45% of the time that the linears take by the rates above.
+# - Sequences: 8192 tokens in rows of 512 to 8192 tokens took 1.0 to 1.5 ms longer with room for 64
+#   sequences per row than with room for 16: 32 KiB per token and sequence at 10 TB/s.
+# - All-reduce: the sum of 64 MiB over four GPUs added 0.27 ms to a layer.
+
 NAME = "NVIDIA H200"
-# Three quarters of the memory, which JAX takes by default.
+# JAX takes three quarters of the memory by default.
 MEMORY_BYTES = 112_583_507_968
 BYTES_PER_SECOND = 4.3e12
 SEQUENCE_BYTES_PER_SECOND = 1e13
-# Weights that are decoded in a second, by format.
+# For each format, the number of weights that are decoded in a second.
 DECODED_PER_SECOND = {"int8": 1.04e12, "scaled": 1.04e12, "nf4": 7.1e11}
 
 _GEMMS = ((8192, 735e12), (1024, 563e12))
@@ -41,7 +39,7 @@ _ATTENTION_FORWARD = 1e-3 * np.array([0.09, 0.15, 0.33])
 _ATTENTION_BOTH = 1e-3 * np.array([0.63, 0.77, 1.34])
 LORA_SHARE = 0.07
 EMPTY_SHARE = 1 / 9
-# Rows shorter than this use a kernel that takes nothing for sequences that are not there.
+# In shorter rows, attention runs in a kernel that takes no time or memory for absent sequences.
 SHORTEST_PACKED_ROWS = 256
 # In a ring over four GPUs each GPU sends and receives 2 · 3/4 of the bytes that are summed.
 LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3

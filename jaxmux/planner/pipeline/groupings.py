@@ -4,9 +4,9 @@
   hTasks into buckets, which take turns in the pipeline (3.4, Eq. 7).
 - LoRAFusion divides tasks into groups that are packed together and take turns (5.2).
 
-A quick estimate of the length of a grouping's stream chooses those that are worth simulating. In
-the functions that divide items into parts whose sums are as equal as possible, sizes are float64
-[N] with N items, and a part is a list of item indices.
+A quick estimate of the length of a grouping's stream chooses those that are worth simulating.
+Functions that divide N items into parts of nearly equal sums take their sizes, float64 [N], and
+return the item indices of each part.
 """
 
 from collections import Counter
@@ -26,12 +26,8 @@ HTask = tuple[int, ...]
 
 
 class Fusion(NamedTuple):
-    """A partition of the tasks into hTasks.
-
-    Attributes:
-      htasks: every task once. The tasks, and so the hTasks, ascend in tokens.
-      latency: F, the estimated seconds from end to end of C microbatches of every hTask.
-    """
+    """A partition of the tasks into hTasks, which ascend in tokens, and F, the estimated seconds
+    from end to end of C microbatches of every hTask."""
 
     htasks: tuple[HTask, ...]
     latency: float
@@ -47,17 +43,11 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
     The first hTask fills and drains the pipeline, and each further one adds its average latency per
     stage, which is less than its time in a full pipeline. So the partition of least F is not always
     the fastest, and a caller that can simulate the pipeline should choose among these partitions.
-    `latency` is called once for each of the M(M+1)/2 contiguous hTasks.
 
     Args:
       tokens: n_i, tokens of a microbatch of each of the M tasks.
-      latency: L, end-to-end latency in seconds of an hTask alone in the pipeline, for example
-        `pipeline_latency`; infinite for an hTask that is not allowed. Numbers of hTasks for which
-        no partition is allowed are left out.
-      stages: S, the number of pipeline stages.
-
-    Raises:
-      PlanningError: there are no tasks, or no partition has a finite latency.
+      latency: L, end-to-end latency in seconds of an hTask alone in the pipeline; infinite for an
+        hTask that is not allowed. It is called once for each of the M(M+1)/2 contiguous hTasks.
     """
     ascending = sorted(range(len(tokens)), key=lambda task: (tokens[task], task))
     costs = np.full((len(ascending), len(ascending)), np.inf)
@@ -70,19 +60,12 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
 
 
 def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
-    """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6).
+    """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6): for every
+    possible number of hTasks, the first and the last task of each hTask, and the latency F in
+    seconds.
 
-    Args:
-      costs: float [M, M]; entry [i, k] is the latency in seconds of the hTask of the tasks i to k,
-        both included; infinite where it does not fit. Entries below the diagonal are not read.
-      stages: S, the number of pipeline stages.
-
-    Returns:
-      For every possible number of hTasks, the first and the last task of each hTask, and the
-      latency F in seconds.
-
-    Raises:
-      PlanningError: there are no tasks, or no partition has a finite latency.
+    Entry [i, k] of `costs`, float [M, M], is the latency in seconds of the hTask of the tasks i to
+    k, both included; infinite if it does not fit. Entries below the diagonal are not read.
     """
     tasks = len(costs)
     if not tasks:
@@ -90,25 +73,21 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, in
     further = np.full((tasks + 1, tasks + 1), np.inf)
     further[:-1, 1:] = np.where(np.tri(tasks, dtype=bool).T, costs / stages, np.inf)
     first = np.concatenate([[np.inf], costs[0]])
-    found = [
+    partitions = [
         ([(begin, end - 1) for begin, end in pairwise((0, *ends))], total)
         for ends, total in cheapest_ranges(first, further, tasks)
         if np.isfinite(total)
     ]
-    if not found:
+    if not partitions:
         raise PlanningError(f"no partition of the {tasks} tasks into hTasks fits in memory")
-    return found
+    return partitions
 
 
 def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:
     """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4).
 
-    L = 2 Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase.
-
-    Args:
-      stages: L⁽ˢ⁾, seconds of one pass of a microbatch on each stage: the mean of its forward and
-        its backward pass.
-      microbatches: C, the number of microbatches.
+    L = 2 Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase of C microbatches.
+    L⁽ˢ⁾ is the mean of the seconds of a forward and a backward pass on each stage.
     """
     return 2 * sum(stages[:-1]) + 2 * microbatches * max(stages)
 
@@ -121,18 +100,8 @@ def pair_head_with_tail(
     The tasks are sorted by the mean length of their samples and paired: the shortest with the
     longest, the second shortest with the second longest, and so on. The pairs are then added to
     groups in descending order of tokens, each to the group with the fewest tokens among those with
-    the fewest pairs.
-
-    Args:
-      lengths: by slot, lengths in tokens of the samples of a global batch of the task.
-      groups: number of groups. Two groups keep the bubble lemma without no-ops if each group's
-        global batches take at least S - 1 microbatches.
-
-    Returns:
-      The slots of each group, ascending.
-
-    Raises:
-      PlanningError: a task has no samples, or there are fewer tasks than groups.
+    the fewest pairs. Two groups keep the bubble lemma without no-ops if each group's global batches
+    take at least S - 1 microbatches.
     """
     for slot, sizes in lengths.items():
         if not len(sizes):
@@ -166,18 +135,7 @@ def take_turns[Batch](
     rounds: Sequence[Mapping[int, Batch]], groups: Sequence[Sequence[int]]
 ) -> list[dict[int, Batch]]:
     """Returns the turns of the groups: in each round, one group's global batches after another's.
-
-    The turns of a group are separated by those of all other groups, which is the distance that the
-    bubble lemma requires (see `bubble_lemma`).
-
-    Args:
-      rounds: by slot, the task's global batch of the round; a task that has ended is left out.
-      groups: slots of each group.
-
-    Returns:
-      For each turn, by slot, the global batches of the group's tasks. Turns without any are left
-      out.
-    """
+    Turns without any are left out."""
     turns = [
         {slot: batches[slot] for slot in group if slot in batches}
         for batches in rounds
@@ -197,7 +155,6 @@ Parts = Sequence[Sequence[int]]
 
 
 def largest_sum(parts: Parts, sizes: np.ndarray) -> float:
-    """Returns the largest sum of any part."""
     return max(sizes[list(part)].sum() for part in parts)
 
 
@@ -231,15 +188,10 @@ class _Layer(NamedTuple):
 def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
     """Returns the division into as many parts of least variance, with no sum above `limit`.
 
-    A dynamic program over sets of items fills one part after another. Each next part holds the
-    largest item that is left, so every division comes up once. The variance of the given division
-    bounds the search: a part at distance d from the mean forces a total distance of d on all others
-    together, which leaves few subsets for a part and few sets to continue from.
-
-    Args:
-      parts: any division that keeps the limit.
-      sizes: sizes of the items; at most about 16.
-      limit: most that a part may sum to.
+    A dynamic program over sets of at most about 16 items fills one part after another. Each next
+    part holds the largest item that is left, so every division comes up once. The variance of the
+    given division bounds the search: a part at distance d from the mean forces a total distance of
+    d on all others together, which leaves few subsets for a part and few sets to continue from.
     """
     descending = np.argsort(-sizes, kind="stable")
     sums = _subset_sums(sizes[descending])
@@ -255,23 +207,22 @@ def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> li
         off = sums[-1] - sums[layer.members] - left * mean
         within = layer.variance + off**2 / max(left, 1) <= most
         if not left:
-            # Leaving out a short item may cost less variance than `most` allows.
+            # A division that leaves out a short item may be within `most`, so require all items.
             within = layer.members == 2 ** len(sizes) - 1
         layers.append(_Layer(*(field[within] for field in layer)))
-    found, index = [], 0
+    division, index = [], 0
     for layer in reversed(layers[1:]):
         part = int(layer.part[index])
-        found.append([int(item) for n, item in enumerate(descending) if part >> n & 1])
+        division.append([int(item) for n, item in enumerate(descending) if part >> n & 1])
         index = int(layer.parent[index])
-    return found
+    return division
 
 
 def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int) -> _Layer:
     """The states after one more part, the one of least variance for each set of items.
 
-    Args:
-      near: int64, the subsets that a part may hold, as bits.
-      distance: float64 [2^items], the squared distance of each subset's sum from the mean.
+    The part is one of the subsets `near`, int64, as bits. `distance`, float64 [2^items], is the
+    squared distance of each subset's sum from the mean.
     """
     everything = 2**items - 1
     # The lowest bit is the largest item that is left.
@@ -293,14 +244,8 @@ def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int
 
 
 def small_largest_sum(parts: Parts, sizes: np.ndarray, precision: float) -> list[list[int]]:
-    """Returns, of the divisions with the smallest largest sum, the one of least variance.
-
-    Args:
-      parts: any division into the wanted number of parts.
-      sizes: sizes of the items; at most about 16.
-      precision: the largest sum may exceed the smallest possible one by this fraction; bisection
-        ends there.
-    """
+    """Returns, of the divisions with the smallest largest sum, the one of least variance. The
+    largest sum may exceed the smallest possible one by the fraction `precision`."""
     count, best = len(parts), parts
     low, high = max(sizes.sum() / count, sizes.max()), largest_sum(parts, sizes)
     while high > low * (1 + precision):
@@ -410,24 +355,14 @@ _LARGEST_ABOVE_LEAST = 0.01
 
 
 def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
-    """Returns, for each number P of buckets, one or two balanced choices of buckets.
+    """Returns, for each number P of buckets up to `most`, one or two balanced choices of buckets.
 
     A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
-    (Eq. 7) do not always have the smallest largest bucket. For up to 12 hTasks the candidates are:
-
-    - the buckets of least variance, if their largest bucket is at most 1% above the smallest
-      possible one;
-    - the buckets of least variance among those whose largest bucket is the smallest possible one,
-      to 0.1%.
-
-    For more hTasks the only candidates are those of `balanced_buckets`.
-
-    Args:
-      latencies: seconds of each hTask.
-      most: the largest P; None for the number of hTasks.
-
-    Raises:
-      PlanningError: there are no hTasks, or a latency is not positive and finite.
+    (Eq. 7) do not always have the smallest largest bucket. For up to 12 hTasks the candidates are
+    therefore the buckets of least variance, if their largest bucket is at most 1% above the
+    smallest possible one; and the buckets of least variance among those whose largest bucket is the
+    smallest possible one, to 0.1%. For more hTasks the only candidates are those of
+    `balanced_buckets`.
     """
     candidates = []
     sizes = np.asarray(latencies, float)
@@ -446,7 +381,7 @@ def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> lis
 
     The result is exact for up to 12 hTasks. For more, hTasks are dealt to buckets in descending
     order; then pairs of buckets are divided again, each as evenly as possible, until no pair
-    improves. Arguments and errors are those of `candidate_buckets`.
+    improves.
     """
     if not len(latencies):
         raise PlanningError("no hTasks to group")
@@ -461,10 +396,8 @@ def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> lis
 
 
 def balance_gap(latencies: Sequence[float], buckets: Buckets) -> float:
-    """Returns the largest bucket divided by max(mean bucket, largest hTask), minus 1.
-
-    No choice of the same number of buckets has a largest bucket below that maximum.
-    """
+    """Returns the largest bucket divided by max(mean bucket, largest hTask), minus 1. No choice of
+    the same number of buckets has a largest bucket below that maximum."""
     sizes = np.asarray(latencies, float)
     return largest_sum(buckets, sizes) / max(sizes.sum() / len(buckets), sizes.max()) - 1
 
@@ -483,15 +416,14 @@ CutRound = Mapping[int, CutBatch]
 
 # Up to this many tasks, every division into groups is a candidate: 52 divisions of 5 tasks.
 _EVERY_DIVISION = 5
-# Partitions into more hTasks than this are left out: grouped into buckets they come out like tasks
-# that are each an hTask.
+# Partitions into more hTasks than this are left out, because their buckets hardly differ from those
+# of tasks that are each an hTask.
 _MOST_HTASKS = 12
 
 
 class Grouping(NamedTuple):
-    """Tasks fused into hTasks, and hTasks grouped into buckets.
-
-    The tasks of an hTask and the hTasks of a bucket share microbatches.
+    """Tasks fused into hTasks, and hTasks grouped into buckets. The tasks of an hTask and the
+    hTasks of a bucket share microbatches.
 
     Attributes:
       htasks: for each hTask, the slots of its tasks.
@@ -514,24 +446,14 @@ def candidate_groupings(
     """Returns groupings of which one may be the best, each division of the tasks once.
 
     Eq. 6 charges an hTask only its first microbatches and so tends to fuse all tasks into one.
-    Therefore the best partition into every number of hTasks is grouped into buckets, and so are
-    the tasks each as an hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few
+    Therefore the best partition into every number of hTasks is grouped into buckets, and so are the
+    tasks each as an hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few
     tasks, all divisions. More than 2S buckets are left out, because 2S fill the pipeline already.
-
-    Args:
-      rounds: global batches of every task. Each task counts with its mean over the rounds in which
-        it has samples.
-      shape: shape class of the microbatches.
-      stages: L⁽ˢ⁾, seconds of one pass of a microbatch on each of S stages: the mean of its forward
-        and its backward pass.
-
-    Raises:
-      PlanningError: there are no samples.
     """
     most = 2 * len(stages)
     batches = _batches(rounds)
     lengths = {slot: [n for batch in cuts for n in batch.lengths] for slot, cuts in batches.items()}
-    # By slot, how many microbatches a global batch fills, the mean over the task's rounds.
+    # For each slot, the mean number of microbatches that its global batches fill.
     microbatches = {
         slot: float(np.mean([chunks_of(batch) for batch in cuts])) / shape.chunks
         for slot, cuts in batches.items()
@@ -559,27 +481,26 @@ def candidate_groupings(
         latencies = [sum(microbatches[slot] for slot in htask) for htask in htasks]
         candidates += [Grouping(htasks, buckets) for buckets in candidate_buckets(latencies, most)]
     candidates += [Grouping(alone, buckets) for buckets in _every_division(len(alone), most)]
-    found: dict[frozenset[tuple[int, ...]], Grouping] = {}
+    distinct: dict[frozenset[tuple[int, ...]], Grouping] = {}
     for grouping in candidates:
-        found.setdefault(frozenset(grouping.groups), grouping)
-    return list(found.values())
+        distinct.setdefault(frozenset(grouping.groups), grouping)
+    return list(distinct.values())
 
 
 def chunks_of(batch: CutBatch) -> int:
-    """Number of chunks that a global batch takes."""
     return sum(span.chunks for span in batch.spans)
 
 
 def _batches(rounds: Sequence[CutRound]) -> dict[int, list[CutBatch]]:
     """By slot, all its global batches that have samples; tasks without samples are left out."""
-    found: dict[int, list[CutBatch]] = {}
+    by_slot: dict[int, list[CutBatch]] = {}
     for batches in rounds:
         for slot, batch in batches.items():
             if len(batch.lengths):
-                found.setdefault(slot, []).append(batch)
-    if not found:
+                by_slot.setdefault(slot, []).append(batch)
+    if not by_slot:
         raise PlanningError("no samples to plan a pipeline for")
-    return found
+    return by_slot
 
 
 def _head_tail(
@@ -618,14 +539,8 @@ def most_promising(
     """Returns the 2S groupings whose streams are estimated to be the shortest.
 
     An estimate takes the bubble lemma into account, but not how well spans fill microbatches, so
-    few groupings take less time than estimated. Groupings with equal estimates are chosen such that
-    each number of groups gets its turn.
-
-    Args:
-      groupings: the groupings to choose from.
-      rounds: global batches of every task.
-      shape: shape class of the microbatches.
-      stages: S, number of stages.
+    few groupings take less time than estimated. Of groupings with equal estimates, those with
+    different numbers of groups come first.
     """
     chunks = [{slot: chunks_of(batch) for slot, batch in batches.items()} for batches in rounds]
     alike: Counter[tuple[int, int]] = Counter()
@@ -645,9 +560,8 @@ def most_promising(
 def stream_length(rounds: Sequence[Sequence[float]], distance: int) -> int:
     """Returns the microbatches of a stream, including the no-ops that the bubble lemma needs.
 
-    Args:
-      rounds: for each round and group, how many microbatches its turn fills.
-      distance: least distance of two turns of a group, in microbatches: the number of stages.
+    `rounds` holds for each round and group the microbatches that its turn fills. Two turns of a
+    group are at least `distance` microbatches apart, the number of stages.
     """
     end = 0.0
     last: dict[int, int] = {}

@@ -56,18 +56,11 @@ FORMAT = "jaxmux.plan/3"
 
 
 class PlannedTask(NamedTuple):
-    """The facts about one task that a `Plan` reports.
-
-    Tokens are all of a sample's, as `Task.max_length` counts them; in a row, a sample takes one
-    place less (see `make_plan.TaskLoad`).
+    """The facts about one task that a `Plan` reports. The tokens are all tokens of the samples, as
+    `Task.max_length` counts them, not stream lengths.
 
     Attributes:
-      name: name of the task.
-      rank: rank of its adapter, or what else its kind calls its size; 0 if it has none.
-      batch_size: number of samples of one global batch.
-      steps: number of steps (global batches) that the task trains for.
-      samples: number of its training samples.
-      tokens: tokens of all its training samples together.
+      rank: rank of its adapter, or the size that its kind has instead; 0 if it has none.
       longest: tokens of its longest sample, held-out samples included.
     """
 
@@ -81,14 +74,11 @@ class PlannedTask(NamedTuple):
 
 
 class PlacedSample(NamedTuple):
-    """One sample and its place in a microbatch.
+    """One sample and its position in a microbatch.
 
     Attributes:
-      slot: slot of the sample's task.
-      step: the task's step to whose global batch the sample belongs, counted from 0 at the start of
-        the plan. It equals the index of the round.
-      sample: index of the sample within that global batch.
-      row: index of the row of the microbatch.
+      step: the round, which is also the task's step counted from the start of the plan.
+      sample: index of the sample within the global batch of that step.
       offset: position in the row, in tokens, at which the sample begins.
       tokens: stream length of the sample in tokens.
     """
@@ -106,11 +96,10 @@ class Prediction(NamedTuple):
 
     Attributes:
       round_seconds: seconds of a round, including `update_seconds`.
-      update_seconds: the part of the round in which no microbatch runs: seconds of the optimizer
-        updates and of the fixed overhead of a round.
+      update_seconds: seconds of the optimizer updates and of the fixed overhead of a round.
       bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass;
         warm-up and drain of the pipeline are included.
-      microbatches: number of microbatches per round, the mean over the rounds of the plan.
+      microbatches: mean number of microbatches per round.
       memory_bytes: peak memory in bytes of the most loaded device.
     """
 
@@ -122,15 +111,9 @@ class Prediction(NamedTuple):
 
 
 class Baseline(NamedTuple):
-    """The predicted costs of another way to train the same rounds on the same replica.
-
-    Attributes:
-      name: name of the method: "one task at a time", "1F1B per task" (the tasks one after another)
-        or "batch everything" (all tasks packed together).
-      round_seconds: seconds of one global batch of every task, including the optimizer updates.
-      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
-      microbatches: number of microbatches per round, the mean over the rounds of the plan.
-    """
+    """The predicted costs of another way to train the same rounds on the same replica, with fields
+    as in `Prediction`. The `name` is "one task at a time", "1F1B per task" (the tasks one after
+    another) or "batch everything" (all tasks packed together)."""
 
     name: str
     round_seconds: float
@@ -140,41 +123,27 @@ class Baseline(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How some rounds of tasks train on one replica, with the predicted times; made by `make_plan`.
+    """The microbatches and the schedule of some rounds on one replica, with the predicted times;
+    made by `make_plan`.
 
-    A *round* is one global batch of every task. A *slot* is a task's place in the pool of adapters.
-    A *chunk* is a series of consecutive tokens in a microbatch that belong to one task. An *hTask*
-    (MuxTune 3.3) is a set of tasks that were found to train faster in shared microbatches than in
-    microbatches of their own. A *bucket* is a group of hTasks whose tasks are packed into the same
+    An *hTask* (MuxTune 3.3) is a set of tasks that are faster in shared microbatches than in
+    separate ones. A *bucket* is a group of hTasks whose tasks are packed into the same
     microbatches. In every round the buckets enter the pipeline one after another.
 
     Attributes:
-      costs: where the predicted costs come from.
-      backbone: architecture of the backbone, for example "LlamaForCausalLM".
-      replica: the devices: pipeline stages and tensor-parallel devices of each stage.
-      tasks: name, rank, batch size, steps and token counts of each task. The slot of a task is its
-        index here.
-      shape: shape class of the microbatches: rows, tokens of a row and of a chunk, most sequences
-        of a row.
-      remat: remat policy of each layer of the backbone, from the first to the last. It tells the
-        values that the layer keeps for its backward pass: "norms", "dots", "lean" or "full", in the
+      tasks: the tasks in the order of their slots.
+      remat: remat policy of each layer of the backbone: "norms", "dots", "lean" or "full", in the
         order of increasing recomputation.
       rounds: number of rounds that the schedule covers.
       htasks: for each hTask, the slots of its tasks.
       buckets: for each bucket, the indices of its hTasks in `htasks`. The buckets are in the order
         in which they enter the pipeline.
-      microbatches: for each microbatch, in the order of `schedule.microbatches`, its samples: each
-        with its slot, step (round), index in the global batch, row, offset in the row and number of
-        tokens.
+      microbatches: the samples of each microbatch, in the order of `schedule.microbatches`.
       forward_seconds: for each stage, seconds of one microbatch's forward pass. All microbatches
         have one shape and count as equally long.
-      backward_seconds: for each stage, seconds of one microbatch's backward pass.
+      backward_seconds: the same for the backward pass.
       hop_seconds: seconds from the end of a pass until its output is at the next stage.
-      schedule: the passes of every stage, in order.
-      prediction: the predicted costs of one round: seconds, bubble ratio, microbatches and peak
-        memory.
-      baselines: the predicted costs of simpler methods for these rounds, such as one task after
-        another.
+      baselines: the predicted costs of simpler methods for these rounds.
     """
 
     costs: CostSource
@@ -201,18 +170,12 @@ class Plan:
 
     @property
     def tokens_by_microbatch(self) -> tuple[int, ...]:
-        """For each microbatch, the tokens of its samples. Padding is not counted."""
+        """For each microbatch, the tokens of its samples, without padding."""
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
-        """Returns the predicted start and end of every forward and backward pass.
-
-        A stage starts a pass as soon as it is free and the pass's input is there. The optimizer
-        updates take no time here.
-
-        Args:
-          unit: seconds of one unit of the returned times: 1.0 for seconds, 1e-3 for milliseconds.
-        """
+        """Returns the predicted start and end of every pass, in units of `unit` seconds. A stage
+        starts a pass as soon as it is free and the pass's input is there; updates take no time."""
         count = len(self.schedule.microbatches)
         forward, backward = (
             np.tile(seconds, (count, 1)) / unit
@@ -222,13 +185,8 @@ class Plan:
         return simulate_asynchronous(self.schedule, workload, self.hop_seconds / unit)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`, the content of plan.json.
-
-        The dict has a key for each attribute of `Plan`, and the key "format" with the version of
-        the format. Tuples become lists, and objects become dicts of their fields, except that each
-        sample of a microbatch is a list [slot, step, sample, row, offset, tokens] and `replica` a
-        text such as "pp4,tp2". `Plan.from_json` reads the dict.
-        """
+        """Returns a plain dict for `json.dump`, the content of plan.json, which `from_json`
+        reads."""
         fields = {name: getattr(self, name) for name in _NAMES}
         fields |= {
             "costs": self.costs._asdict(),
@@ -244,9 +202,6 @@ class Plan:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
         """Returns the plan that `to_json` was called on.
-
-        Args:
-          data: a dict from `to_json`, also after it was written to a JSON file and read again.
 
         Raises:
           PlanningError: the dict is of another format, or lacks a key.
@@ -284,14 +239,7 @@ def _as_tuples(value: Any) -> Any:
 def plan_with(
     grouping: Grouping, rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
 ) -> PipelinePlan:
-    """Returns the pipeline of rounds on a replica.
-
-    Args:
-      grouping: the groups of tasks.
-      rounds: for each round, the lengths of every task's global batch.
-      shape: shape class of the microbatches.
-      costs: costs of the replica, for the pool of all tasks.
-    """
+    """Returns the pipeline of rounds on a replica, with these groups of tasks."""
     seconds = costs.stages(shape)
     pipeline = PipelineCosts(
         shape,
@@ -310,13 +258,8 @@ def baselines(
 
     They use 1F1B and the plan's shape class. On one device the plan itself trains all tasks
     together, so only one task at a time remains.
-
-    Args:
-      rounds: for each round, the lengths of every task's global batch.
-      shape: shape class of the microbatches.
-      costs: costs of the replica, for the pool of all tasks.
     """
-    # The methods run under the memory that the plan's schedule leaves.
+    # The methods keep the `in_flight` of the plan's schedule, and so its remat policies.
     if costs.schedule != AUTO_SCHEDULE:
         costs = dataclasses.replace(costs, schedule=AUTO_SCHEDULE)
     separate = []
@@ -334,7 +277,7 @@ def baselines(
 def _baseline(
     name: str, plans: Sequence[PipelinePlan], rounds: int, costs: ReplicaCosts
 ) -> Baseline:
-    """The costs of plans that run one after another, each with the updates of its own tasks."""
+    """The costs of plans that run one after another, each with the updates of its tasks."""
     seconds = sum(plan.simulation.makespan for plan in plans)
     busy = sum(float(np.sum(plan.simulation.busy())) for plan in plans)
     return Baseline(
@@ -346,22 +289,15 @@ def _baseline(
 
 
 class TaskLoad(NamedTuple):
-    """The facts about one task that `make_plan` depends on.
-
-    Lengths are *stream lengths* in tokens. The stream length of a sample is its number of tokens
-    without the last one, which is only predicted, and with the virtual tokens of its adapter.
+    """The facts about one task that `make_plan` depends on. Lengths are stream lengths in tokens,
+    with the virtual tokens of the adapter.
 
     Attributes:
-      name: name of the task, as used in reports and error messages.
-      pool: sizes of the adapter pool that the task needs alone: `PoolSpec(1, rank, modules,
-        dropout, optimizer)`. The keys of the result of `jaxmux.peft.targets.resolve_targets` are
-        the modules.
+      pool: sizes of the pool that the task needs alone.
       batch_size: number of samples of one global batch.
-      steps: number of steps (global batches, each with one optimizer update) that the task trains
-        for.
-      lengths: stream length of each training sample of the task; not empty.
-      batches: for each step, the stream lengths of the samples of its global batch. It covers all
-        steps, or at least the first one.
+      steps: number of global batches that the task trains for.
+      lengths: stream length of each training sample; not empty.
+      batches: stream lengths of each global batch, of all steps or at least the first one.
       held_out: stream lengths of the held-out samples. They are not trained, but a row of a
         microbatch must be long enough for them.
       dropped: number of records in the task's data that gave no sample; for reports only.
@@ -385,15 +321,7 @@ class TaskLoad(NamedTuple):
 
 
 def shared_pool(tasks: Sequence[TaskLoad]) -> PoolSpec:
-    """Returns the sizes of the pool that holds the adapters of all tasks together.
-
-    `ReplicaCosts` takes it. The pool has one slot per task and the highest rank of all tasks. It
-    adapts every linear that any task adapts, and has the optimizer state of the optimizer kind with
-    the most moments (state values per adapter parameter).
-
-    Args:
-      tasks: the tasks, at least one.
-    """
+    """Returns the sizes of the pool that holds the adapters of all tasks together."""
     return merge_pool_specs([task.pool for task in tasks])
 
 
@@ -407,34 +335,22 @@ def make_plan(
 ) -> Plan:
     """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
-    A replica is one copy of the backbone on one or more devices. The function works on the host and
-    needs no device. It first chooses the shape class of the microbatches (rows, tokens per row and
-    per chunk, sequences per row; a chunk is a series of tokens of one task) as training does: from
-    rounds of the whole training run. On one device all tasks are then packed together. On several
-    pipeline stages it compares ways to group the tasks and orders the microbatches over the stages.
+    It works on the host and needs no device. It chooses the shape class from rounds of the whole
+    training run, as training does. On one device all tasks are then packed together; on several
+    pipeline stages it compares ways to group them.
 
     Args:
-      tasks: the tasks to train. The slot of a task (its place in the pool of adapters) is its index
-        here.
-      request: limits of the shape class, for example `ShapeRequest(tokens=8192)` for microbatches
-        of at most 8192 tokens.
-      costs: times and memory on the replica: `ReplicaCosts(times, memory, shared_pool(tasks),
-        replica)` with the models of `costs.cost_models.device_models`.
-      source: where the costs come from, copied into the plan for reports; the field `source` of the
-        result of `device_models`.
-      rounds: number of rounds that the schedule covers, at least 1. A round is one global batch of
-        every task. A task with fewer global batches in `TaskLoad.batches` repeats them. At least 2
-        rounds show how a round waits for the updates of the round before.
+      request: limits of the shape class.
+      costs: times and memory on the replica, for the pool `shared_pool(tasks)`.
+      source: the origin of the costs, for reports.
+      rounds: number of rounds that the schedule covers. A task with fewer global batches in
+        `TaskLoad.batches` repeats them. At least 2 rounds show how a round waits for updates.
       shape: the shape class, if it has been chosen already, for example with tasks that wait for a
-        place. Then nothing is refused for lack of memory. None chooses it.
-
-    Returns:
-      The plan, whose schedule has passed `schedules.validate`.
+        slot. Then nothing is refused for lack of memory.
 
     Raises:
-      PlanningError: there are no tasks, a task does not fit the replica even alone, all tasks
-        together do not fit, or `request.row_len` is not possible or shorter than a sample. The
-        message lists changes that would help, if there are any.
+      PlanningError: there are no tasks, they do not fit alone or together, or `request.row_len` is
+        not possible or shorter than a sample. The message lists changes that would help.
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
@@ -463,13 +379,8 @@ def plan_rounds(
     """Returns the plan of given rounds on one replica, without baselines.
 
     Args:
-      tasks: the tasks.
       rounds: for each round and slot, the stream lengths in tokens of the samples that the replica
         trains. Rounds may be empty, but not all of them.
-      shape: shape class of the microbatches.
-      grouping: the groups of tasks.
-      costs: as for `make_plan`.
-      source: as for `make_plan`.
       samples: for each round and slot, the indices of these samples in the task's global batch;
         None if they are all samples in order.
     """
@@ -524,12 +435,8 @@ def plan_rounds(
 
 
 def round_lengths(tasks: Sequence[TaskLoad], rounds: int) -> list[RoundLengths]:
-    """Returns, for each round and slot, the stream lengths in tokens of the task's global batch.
-
-    Args:
-      tasks: the tasks; a task's slot is its index. One with fewer global batches repeats them.
-      rounds: number of rounds.
-    """
+    """Returns, for each round and slot, the stream lengths in tokens of the task's global batch. A
+    task with fewer global batches repeats them."""
     return [
         {slot: list(task.batches[k % len(task.batches)]) for slot, task in enumerate(tasks)}
         for k in range(rounds)
@@ -539,14 +446,8 @@ def round_lengths(tasks: Sequence[TaskLoad], rounds: int) -> list[RoundLengths]:
 def choose_shape_class(
     tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> ShapeClass:
-    """Returns the shape class in which rounds of the whole training run take the least time.
-
-    The choice leaves out that smaller microbatches may fill a pipeline better (see
-    `smaller_microbatches`).
-
-    Raises:
-      PlanningError: `request.row_len` is no possible row length, or shorter than a sample.
-    """
+    """Returns the shape class in which rounds of the whole training run take the least time, apart
+    from the gain of smaller microbatches in a pipeline (see `try_smaller_microbatches`)."""
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     if request.row_len is not None:
         require_rows(tasks, request)
@@ -555,15 +456,8 @@ def choose_shape_class(
 
 
 def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
-    """Checks that rows of the requested length are possible and hold every sample.
-
-    Args:
-      tasks: the tasks.
-      request: limits of the shape class, with `row_len`.
-
-    Raises:
-      PlanningError: they are not, or do not.
-    """
+    """Raises PlanningError if rows of the requested length are not possible or do not hold every
+    sample."""
     row_len = request.row_len
     smallest_shape_class([1], request.tokens, request.chunk_len, row_len)
     for task in tasks:
@@ -577,31 +471,27 @@ def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
 
 
 def _planned_task(task: TaskLoad) -> PlannedTask:
-    # The last token of a sample takes no place, and virtual tokens are none of a sample's.
+    # Stream lengths leave out the last token of a sample and include virtual tokens.
     count, more = len(task.lengths), 1 - task.virtual_tokens
-    sizes = count, sum(task.lengths) + count * more, task.longest + more
-    rank = task.pool.largest_rank
-    return PlannedTask(task.name, rank, task.batch_size, task.steps, *sizes)
+    return PlannedTask(
+        name=task.name,
+        rank=task.pool.largest_rank,
+        batch_size=task.batch_size,
+        steps=task.steps,
+        samples=count,
+        tokens=sum(task.lengths) + count * more,
+        longest=task.longest + more,
+    )
 
 
-# Smaller microbatches are tried if less than this share of all devices' time is useful, and
-# reported if a round takes less than this share of the plan's.
+# Smaller microbatches are tried if less than this fraction of all devices' time is useful, and
+# reported if a round takes less than this fraction of its time in the plan.
 _NOTABLE = 0.95
 
 
 class SmallerMicrobatches(NamedTuple):
-    """Fewer tokens per microbatch than in a plan, and the predicted times with them.
-
-    `try_smaller_microbatches` returns it.
-
-    Attributes:
-      tokens: tokens of a microbatch to request as `ShapeRequest.tokens`, before rounding up to
-        whole rows and chunks.
-      round_seconds: predicted seconds of one round (one global batch of every task), including the
-        optimizer updates.
-      bubble_ratio: fraction of the pipeline stages' time, between 0 and 1, in which they run no
-        pass.
-    """
+    """Fewer tokens per microbatch than in a plan, to request as `ShapeRequest.tokens`, and the
+    predicted times with them, as in `Prediction`."""
 
     tokens: int
     round_seconds: float
@@ -611,24 +501,14 @@ class SmallerMicrobatches(NamedTuple):
 def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> SmallerMicrobatches | None:
-    """Tries whether fewer tokens per microbatch would make rounds at least 5% faster than in a
-    plan.
+    """Searches fewer tokens per microbatch that make rounds at least 5% faster than in a plan. The
+    other arguments are those of `make_plan`.
 
-    A round is one global batch of every task. Smaller microbatches are more numerous, so they fill
-    a pipeline better, and less of them is padding. The function halves the requested tokens until a
-    round takes longer, or until a microbatch would be shorter than the longest sample.
-
-    Args:
-      plan: the result of `make_plan(tasks, request, costs, source, rounds)`.
-      tasks: the tasks, as given to `make_plan`.
-      request: limits of the shape class of microbatches, as given to `make_plan`.
-      costs: the costs of the replica, as given to `make_plan`.
-
-    Returns:
-      The best number of tokens that was found, with its predicted times. None if no number makes
-      rounds at least 5% faster. It is None without a search in two cases: on one pipeline stage,
-      because `make_plan` considers fewer tokens itself there; and if bubbles and padding together
-      take less than 5% of the devices' time, because there is little to gain.
+    Smaller microbatches are more numerous, so they fill a pipeline better, and less of them is
+    padding. The function halves the requested tokens until a round takes longer, or until a
+    microbatch would be shorter than the longest sample. It returns None if there is no such number,
+    and without a search if there is little to gain: on one stage, or if bubbles and padding
+    together take less than 5% of the devices' time.
     """
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None
@@ -638,7 +518,7 @@ def try_smaller_microbatches(
     while tokens >= max(task.longest for task in tasks):
         shape = choose_shape_class(tasks, request._replace(tokens=tokens), costs)
         if shape.tokens >= 2 * tokens:
-            # Rounded up to whole rows and chunks, it is no smaller than with more tokens.
+            # Rounding up to whole rows and chunks makes this microbatch as large as the one before.
             break
         grouping = grouping_of_tasks(
             [task.batches for task in tasks], shape, plan.replica.pp, schedule=costs.schedule
@@ -653,6 +533,6 @@ def try_smaller_microbatches(
 
 
 def _useful_share(plan: Plan) -> float:
-    """The share of all devices' time that is neither bubbles nor padding."""
+    """The fraction of all devices' time that is neither bubbles nor padding."""
     tokens = plan.tokens_by_microbatch
     return (1 - plan.prediction.bubble_ratio) * sum(tokens) / (len(tokens) * plan.shape.tokens)

@@ -1,25 +1,20 @@
 """Plans a stream of rounds for a pipeline: groups of tasks, microbatches, their order and times.
 
 While a task waits for its update, microbatches of other groups of tasks keep the stages busy. The
-tasks of a group are packed together, and groups take turns. Within a round, the last microbatch of
-a turn is filled up with samples of the next one. More groups provide more microbatches for the time
-of an update, fewer groups fill microbatches better; what is best depends on the lengths of the
-samples. A quick estimate chooses the most promising groupings, and the simulator compares these.
+tasks of a group are packed together, and groups take turns. A *turn* is the part of a round that
+belongs to one group; its last microbatch is filled up with samples of the next one. More groups
+provide more microbatches for the time of an update, fewer groups fill microbatches better. A quick
+estimate chooses the most promising groupings, and the simulator compares these. Training makes the
+same choice by the same function, so a plan shows the microbatches and passes of training.
 
-Training makes the same choice by the same function, packs each round in the same way and runs the
-passes in the same order, so a plan shows what runs.
-
-A *turn* is the part of a round that belongs to one group of tasks (see `take_turns`). Plans and
-training put the turns of one round in a row; there no task occurs twice, so nothing waits, and only
-the filling up of each turn's last microbatch remains. A row of several rounds, with *no-op*
-microbatches, is LoRAFusion's own order, with which plans are compared. It follows the **bubble
-lemma** (LoRAFusion 5.2): a task's update needs the gradients of a whole global batch. In a pipeline
-of S stages a microbatch has run forward on all stages, and may start its backward pass, S - 1
+Several rounds in a stream, with *no-op* microbatches, are LoRAFusion's order, with which plans are
+compared. It follows the **bubble lemma** (LoRAFusion 5.2): a task's update needs the gradients of a
+whole global batch. In a pipeline of S stages a microbatch may start its backward pass S - 1
 microbatches after it was launched. A microbatch with samples of a task's next global batch
 therefore comes at least S microbatches after the last one with samples of its current global batch.
-Microbatches of other tasks fill the distance; where there are none, no-op microbatches fill it.
-LoRAFusion requires the distance S - 1: its backward pass ends in the same clock in which the next
-forward pass begins. Here the update must come between the two as well.
+Microbatches of other tasks fill the distance, or else no-op microbatches. LoRAFusion requires the
+distance S - 1: its backward pass ends in the same clock in which the next forward pass begins. Here
+the update must come between the two as well.
 """
 
 import dataclasses
@@ -59,13 +54,8 @@ from .schedules import (
 
 
 class PlacedSpan(NamedTuple):
-    """A span in a microbatch.
-
-    Attributes:
-      turn: index of the turn, in the order of execution, whose samples the span holds.
-      slot: slot of the task.
-      span: the samples, as indices within the task's global batch of that turn.
-    """
+    """A span in a microbatch. Its samples are those of the turn with this index in the order of
+    execution."""
 
     turn: int
     slot: int
@@ -73,21 +63,17 @@ class PlacedSpan(NamedTuple):
 
 
 class PackedMicrobatch(NamedTuple):
-    """The spans of a microbatch.
-
-    Attributes:
-      rows: for each row, its spans side by side; a microbatch without spans is a no-op.
-    """
+    """The spans of a microbatch, side by side in its rows. A microbatch without spans is a
+    no-op."""
 
     rows: tuple[tuple[PlacedSpan, ...], ...] = ()
 
     @property
     def is_noop(self) -> bool:
-        """Whether the microbatch holds no samples."""
         return not any(self.rows)
 
     def after(self, turns: int) -> "PackedMicrobatch":
-        """The microbatch behind this many turns: the turns of its spans count from there."""
+        """The same microbatch in a stream in which so many turns come before."""
         rows = [[placed._replace(turn=placed.turn + turns) for placed in row] for row in self.rows]
         return PackedMicrobatch(tuple(map(tuple, rows)))
 
@@ -96,7 +82,6 @@ class PackedMicrobatch(NamedTuple):
         return {placed.slot: placed.turn for row in self.rows for placed in row}
 
     def placements(self, shape: ShapeClass) -> tuple[Placement, ...]:
-        """The placement of each sample; its index is within its task's global batch."""
         return place([[(placed.slot, placed.span) for placed in row] for row in self.rows], shape)
 
 
@@ -107,11 +92,6 @@ def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicr
     whole shorter, and no-ops are added where the lemma needs them (LoRAFusion Alg. 1, lines 12 to
     15). How well two turns merge does not follow from how well each is packed, so the greedy
     packing of the same spans is tried as well. The shortest of the four results is returned.
-
-    Args:
-      turns: packed turns in the order of execution. Turns of groups that alternate (see
-        `adapter_groups.take_turns`) need few no-ops.
-      stages: S, the least distance of a task's global batches.
     """
     schedules = []
     for packed in (turns, [_repack_greedily(turn) for turn in turns]):
@@ -133,8 +113,7 @@ def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicroba
 
     Spans move to the earlier microbatch in the order of their task, and only spans of tasks whose
     previous global batch ended at least S microbatches before. The rest of the turn is packed
-    again, and nothing is moved if that needs more microbatches than the turn did. No-ops are added
-    where the lemma needs them.
+    again, and nothing is moved if that needs more microbatches than the turn did.
     """
     timeline = _Timeline(stages)
     for index, turn in enumerate(turns):
@@ -153,7 +132,8 @@ class _Timeline:
     def __init__(self, stages: int):
         self.stages = stages
         self.microbatches: list[PackedMicrobatch] = []
-        # By slot, the turn of its current global batch and the last microbatch with samples of it.
+        # For each slot, the turn of its current global batch and the last microbatch with samples
+        # of this batch.
         self._ends: dict[int, tuple[int, int]] = {}
 
     def earliest(self, slot: int, turn: int) -> int:
@@ -223,7 +203,7 @@ def _fill_last(
     left = {slot: spans[moved.get(slot, 0) :] for slot, spans in turn.spans.items()}
     queues = {slot: spans for slot, spans in left.items() if spans}
     packed = fill_rows(queues, shape, height) if queues else []
-    # Only its rows are needed from here on, not how far they are above a bound.
+    # `lengths` serve only for bounds, which the remaining turn does not need.
     remaining = dataclasses.replace(turn, spans=left, rows=packed, lengths={})
     return PackedMicrobatch(tuple(rows)), remaining
 
@@ -232,11 +212,11 @@ def _fill_last(
 # seconds on each stage, float64 [S] each.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
-# Groupings are compared by as many rounds as have this many microbatches per stage, with at least
-# two.
+# Groupings are compared by at least two rounds, and enough rounds to have this many microbatches
+# per stage.
 _MICROBATCHES_PER_STAGE = 16
-# Groups that are in use are kept unless others are faster by this fraction. The first round of
-# other groups waits for the last updates of those before, while stages are idle.
+# Groups that are in use are kept unless others are faster by this fraction. After a change, the
+# first round waits for the last updates of the groups before, while stages are idle.
 _LEAST_GAIN = 0.01
 
 
@@ -244,12 +224,9 @@ class PipelinePlan(NamedTuple):
     """A stream of microbatches and its schedule.
 
     Attributes:
-      grouping: the hTasks and buckets that the groups come from.
       microbatches: in the order of the schedule. Their spans refer by index to the turns of
         `take_turns(rounds, grouping.groups)`.
       rounds: for each microbatch, the index of its round.
-      workload: the same microbatches with their times.
-      schedule: what each stage runs.
       simulation: the times of the schedule, with stages that run at their own pace.
     """
 
@@ -262,7 +239,7 @@ class PipelinePlan(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        """Number of groups that have microbatches of their own."""
+        """Number of groups that do not only fill up the microbatches of other groups."""
         return len({microbatch.bucket for microbatch in self.workload.microbatches})
 
 
@@ -270,10 +247,8 @@ class PipelineCosts(NamedTuple):
     """The time that microbatches take in a pipeline.
 
     Attributes:
-      shape: shape class of the microbatches.
-      stage_seconds: returns the time of a microbatch on each stage.
       hop_seconds: time in which the output of a pass gets to the next stage.
-      schedule: name of the schedule, one of `planner.devices.SCHEDULES`.
+      schedule: one of `planner.devices.SCHEDULES`.
       parts_per_stage: number of parts of the backbone on each stage.
     """
 
@@ -294,15 +269,7 @@ def grouping_of_tasks(
     """Returns the grouping with which tasks train in the least time as long as all of them train.
 
     Only the schedule "auto" leaves the choice to the planner. With others, every task is a group,
-    or all tasks together are one.
-
-    Args:
-      tasks: for each task and step, the stream lengths in tokens of the samples of its global
-        batch. The slot of a task is its index.
-      shape: shape class of the microbatches.
-      stages: S, number of stages of the pipeline.
-      present: the groups in use, see `choose_grouping`.
-      schedule: name of the schedule, one of `planner.devices.SCHEDULES`.
+    or all tasks together are one. For `present` see `choose_grouping`.
     """
     if schedule in TASK_BY_TASK:
         return of_groups([(slot,) for slot in range(len(tasks))])
@@ -330,17 +297,7 @@ def grouping_of_share(
     schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
     """Returns the grouping of tasks that suits a replica that trains a share of their samples:
-    those that fit into its rows, divided by the number of devices.
-
-    Args:
-      tasks: for each task and step, the stream lengths in tokens of the samples of its global
-        batch. The slot of a task is its index.
-      replica: the replica.
-      shape: shape class of its microbatches.
-      devices: number of devices of all replicas.
-      present: the groups in use, see `choose_grouping`.
-      schedule: name of the schedule, as for `grouping_of_tasks`.
-    """
+    those that fit into its rows, divided by the number of `devices` of all replicas."""
     parts = replica.shards * round(devices / replica.devices)
     share = [PartOfBatches(batches, parts, shape.row_len) for batches in tasks]
     return grouping_of_tasks(share, shape, replica.pp, present, schedule)
@@ -364,32 +321,22 @@ def choose_grouping(
 ) -> Grouping:
     """Returns the grouping of least makespan among the most promising ones.
 
-    The passes of all microbatches are taken to be equally long on all stages. As long as the tasks
-    stay the same, the grouping suits later rounds too.
-
-    Args:
-      rounds: global batches of every task, round after round; they are all packed and simulated.
-      shape: shape class of the microbatches.
-      stages: S, number of stages.
-      present: the groups in use, which together hold all these tasks. They are returned unless
-        others take at least 1% less time. Empty if there are none.
-
-    Raises:
-      PlanningError: there are no samples, or one is longer than a row.
+    The passes of all microbatches count as equally long on all stages. The groups in use,
+    `present`, are returned unless others take at least 1% less time.
     """
     packings = _Packings(rounds, shape)
     forward, backward = (np.full(stages, seconds) for seconds in (FORWARD, BACKWARD))
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
     together = one_htask(sorted({slot for batches in rounds for slot in batches}))
     candidates = candidate_groupings(packings.cut, shape, (forward + backward) / 2)
-    found = []
+    orders = []
     for grouping in most_promising(candidates, packings.cut, shape, stages):
-        # Which turn fills up the last microbatch of which other one depends on the order.
-        found += [grouping, grouping._replace(buckets=grouping.buckets[::-1])]
-    plans = [_plan(packings, grouping, costs) for grouping in (*found, together)]
-    # A group without a microbatch of its own is of no use, and one group always has one. Of equally
-    # fast plans the first is taken, because several groups hide the time of updates, which the
-    # simulation leaves out.
+        # The order decides which turn fills up the last microbatch of which other turn.
+        orders += [grouping, grouping._replace(buckets=grouping.buckets[::-1])]
+    plans = [_plan(packings, grouping, costs) for grouping in (*orders, together)]
+    # A group that only fills up the microbatches of others is of no use. Of equally fast plans the
+    # first one, with several groups, is taken: it hides the time of updates, which the simulation
+    # leaves out.
     useful = (plan for plan in plans if plan.buckets == len(plan.grouping.groups))
     best = min(useful, key=lambda plan: plan.simulation.makespan)
     if present:
@@ -413,27 +360,15 @@ def one_htask(slots: Sequence[int]) -> Grouping:
 
 
 def of_groups(groups: Groups) -> Grouping:
-    """Returns the grouping in which every group is one hTask.
-
-    Args:
-      groups: for each group, the slots of its tasks.
-    """
+    """Returns the grouping in which every group is one hTask."""
     return Grouping(tuple(groups), tuple((i,) for i in range(len(groups))))
 
 
 def plan_pipeline(
     rounds: Sequence[RoundLengths], grouping: Grouping, costs: PipelineCosts
 ) -> PipelinePlan:
-    """Returns the plan of a stream of rounds.
-
-    Args:
-      rounds: global batches of every task, round after round; there is no flush between them.
-      grouping: the groups of tasks, for example from `choose_grouping`.
-      costs: times of the pipeline.
-
-    Raises:
-      PlanningError: there are no samples, or one is longer than a row.
-    """
+    """Returns the plan of a stream of rounds, without a flush between them. PlanningError tells if
+    there are no samples, or one is longer than a row."""
     return _plan(_Packings(rounds, costs.shape), grouping, costs)
 
 
@@ -441,13 +376,7 @@ def pack_in_groups(
     batches: RoundLengths, groups: Groups, shape: ShapeClass
 ) -> list[PackedMicrobatch]:
     """Packs a round: the groups one after another, each filling up the last microbatch of the one
-    before.
-
-    Args:
-      batches: by slot, the stream lengths in tokens of the samples of the task's global batch.
-      groups: the groups, with all these slots.
-      shape: shape class of the microbatches.
-    """
+    before."""
     return next(_Packings([batches], shape).in_groups(groups))[1]
 
 
@@ -471,8 +400,8 @@ class _Packings:
     def in_groups(
         self, groups: Groups, apart: bool = False
     ) -> Iterator[tuple[int, list[PackedMicrobatch]]]:
-        """For each round, the number of its turns and its microbatches. Their spans count turns
-        from the first of the round. Groups that train `apart` share no microbatch."""
+        """For each round, the number of its turns and its microbatches, whose turns count from the
+        first of the round. Groups that train `apart` share no microbatch."""
         for i in range(len(self.rounds)):
             turns = [packed[i] for packed in map(self._of_group, groups) if i in packed]
             if apart:
@@ -504,12 +433,8 @@ def stream_workload(
 ) -> Workload:
     """Returns microbatches with their times as a workload for schedule generators.
 
-    Args:
-      microbatches: the stream, without no-ops.
-      turns: for each turn, by slot, the lengths in tokens of the global batches that were packed. A
-        span's `turn` is an index of it. The n-th turn of a task is its step n.
-      groups: the groups of the turns; a microbatch's bucket is the group of its first turn.
-      stage_seconds: returns the time of a microbatch on each stage.
+    The n-th of `turns` that holds a task is its step n. A microbatch's bucket is the group of its
+    first turn.
     """
     steps = _steps(turns)
     bucket_of = {slot: i for i, group in enumerate(groups) for slot in group}
@@ -531,8 +456,7 @@ def stream_workload(
 
 
 def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
-    """Returns the length in tokens of each sequence of a microbatch; arguments as of
-    `stream_workload`."""
+    """Returns the length in tokens of each sequence of a microbatch."""
     return [
         turns[placed.turn][placed.slot][sample]
         for row in microbatch.rows

@@ -1,8 +1,5 @@
-"""The order in which each stage runs its ops, made by a greedy simulation of all stages.
-
-A schedule is made in two parts. This module orders the ops of every stage; `tick_layout` then puts
-them into ticks. GPipe's order is fixed; all other generators are settings of this simulation.
-"""
+"""The order in which each stage runs its ops, made by a greedy simulation of all stages. GPipe's
+order is fixed; all other generators are settings of this simulation."""
 
 import dataclasses
 import heapq
@@ -17,13 +14,7 @@ from .schedule import Workload, independent_series
 
 
 class Op(NamedTuple):
-    """The forward or backward pass of one microbatch on one virtual stage.
-
-    Attributes:
-      backward: whether it is the backward pass.
-      virtual_stage: index of the virtual stage.
-      microbatch: index of the microbatch in the workload.
-    """
+    """The forward or backward pass of one microbatch on one virtual stage."""
 
     backward: bool
     virtual_stage: int
@@ -35,13 +26,12 @@ class LaunchRule:
     """The rule by which a free stage chooses its next op.
 
     Attributes:
-      in_flight: for each stage, the most ops whose forward pass has started and whose backward pass
-        has not ended; None for no such limit. The workload's buffer limit holds in either case.
+      in_flight: for each stage, the most microbatches in flight; None for no such limit. The
+        workload's buffer limit holds in either case.
       unit_times: whether every op takes one unit of time, which gives an order for stages that run
-        in lockstep. With False the workload's times give an order for stages that run at their own
-        pace.
-      skip_blocked: whether to launch a later microbatch of the stream where the next one waits for
-        a task's update.
+        in lockstep. With False the workload's times give an order for asynchronous stages.
+      skip_blocked: whether to launch a later microbatch of the stream if the next one waits for a
+        task's update.
       forward_first: number of stages, counted from the first, that prefer a forward pass to a
         backward pass if both could start.
     """
@@ -56,14 +46,11 @@ def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
     """Returns the ops of each stage in the order in which greedy stages start them.
 
     A free stage runs the earliest backward pass that is ready, else its next forward pass if enough
-    buffers are free; the stages that `rule.forward_first` names prefer the forward pass. A
-    microbatch is launched, that is, runs forward on virtual stage 0, only when each of its tasks
-    has finished the backward passes of its previous global batch there. The other virtual stages
-    have then finished them too, because virtual stage 0 runs backward last. This is LoRAFusion's
-    bubble lemma (5.2) for each stage.
-
-    Raises:
-      PlanningError: too few buffers bring the pipeline to a standstill.
+    buffers are free. A microbatch is launched, that is, runs forward on virtual stage 0, only when
+    each of its tasks has finished the backward passes of its previous global batch there. The other
+    virtual stages have then finished them too, because virtual stage 0 runs backward last. This is
+    LoRAFusion's bubble lemma (5.2) for each stage. PlanningError tells if too few buffers bring the
+    pipeline to a standstill.
     """
     simulation = _GreedyStages(workload, rule)
     simulation.run()
@@ -73,9 +60,9 @@ def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
 class _GreedyStages:
     """All stages at one moment of the simulation.
 
-    A microbatch's rank is its place in the order of launches. In Megatron's interleaved order, a
+    A microbatch's rank is its position in the order of launches. In Megatron's interleaved order, a
     series of S microbatches goes through one virtual stage of a stage, then the same microbatches
-    through the next one. A series ends early where an update must come in between.
+    through the next one. A series ends early if an update must come in between.
     """
 
     def __init__(self, workload: Workload, rule: LaunchRule):
@@ -89,7 +76,7 @@ class _GreedyStages:
         self._free_buffers = list(workload.buffer_limit or [np.inf] * workload.stages)
         self._in_flight = [0] * workload.stages
         all_series = independent_series(workload, workload.stages)
-        # By rank, the number of the series and the place in it.
+        # For each rank, the number of the series and the position in it.
         self._place = [(n, i) for n, series in enumerate(all_series) for i in range(len(series))]
         # Forward passes in the order in which every stage runs them: (sort key, rank, part), where
         # part p of a stage is virtual stage p · S + stage.
@@ -98,7 +85,7 @@ class _GreedyStages:
             for rank, (series, i) in enumerate(self._place)
             for part in range(workload.virtual_per_stage)
         )
-        # For each stage, how many of its forward passes have started.
+        # For each stage, the number of its forward passes that have started.
         self._forwards_started = [0] * workload.stages
         self._launched: list[int] = []
         self._rank: dict[int, int] = {}
@@ -108,9 +95,9 @@ class _GreedyStages:
             batch for microbatch in workload.microbatches for batch in microbatch.global_batches
         )
         self._previous = _previous_global_batches(self._unfinished)
-        # Forward passes, beyond those of virtual stage 0, whose input is there.
+        # Forward passes of virtual stages other than 0 whose input has arrived.
         self._ready_forwards: set[Op] = set()
-        # For each stage, a heap of the backward passes whose input is there.
+        # For each stage, a heap of the backward passes whose input has arrived.
         self._ready_backwards: list[list[tuple[tuple[int, int, int], Op]]] = [
             [] for _ in self._busy
         ]

@@ -1,8 +1,7 @@
 """The schedules of `RunOptions.schedule` as plans show them and training runs them.
 
 With "auto", "1f1b" and "lorapp", a microbatch of the next round begins as soon as its tasks are
-updated. With the others the pipeline is empty between two rounds, and every round follows a table
-of its own.
+updated. With the others the pipeline is empty between two rounds, and every round has its table.
 """
 
 from collections.abc import Sequence
@@ -25,22 +24,16 @@ from .validate import validate
 
 LORAPP, TEMPLATE, GPIPE = "lorapp", "template", "gpipe"
 STREAMING = (AUTO_SCHEDULE, "1f1b", LORAPP)
-# Schedules for which every task has microbatches of its own and is updated by itself. With "auto"
-# the planner chooses groups of tasks, and with all others the tasks are packed together.
+# Schedules for which every task has separate microbatches and updates. With "auto" the planner
+# chooses groups of tasks, and with all others the tasks are packed together.
 TASK_BY_TASK = (LORAPP, TEMPLATE)
 
 
 def schedule_rounds(
     name: str, workload: Workload, rounds: Sequence[int], parts_per_stage: int = 1
 ) -> PipelineSchedule:
-    """Returns the schedule of a stream of rounds, in the order in which training runs it.
-
-    Args:
-      name: name of the schedule, one of `planner.devices.SCHEDULES`.
-      workload: the microbatches in order, with one virtual stage per stage.
-      rounds: for each microbatch, the index of its round; ascending.
-      parts_per_stage: number of parts of the backbone on each stage.
-    """
+    """Returns the schedule of a stream of rounds, in the order in which training runs it. `rounds`
+    is the index of each microbatch's round; ascending."""
     if name in STREAMING:
         return streaming(workload, rounds if name == LORAPP else None)
     rows: list[list[Op]] = [[] for _ in range(workload.stages)]
@@ -68,14 +61,8 @@ def round_table(
     microbatch of the table its index in the round.
 
     All microbatches count as equally long, because the host dispatches a round before it runs.
-
-    Args:
-      name: name of the schedule. Those that stream give the table of 1F1B.
-      microbatches: the microbatches of the round.
-      stages: S, number of stages.
-      parts_per_stage: number of parts of the backbone on each stage.
     """
-    # With the template, a stage has room for as many microbatches as can make it faster.
+    # With the template, more microbatches in flight than this limit would not make it faster.
     limit = [2 * stages - 1] * stages if name == TEMPLATE else None
     workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)
     order: Sequence[int] = range(len(microbatches))
@@ -94,19 +81,11 @@ def round_table(
 @cache
 def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[int, ...]:
     """Returns, for each part of the backbone, the most microbatches between their forward and their
-    backward pass in a long round.
-
-    With GPipe these are all microbatches of a round, of which one counts here.
-
-    Args:
-      name: name of the schedule.
-      stages: S, number of stages.
-      parts_per_stage: number of parts of the backbone on each stage.
-    """
+    backward pass in a long round. With GPipe these are all of a round, of which one counts here."""
     parts = stages * parts_per_stage
     if name == GPIPE:
         return (1,) * parts
-    # In an interleaved pipeline they depend on how many microbatches are no multiple of S.
+    # In an interleaved pipeline the peaks depend on the number of microbatches modulo S.
     counts = range(4 * parts, 4 * parts + (stages if parts_per_stage > 1 else 1))
     peaks = [
         round_table(name, [ScheduledMicrobatch((0,), (0,))] * count, stages, parts_per_stage)[0]
@@ -118,11 +97,7 @@ def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tup
 
 
 def microbatches_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[float, ...]:
-    """Returns, for each stage, the number of microbatches whose values it keeps at most: what
-    `ReplicaCosts.in_flight` takes. A part of a stage counts as a fraction of a microbatch.
-
-    Args:
-      name, stages, parts_per_stage: as for `residuals_in_flight`.
-    """
+    """Returns, for each stage, the most microbatches in flight, for `ReplicaCosts.in_flight`. A
+    part of a stage counts as a fraction of a microbatch."""
     of_parts = residuals_in_flight(name, stages, parts_per_stage)
     return tuple(sum(of_parts[stage::stages]) / parts_per_stage for stage in range(stages))

@@ -1,8 +1,9 @@
 """A pipeline schedule as a value: its input, its table of ops, and its predicted time.
 
-Every schedule generator takes a `Workload`, the microbatches to pipeline and their times, and
-returns a `PipelineSchedule`, a table of the ops that every stage runs in every tick. The time of a
-schedule is predicted in lockstep, or with stages that run at their own pace.
+M is the number of microbatches, S the number of stages and V the number of virtual stages. In an
+interleaved pipeline (Narayanan et al. 2021, 2.2) a stage holds several parts of the model, its
+virtual stages: virtual stage v lies on stage v mod S. In an ordinary pipeline V = S. A *step* of a
+task is one global batch and the optimizer update after it.
 """
 
 import dataclasses
@@ -13,29 +14,21 @@ import numpy as np
 
 from ...errors import PlanningError
 
-# Times of the passes where none are given: a backward pass takes about twice as long as a forward
-# pass.
+# Default times of the passes: a backward pass takes about twice as long as a forward pass.
 FORWARD, BACKWARD = 1.0, 2.0
 
 
 class ScheduledMicrobatch(NamedTuple):
     """The facts about one microbatch that its order in the pipeline depends on.
 
-    A *step* of a task is one global batch of the task and the optimizer update after it. Samples of
-    a task's next step may run forward only after that update. The step numbers of a task ascend but
-    need not start at 0.
-
     Attributes:
       tasks: indices of the tasks that have samples in the microbatch, and of those that are updated
         together with them; empty for a no-op microbatch, which holds no samples.
       steps: for each entry of `tasks`, the step of this task. All microbatches that name one (task,
         step) together make up its global batch.
-      bucket: index of the bucket (a group of tasks that are packed together) that the microbatch
-        comes from. Only `template` and `template_order` use it.
-      buffers: number of buffers that the microbatch takes on each stage (in an interleaved
-        pipeline: for each virtual stage, that is, for each part of the model on the stage). A
-        buffer is a unit of memory for residuals, the activations that a forward pass keeps for its
-        backward pass. The microbatch takes its buffers from the forward pass to the backward pass.
+      bucket: the bucket of the microbatch. Only `template` and `template_order` use it.
+      buffers: number of units of memory for residuals that the microbatch takes on each virtual
+        stage from its forward to its backward pass.
     """
 
     tasks: tuple[int, ...]
@@ -45,37 +38,20 @@ class ScheduledMicrobatch(NamedTuple):
 
     @property
     def global_batches(self) -> tuple[tuple[int, int], ...]:
-        """The (task, step) pairs that have samples in the microbatch."""
         return tuple(zip(self.tasks, self.steps, strict=True))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """The input of schedule generators: M microbatches in order, with their times on every stage.
-
-    The microbatches and their order are called the stream. In an ordinary pipeline a stage is one
-    virtual stage. In an interleaved pipeline (Narayanan et al. 2021, 2.2) a stage holds several
-    parts of the model, and each part is a virtual stage. Of S stages, stage s holds the virtual
-    stages s, s + S, s + 2S and so on, so that the output of a virtual stage always goes to the next
-    stage.
-
-    `uniform_workload` makes a workload in which all microbatches take the same time.
+    PlanningError tells if the shapes do not fit or a number is outside its range.
 
     Attributes:
-      microbatches: the M microbatches in the order of the stream.
-      forward: float64 [M, V], time of the forward pass of each microbatch on each of V virtual
-        stages. The unit is free; simulations return their times in this unit.
-      backward: float64 [M, V], time of the backward pass of each microbatch on each virtual stage,
-        in the unit of `forward`.
-      buffer_limit: for each of the S stages, its number of buffers for residuals (see
-        `ScheduledMicrobatch.buffers`); None for no limit.
-      virtual_per_stage: number of virtual stages of one stage, 1 for an ordinary pipeline; V = S ·
-        virtual_per_stage.
-
-    Raises:
-      PlanningError: there are no microbatches, an array has another shape, a time is not positive,
-        `buffer_limit` has not one entry per stage, or a microbatch takes less than one buffer or
-        more than a stage has.
+      forward: float64 [M, V], time of each forward pass, in any unit; simulations return their
+        times in this unit.
+      backward: float64 [M, V], time of each backward pass.
+      buffer_limit: for each stage, its number of buffers for residuals; None for no limit.
+      virtual_per_stage: V / S, 1 for an ordinary pipeline.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -121,21 +97,14 @@ class Workload:
 
     @property
     def stages(self) -> int:
-        """S, the number of pipeline stages."""
         return np.shape(self.forward)[1] // self.virtual_per_stage
 
     @property
     def virtual_stages(self) -> int:
-        """V, the number of virtual stages of all stages together."""
         return np.shape(self.forward)[1]
 
     def reorder(self, order: Sequence[int]) -> "Workload":
-        """Returns a new workload with these microbatches, and their times, in another order.
-
-        Args:
-          order: a permutation of the M indices. Microbatch i of the new workload is microbatch
-            `order[i]` of this workload.
-        """
+        """Returns a new workload whose microbatch i is microbatch `order[i]` of this one."""
         order = np.asarray(order)
         return dataclasses.replace(
             self,
@@ -145,16 +114,7 @@ class Workload:
         )
 
     def with_virtual_stages(self, virtual_per_stage: int) -> "Workload":
-        """Returns a new workload in which every stage is divided into equal virtual stages.
-
-        Each virtual stage takes 1 / virtual_per_stage of its stage's times.
-
-        Args:
-          virtual_per_stage: number of virtual stages of each stage in the new workload.
-
-        Raises:
-          PlanningError: this workload has more than one virtual stage per stage already.
-        """
+        """Returns a new workload in which every stage is divided into equal virtual stages."""
         if self.virtual_per_stage != 1:
             raise PlanningError(
                 f"every stage is already divided into {self.virtual_per_stage} virtual stages"
@@ -173,20 +133,7 @@ def uniform_workload(
     backward: Sequence[float],
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """Returns a workload in which all microbatches take equal times on a stage.
-
-    Args:
-      microbatches: the microbatches in order, for example from `round_robin_microbatches`.
-      forward: for each of S stages, the time of a microbatch's forward pass, in any unit.
-      backward: for each stage, the time of a microbatch's backward pass, in the unit of `forward`.
-      buffer_limit: for each stage, its number of buffers for residuals (see
-        `ScheduledMicrobatch.buffers`); None for no limit.
-
-    Raises:
-      PlanningError: there are no microbatches, `forward`, `backward` and `buffer_limit` are not of
-        equal lengths, a time is not positive, or a microbatch takes less than one buffer or more
-        than a stage has.
-    """
+    """Returns a workload in which all microbatches take equal times on each of S stages."""
     return Workload(
         tuple(microbatches),
         np.tile(np.asarray(forward, float), (len(microbatches), 1)),
@@ -198,22 +145,9 @@ def uniform_workload(
 def round_robin_microbatches(
     tasks: int, steps: int, microbatches: int = 1
 ) -> tuple[ScheduledMicrobatch, ...]:
-    """Returns microbatches in an order in which tasks take turns, as in mLoRA's pipeline (3.2.1).
-
-    Use it to make a `Workload` with `uniform_workload`. A step is one global batch of a task with
-    its update. Step 0 of every task comes first, in the order of the tasks, then step 1 of every
-    task, and so on. The microbatches of one global batch are consecutive. Each microbatch holds
-    samples of one task and takes one buffer; its bucket (see `ScheduledMicrobatch`) is the index of
-    its task.
-
-    Args:
-      tasks: number of tasks.
-      steps: number of steps of each task.
-      microbatches: number of microbatches of each global batch.
-
-    Returns:
-      A tuple of tasks · steps · microbatches entries.
-    """
+    """Returns microbatches in an order in which tasks take turns, as in mLoRA's pipeline (3.2.1):
+    step 0 of every task, then step 1 of every task, and so on. Each global batch has `microbatches`
+    of them."""
     return tuple(
         ScheduledMicrobatch((task,), (step,), bucket=task)
         for step in range(steps)
@@ -223,18 +157,8 @@ def round_robin_microbatches(
 
 
 def independent_series(workload: Workload, longest: int | None = None) -> list[list[int]]:
-    """Cuts the stream, as late as possible, into series of independent microbatches.
-
-    Microbatches are independent if none of them needs an update that another one of the series
-    contributes to.
-
-    Args:
-      workload: the stream.
-      longest: most microbatches of a series; None for no limit.
-
-    Returns:
-      The indices of the consecutive microbatches of each series.
-    """
+    """Cuts the stream, as late as possible, into series of at most `longest` independent
+    microbatches, of which none needs an update that another one of the series contributes to."""
     series: list[list[int]] = [[]]
     steps: dict[int, int] = {}
     for index, microbatch in enumerate(workload.microbatches):
@@ -253,17 +177,8 @@ NONE = -1
 
 
 class Update(NamedTuple):
-    """The optimizer update of one task after one step, in a `PipelineSchedule`.
-
-    A step is one global batch of the task with the update after it.
-
-    Attributes:
-      task: index of the task.
-      step: number of the step whose global batch has run completely.
-      ticks: for each of the S stages, the tick (column of the schedule) at whose end the stage
-        updates its part of the task's adapter. It differs between stages, because they finish their
-        backward passes in different ticks.
-    """
+    """The optimizer update of one task after one step, in a `PipelineSchedule`. `ticks` tells for
+    each stage the tick at whose end it updates its part of the adapter."""
 
     task: int
     step: int
@@ -272,40 +187,18 @@ class Update(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PipelineSchedule:
-    """The order in which S stages run M microbatches: a table with one column per tick.
+    """The order in which S stages run M microbatches: a table with T columns, the ticks.
 
-    A generator such as `one_forward_one_backward` makes a schedule from a `Workload`; the schedule
-    itself holds no times. `validate` checks it, `simulate_lockstep` and `simulate_asynchronous`
-    predict its time, and `print` shows its table.
-
-    A *tick* is one column of the table. There are T ticks. In a tick a stage runs at most one
-    backward and one forward pass, the backward pass first. A pass uses only outputs of passes of
-    earlier ticks. Stages may run all together, tick by tick, or each stage may run its row in order
-    at its own pace. The loss of a microbatch is part of its forward pass on the last virtual stage.
-
-    A buffer is a unit of memory for the activations that a forward pass keeps for its backward
-    pass. A microbatch takes `ScheduledMicrobatch.buffers` buffers on a stage from its forward to
-    its backward pass there. A forward pass can take buffers that the backward pass of the same tick
-    frees.
-
-    In an interleaved pipeline a stage holds several parts of the model, called virtual stages:
-    virtual stage v lies on stage v mod S. In an ordinary pipeline the virtual stages are the
-    stages.
+    `validate` checks it, `simulate_lockstep` and `simulate_asynchronous` predict its time, and
+    `print` shows its table. In a tick a stage runs at most one backward and one forward pass, the
+    backward pass first, and frees its buffers. A pass uses only outputs of passes of earlier ticks.
+    The loss of a microbatch is part of its forward pass on the last virtual stage.
 
     Attributes:
-      microbatches: the M microbatches; the tables refer to them by index.
       forward_microbatch: int32 [S, T], index of the microbatch that stage s runs forward in tick t;
-        -1 where stage s runs no forward pass.
-      backward_microbatch: int32 [S, T], index of the microbatch that stage s runs backward in tick
-        t; -1 where stage s runs no backward pass.
-      forward_virtual_stage: int32 [S, T], the virtual stage, between 0 and V - 1, of the forward
-        pass of stage s in tick t; -1 where stage s runs no forward pass.
-      backward_virtual_stage: int32 [S, T], the virtual stage of the backward pass of stage s in
-        tick t; -1 where stage s runs no backward pass.
-      updates: one update for each task and step (global batch), ordered by its tick on the first
-        stage.
-      virtual_per_stage: number of virtual stages of one stage, 1 for an ordinary pipeline; V = S ·
-        virtual_per_stage.
+        -1 where stage s runs no forward pass. The other tables have the same form.
+      updates: one update for each task and step, ordered by its tick on the first stage.
+      virtual_per_stage: V / S, 1 for an ordinary pipeline.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -318,25 +211,22 @@ class PipelineSchedule:
 
     @property
     def stages(self) -> int:
-        """S, the number of pipeline stages."""
         return self.forward_microbatch.shape[0]
 
     @property
     def ticks(self) -> int:
-        """T, the number of ticks."""
         return self.forward_microbatch.shape[1]
 
     @property
     def virtual_stages(self) -> int:
-        """V, the number of virtual stages of all stages together."""
         return self.stages * self.virtual_per_stage
 
     def forward_ticks(self) -> np.ndarray:
-        """Returns int32 [V, M]: the tick of each forward pass, by virtual stage and microbatch."""
+        """Returns int32 [V, M]: the tick of each forward pass."""
         return self._ticks(self.forward_microbatch, self.forward_virtual_stage)
 
     def backward_ticks(self) -> np.ndarray:
-        """Returns int32 [V, M]: the tick of each backward pass, by virtual stage and microbatch."""
+        """Returns int32 [V, M]: the tick of each backward pass."""
         return self._ticks(self.backward_microbatch, self.backward_virtual_stage)
 
     def _ticks(self, microbatch: np.ndarray, virtual_stage: np.ndarray) -> np.ndarray:
@@ -354,8 +244,8 @@ class PipelineSchedule:
         return self._peaks(np.arange(self.virtual_stages))
 
     def _peaks(self, group: np.ndarray) -> np.ndarray:
-        """Returns int64 [G]: the most buffers that are in use at the same time in each group of
-        virtual stages. The group of each virtual stage is given, int64 [V]."""
+        """int64 [G]: the most buffers in use at the same time in each group; `group` is that of
+        each virtual stage, int64 [V]."""
         change, group = np.zeros((group.max() + 1, self.ticks), int), group[:, None]
         buffers = np.array([microbatch.buffers for microbatch in self.microbatches])
         # The backward pass comes first in its tick, so its buffers are free within the tick.
@@ -394,11 +284,7 @@ class PipelineSchedule:
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`: each attribute under its name, arrays as lists.
-
-        Each microbatch and each update is a dict of its fields. The key "format" holds the version
-        of the format. `from_json` reads the dict.
-        """
+        """Returns a plain dict for `json.dump`, which `from_json` reads."""
         fields = {
             "format": FORMAT,
             "microbatches": [microbatch._asdict() for microbatch in self.microbatches],
@@ -411,9 +297,6 @@ class PipelineSchedule:
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PipelineSchedule":
         """Returns the schedule that `to_json` was called on. It does not call `validate`.
-
-        Args:
-          data: a dict from `to_json`, also after it was written to a JSON file and read again.
 
         Raises:
           ValueError: the dict is of another format.
@@ -451,24 +334,13 @@ def as_lists(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """The predicted times at which the passes of a schedule start and end.
-
-    `simulate_lockstep` and `simulate_asynchronous` return it. Times are in the unit of the
-    `Workload`'s times and count from the start of the schedule. M is the number of microbatches, S
-    the number of stages and V the number of virtual stages. In an interleaved pipeline a stage
-    holds several parts of the model, its virtual stages; virtual stage v lies on stage v mod S.
-    Otherwise V = S.
+    """The predicted times at which the passes of a schedule start and end, float64 [V, M] each, in
+    the unit of the `Workload`'s times, counted from the start of the schedule.
 
     Attributes:
-      forward_start: float64 [V, M], start of each microbatch's forward pass on each virtual stage.
-      forward_end: float64 [V, M], end of each forward pass.
-      backward_start: float64 [V, M], start of each microbatch's backward pass on each virtual
-        stage.
-      backward_end: float64 [V, M], end of each backward pass.
       makespan: time from the start of the first pass to the end of the last pass. In lockstep it
-        includes the messages after the last tick (column of the schedule).
-      peak_buffers: int64 [S], the most buffers (units of memory for activations, see
-        `ScheduledMicrobatch.buffers`) that are in use at the same time on each stage.
+        includes the messages after the last tick.
+      peak_buffers: int64 [S], the most buffers that are in use at the same time on each stage.
     """
 
     forward_start: np.ndarray
@@ -480,16 +352,11 @@ class Simulation:
 
     @property
     def stages(self) -> int:
-        """S, the number of pipeline stages."""
         return len(self.peak_buffers)
 
     def busy(self, window: tuple[float, float] | None = None) -> np.ndarray:
-        """Returns float64 [S]: the time for which each stage runs forward and backward passes.
-
-        Args:
-          window: begin and end of the time that counts, in the unit of the simulation; None for the
-            whole makespan.
-        """
+        """Returns float64 [S]: the time in the window, or in the whole makespan, for which each
+        stage runs passes."""
         begin, end = window or (0.0, self.makespan)
         time = np.zeros(len(self.forward_start))
         for start, stop in (
@@ -500,25 +367,17 @@ class Simulation:
         return time.reshape(-1, self.stages).sum(axis=0)
 
     def bubble_ratio(self, window: tuple[float, float] | None = None) -> float:
-        """Returns the fraction of the stages' time in which they run no pass.
-
-        The bubble ratio is 1 - Σ_s busy_s / (S · time): 0 for a full pipeline, 0.25 if the stages
-        are idle for a quarter of the time on average.
-
-        Args:
-          window: begin and end of the time that counts, in the unit of the simulation; None for the
-            whole makespan, which includes the warm-up and drain of the pipeline. The window that
-            `steady_window()` returns leaves them out.
-        """
+        """Returns the fraction of the stages' time in which they run no pass, 1 - Σ_s busy_s / (S ·
+        time): 0 for a full pipeline, 0.25 if the stages are idle for a quarter of the time on
+        average."""
         begin, end = window or (0.0, self.makespan)
         return 1.0 - float(self.busy(window).sum()) / (self.stages * (end - begin))
 
     def steady_window(self) -> tuple[float, float]:
         """Returns begin and end of the time between warm-up and drain, a window for `bubble_ratio`.
 
-        The window begins at the first backward pass on the first stage. It ends at the start of the
-        last forward pass on the first stage. If there are too few microbatches, no forward pass
-        starts after the begin. The end is then not after the begin, and the window is of no use.
+        The window begins at the first backward pass and ends at the start of the last forward pass
+        on the first stage. With too few microbatches, the end is not after the begin.
         """
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
@@ -526,22 +385,11 @@ class Simulation:
 def simulate_lockstep(
     schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """Predicts the time of a schedule whose stages start every tick (column of the table) together.
+    """Predicts the time of a schedule whose stages start every tick together.
 
     A tick ends when its slowest stage has run its passes and the messages between stages have
-    arrived. Compiled pipelines that exchange activations with one collective per tick run in this
-    way. `simulate_asynchronous` is for stages that do not wait for each other's ticks.
-
-    Args:
-      schedule: the schedule.
-      workload: times of the schedule's microbatches, in the order of `schedule.microbatches`. If
-        the schedule is interleaved, the times may be given per stage instead of per virtual stage
-        (part of the model on a stage); the virtual stages of a stage then share its times equally.
-      permute_time: time of the messages between stages at the end of every tick, in the unit of
-        `workload`.
-
-    Returns:
-      The times of all passes, in the unit of `workload`.
+    arrived, which takes `permute_time`. The virtual stages of a stage share its times equally if
+    the workload gives them per stage.
     """
     forward, backward = _times(schedule, workload)
     forward_tick, backward_tick = schedule.forward_ticks(), schedule.backward_ticks()
@@ -571,19 +419,8 @@ def simulate_asynchronous(
     """Predicts the time of a schedule whose stages run at their own pace.
 
     Each stage runs its row of the table in order and starts each pass as soon as the stage is free
-    and the pass's input has arrived. The ticks (columns of the table) give only the order.
-    `simulate_lockstep` is for stages that start every tick together.
-
-    Args:
-      schedule: the schedule.
-      workload: times of the schedule's microbatches, in the order of `schedule.microbatches`. If
-        the schedule is interleaved, the times may be given per stage instead of per virtual stage
-        (part of the model on a stage); the virtual stages of a stage then share its times equally.
-      hop_time: time from the end of a pass until its output has arrived at the neighbouring stage,
-        in the unit of `workload`; ignored if the pipeline has a single stage.
-
-    Returns:
-      The times of all passes, in the unit of `workload`.
+    and the pass's input has arrived, `hop_time` after it was computed on another stage. The
+    workload is as for `simulate_lockstep`.
     """
     forward, backward = (time.tolist() for time in _times(schedule, workload))
     stages, last = schedule.stages, schedule.virtual_stages - 1

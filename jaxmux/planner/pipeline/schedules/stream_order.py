@@ -14,13 +14,7 @@ from .tick_layout import lay_out
 
 
 class Pass(NamedTuple):
-    """One pass of a microbatch through a virtual stage.
-
-    Attributes:
-      forward: True for a forward pass, False for a backward pass.
-      virtual_stage: the virtual stage, a part of the model.
-      microbatch: index of the microbatch in the schedule.
-    """
+    """One forward or backward pass of a microbatch through a virtual stage."""
 
     forward: bool
     virtual_stage: int
@@ -32,26 +26,14 @@ class Sent(NamedTuple):
 
     A program that sends between processes keeps both devices waiting for each other. So a result is
     sent when its pass has ended, behind the other passes that began before.
-
-    Attributes:
-      result_of: the pass: any but the forward pass of the last virtual stage and the backward pass
-        of the first one, whose results stay.
     """
 
     result_of: Pass
 
 
 def walk(schedule: PipelineSchedule) -> Iterator[Pass | Sent]:
-    """Yields the passes of a schedule, tick by tick; within a tick a stage's backward pass comes
-    first. Results are sent at the end of the tick.
-
-    Every pass comes after those whose outputs it uses, and the passes of a stage come in the order
-    of its row. A device runs what is dispatched to it in order, so each stage follows its row at
-    its own pace.
-
-    Args:
-      schedule: a legal schedule (see `validate`).
-    """
+    """Yields the passes of a legal schedule, tick by tick; within a tick a stage's backward pass
+    comes first. Results are sent at the end of the tick."""
     for tick in range(schedule.ticks):
         results = []
         for stage in range(schedule.stages):
@@ -70,11 +52,8 @@ def walk(schedule: PipelineSchedule) -> Iterator[Pass | Sent]:
 
 
 class Ended(NamedTuple):
-    """A microbatch has ended, and tasks whose global batches are complete can be updated.
-
-    Attributes:
-      microbatch: number of the microbatch.
-    """
+    """The microbatch of this number has ended, and tasks whose global batches are complete can be
+    updated."""
 
     microbatch: int
 
@@ -83,38 +62,27 @@ class StreamOrder:
     """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline.
 
     Stage s of S has at most S - s microbatches between their forward and their backward pass
-    (PipeDream-Flush, Narayanan et al. 2021, without the flush). A clock runs along, on which a
-    backward pass takes twice as long as a forward pass. The next pass is the one that can start
-    first, and of two that could start together the backward pass. A microbatch ends when its last
-    backward pass has ended on this clock: its update is then dispatched behind the passes that late
-    stages run meanwhile. So the order is good although the host dispatches all of it long before it
-    runs. Backward passes come in the order of the microbatches. The result of a pass is sent when
-    the pass has ended on this clock, so stages whose transfers wait for each other lose no time.
+    (PipeDream-Flush, Narayanan et al. 2021, without the flush). The order follows a simulated
+    clock, on which a backward pass takes twice as long as a forward pass. The next pass is the one
+    that can start first, and of two that could start together the backward pass. A microbatch ends,
+    and the result of a pass is sent, when the pass has ended on this clock. So the order is good
+    although the host dispatches all of it long before it runs.
 
-    Microbatches are numbered from 0, without end. The pipeline empties only if no further
-    microbatch may begin.
-
-    Attributes:
-      begun: number of microbatches whose first forward pass has been dispatched.
-      ended: number of microbatches that have ended.
+    Microbatches are numbered from 0, without end. `begun` of them have dispatched their first
+    forward pass, and `ended` of them have ended.
     """
 
     def __init__(self, stages: int):
-        """Creates the order of an empty pipeline.
-
-        Args:
-          stages: S, number of stages.
-        """
         self._forwards = [0] * stages
         self._backwards = [0] * stages
-        # For each stage, the time at which it has run what it was given; and the times at which the
-        # inputs of its next forward and backward passes are there.
+        # For each stage, the time at which its dispatched passes have ended, and the times at which
+        # the inputs of its next forward and backward passes arrive.
         self._free = [0.0] * stages
         self._forward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
         self._backward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
-        # When the passes end whose results have not been sent.
+        # The passes whose results have not been sent, with the times at which they end.
         self._results: list[tuple[float, Pass]] = []
-        # When the microbatches end whose last backward pass has been dispatched.
+        # The times at which microbatches end whose last backward pass has been dispatched.
         self._ends: deque[float] = deque()
 
     @property
@@ -126,12 +94,9 @@ class StreamOrder:
         return self._backwards[0] - len(self._ends)
 
     def next(self, allowed: int) -> Pass | Sent | Ended | None:
-        """The next pass, which counts as dispatched from now on, or the next result that is sent,
-        or the next end of a microbatch; None if there is nothing to do.
-
-        Args:
-          allowed: number of microbatches that may begin so far, those included that have begun.
-        """
+        """Returns the next pass, which then counts as dispatched, or the next result that is sent,
+        or the next end of a microbatch; None if there is nothing to do. So far, `allowed`
+        microbatches may begin, including those that have begun."""
         self._forward_inputs[0] = deque([0.0] * (self.begun < allowed))
         # Of passes that could start together, those of late stages go first, because other stages
         # wait for them.
@@ -150,7 +115,8 @@ class StreamOrder:
         return self._forward(stage) if forward else self._backward(stage)
 
     def _starts(self, stage: int) -> Iterator[tuple[float, bool]]:
-        """When the stage's next backward and forward passes could start, and which is which."""
+        """When the stage's next backward and forward passes could start, and whether each is a
+        forward pass."""
         free, in_flight = self._free[stage], self._forwards[stage] - self._backwards[stage]
         if self._backward_inputs[stage]:
             yield max(free, self._backward_inputs[stage][0]), False
@@ -186,19 +152,17 @@ def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> Pipeli
     """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it.
 
     A microbatch begins when all microbatches before it have begun and each of its tasks has been
-    updated after its previous global batch; stages follow `StreamOrder`. The pipeline is not
-    drained between rounds.
+    updated after its previous global batch; stages follow `StreamOrder`. The times and buffer
+    limits of the workload make no difference.
 
-    Args:
-      workload: the microbatches in order, with one virtual stage per stage. Its times and buffer
-        limits make no difference.
-      rounds: for LoRAPP, the index of each microbatch's round, ascending. A microbatch that waits
-        for an update is then passed over by later ones, up to the end of the next round (mLoRA
-        3.2); the next round is known when all of the current one have begun.
+    With `rounds`, the ascending index of each microbatch's round, later microbatches pass over one
+    that waits for an update, up to the end of the next round (LoRAPP, mLoRA 3.2); the next round is
+    known when all of the current one have begun.
     """
     stages, count = workload.stages, len(workload.microbatches)
-    # For each microbatch, the number of microbatches that end before it begins; and for each task,
-    # the step and the index of its last microbatch so far, and the last one of its step before.
+    # `needed`: for each microbatch, the number of microbatches that end before it begins.
+    # `current`: for each task, the step and the index of its last microbatch so far.
+    # `before`: for each task, the index of the last microbatch of its previous step.
     needed, current, before = [], {}, {}
     for index, microbatch in enumerate(workload.microbatches):
         for task, step in microbatch.global_batches:
@@ -209,7 +173,8 @@ def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> Pipeli
         tasks = (task for task, _ in microbatch.global_batches)
         needed.append(1 + max((before.get(task, -1) for task in tasks), default=-1))
     order, rows = StreamOrder(stages), [[] for _ in range(stages)]
-    # By their number in `order`, the microbatches that have begun; and those that may come next.
+    # The microbatches that have begun, in the order in which `order` numbers them; and those that
+    # may come next.
     begun: list[int] = []
     waiting = deque(range(count) if rounds is None else ())
     known, ended = -1, set[int]()

@@ -14,8 +14,8 @@ from .schedule import NONE, PipelineSchedule, Update, Workload
 #   microbatches in flight.
 # - "paired": every stage runs a forward pass, a backward pass or both.
 # - "alternating": all stages run forward passes in one tick and backward passes in the next.
-# In lockstep the last two take less time where a backward pass takes longer than a forward pass.
-# `lay_out` explains why.
+# In lockstep the last two take less time if a backward pass takes longer than a forward pass, as
+# `lay_out` explains.
 TickRule = Literal["single", "paired", "alternating"]
 
 
@@ -31,14 +31,6 @@ def lay_out(
     are in flight and need buffers. With "alternating" ticks a microbatch returns to the first stage
     one tick earlier than with "paired" ticks, because its first backward pass directly follows its
     last forward pass. But stages exchange messages twice as often.
-
-    Args:
-      workload: the stream.
-      orders: for each stage, its ops in order (see `greedy_orders`).
-      rule: the ops that may share a tick (see `TickRule`).
-
-    Raises:
-      PlanningError: the stages wait for each other in a cycle, or need more buffers than there are.
     """
     _check_buffers(workload, orders)
     ticks = _ticks_of(workload, orders, rule)
@@ -88,7 +80,7 @@ def _ticks_of(workload: Workload, orders: list[list[Op]], rule: TickRule) -> np.
     left = sum(map(len, orders))
     tick, backward = 0, None if rule != "alternating" else False
     while left:
-        # Where no stage has an op of the direction that is due, ops of the other need not wait.
+        # If no stage has an op of the direction that is due, ops of the other direction run.
         for direction in (backward,) if backward is None else (backward, not backward):
             chosen = [choose(stage, tick, direction) for stage in range(workload.stages)]
             if any(chosen):
@@ -118,7 +110,6 @@ def _can_pair(workload: Workload, first: Op, second: Op) -> bool:
 
 
 def _check_buffers(workload: Workload, orders: list[list[Op]]) -> None:
-    """Raises if a stage needs more buffers than it has; the ticks make no difference to that."""
     if workload.buffer_limit is None:
         return
     for stage, (ops, limit) in enumerate(zip(orders, workload.buffer_limit, strict=True)):
@@ -134,11 +125,8 @@ def _check_buffers(workload: Workload, orders: list[list[Op]]) -> None:
 
 
 def _updates(workload: Workload, backward: np.ndarray) -> tuple[Update, ...]:
-    """All updates, each as early as possible: in the tick of the global batch's last backward pass.
-
-    Args:
-      backward: int [V, M], the tick of each backward pass.
-    """
+    """All updates, each in the tick of the global batch's last backward pass. `backward`, int [V,
+    M], is the tick of each backward pass."""
     members = defaultdict(list)
     for index, microbatch in enumerate(workload.microbatches):
         for batch in microbatch.global_batches:

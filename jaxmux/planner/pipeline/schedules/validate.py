@@ -10,42 +10,24 @@ from .schedule import PipelineSchedule, Update
 
 _MOST_REPORTED = 20
 
-# {("F" or "B", virtual stage, microbatch): tick}
+# The tick of each ("F" or "B", virtual stage, microbatch).
 _Ticks = dict[tuple[str, int, int], int]
 
 
 class IllegalSchedule(ValueError):
-    """A pipeline schedule cannot run, or would train the tasks wrongly; `validate` raises it.
-
-    An example is a pass that runs before its input exists. The message has one line for each
-    violation, at most 20, and then the number of further ones.
-    """
+    """A pipeline schedule cannot run, or would train the tasks wrongly. The message describes up to
+    20 violations."""
 
 
 def validate(schedule: PipelineSchedule, buffer_limit: Sequence[int] | None = None) -> None:
-    """Checks that a schedule can run and trains every task correctly; returns nothing if so.
-
-    A tick is a column of the schedule. It checks the following rules:
+    """Raises IllegalSchedule unless a schedule can run and trains every task correctly:
 
     - The four tables have the same shape.
-    - Every microbatch runs exactly once forward and once backward on every virtual stage (part of
-      the model on a stage).
+    - Every microbatch runs exactly once forward and once backward on every virtual stage.
     - Every pass runs in a later tick than the pass whose output it uses.
-    - Every (task, step) has exactly one update; a step is one global batch. On each stage the
-      update comes in or after the tick of the last backward pass of its global batch. It comes
-      before the tick of the first forward pass of the task's later steps.
-    - The microbatches in flight on a stage (forward pass done, backward pass not) fit into its
-      buffers.
-
-    Args:
-      schedule: the schedule to check.
-      buffer_limit: for each of S stages, its number of buffers (units of memory for activations,
-        see `ScheduledMicrobatch.buffers`), for example `Workload.buffer_limit`; None leaves out the
-        last rule.
-
-    Raises:
-      IllegalSchedule: a rule is broken, or `buffer_limit` has not one entry per stage. The message
-        describes up to 20 violations, for example by stage, tick, task and microbatch.
+    - Every (task, step) has exactly one update. On each stage it comes in or after the tick of the
+      last backward pass of its global batch, and before the first forward pass of later steps.
+    - The microbatches in flight on a stage fit into its buffers, if `buffer_limit` is not None.
     """
     problems = list(_shape_problems(schedule)) or list(_count_problems(schedule))
     if not problems:
@@ -133,16 +115,16 @@ def _update_problems(schedule: PipelineSchedule, ticks: _Ticks) -> Iterator[str]
             yield f"task {task}: updates after step {step}, of which there is no microbatch"
     for task, steps in members.items():
         for step, microbatches in steps.items():
-            found = updates[task, step]
-            if len(found) != 1 or len(found[0].ticks) != schedule.stages:
+            present = updates[task, step]
+            if len(present) != 1 or len(present[0].ticks) != schedule.stages:
                 yield (
                     f"task {task}, step {step} (microbatches {microbatches}): "
-                    f"{len(found)} updates, expected one with a tick for each of "
+                    f"{len(present)} updates, expected one with a tick for each of "
                     f"{schedule.stages} stages"
                 )
                 continue
             later = [m for other, of_step in steps.items() if other > step for m in of_step]
-            yield from _order_problems(schedule, ticks, found[0], microbatches, later)
+            yield from _order_problems(schedule, ticks, present[0], microbatches, later)
 
 
 def _order_problems(
