@@ -71,12 +71,10 @@ class Replica(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Replica":
-        """Returns the replica of equal stages that a text such as "dp2,pp4,tp2" names.
-
-        The axes, of which "pp" is the number of stages, are in any order, and an absent axis has
-        size 1. PlanningError tells if an axis is unknown or repeated, or its size is not a positive
-        number.
-        """
+        """Returns the replica of equal stages that a text such as "dp2,pp4,tp2" names. The axes, of
+        which "pp" is the number of stages, are in any order, and an absent axis has size 1.
+        PlanningError tells if an axis is unknown or repeated, or its size is not a positive
+        number."""
         return _parse_replica(text, f"mesh {text!r}")
 
     @property
@@ -130,12 +128,9 @@ class Replica(NamedTuple):
 
     def part_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
         """Returns the number of layers of each part of the backbone, a list of `pp * parts`
-        numbers.
-
-        The last part also has the head, whose work is that of `head_layers` layers. The layers are
-        divided so that the part with most work has as little as possible, and else as evenly as
-        possible; the first parts have one layer more than those after them.
-        """
+        numbers. The last part also has the head, whose work is that of `head_layers` layers. The
+        layers are divided so that the part with most work has as little as possible, and else as
+        evenly as possible; the first parts have one layer more than those after them."""
         return list(_part_layers(self.pp * self.parts, layers, head_layers))
 
     def following(self, schedule: str) -> "Replica":
@@ -245,10 +240,8 @@ ONE_DEVICE = Replica()
 
 class Deployment(NamedTuple):
     """Replicas that train side by side, each with its copy of the backbone (LobRA 4).
-
     `str(deployment)` is "2*(pp1,tp1) + pp2,tp2" for two replicas of one device each and one of two
-    stages with two devices each. Equal replicas have an entry each.
-    """
+    stages with two devices each. Equal replicas have an entry each."""
 
     replicas: tuple[Replica, ...]
 

@@ -2,11 +2,9 @@
 
 
 def fitting_size(needed: int, present: int, least: int, most: int) -> int:
-    """Returns the size, from `least` to `most`, that suits a need.
-
-    The present size is doubled as soon as it is too small, and halved only when a quarter of it
-    suffices, so a need that rises and falls a little changes nothing.
-    """
+    """Returns the size, from `least` to `most`, that suits a need. The present size is doubled as
+    soon as it is too small, and halved only when a quarter of it suffices, so a need that rises and
+    falls a little changes nothing."""
     size = present
     while size < min(needed, most):
         size = min(2 * size, most)

@@ -21,11 +21,9 @@ def tokens_per_microbatch(
     batches: Sequence[int], shape: ShapeClass, round_tokens: int | None = None
 ) -> float:
     """The effective tokens (tokens without padding) of a microbatch, on average over a round.
-
     Microbatches of one shape class take equally long, so this is the throughput of tasks that train
     together, up to a factor (MuxTune 3.3). `batches` holds the tokens of each task's global batch,
-    of which a round trains at most `round_tokens`.
-    """
+    of which a round trains at most `round_tokens`."""
     turns = [min(tokens, round_tokens or tokens) for tokens in batches]
     # A chunk belongs to one task.
     padded = sum(-(-tokens // shape.chunk_len) * shape.chunk_len for tokens in turns)

@@ -33,12 +33,10 @@ _WEIGHT = 1e-4
 
 
 def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
-    """Returns the time model by the figures of `h200`.
-
-    Elementwise operators move 10 d + 8 f values per token, forward and backward: norms read and
-    write the stream of width d, and the gate its activations of width f. Adapters of any rank take
-    the time of rank 16, because reading the activations limits them.
-    """
+    """Returns the time model by the figures of `h200`. Elementwise operators move 10 d + 8 f values
+    per token, forward and backward: norms read and write the stream of width d, and the gate its
+    activations of width f. Adapters of any rank take the time of rank 16, because reading the
+    activations limits them."""
     weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
     gate, up = _width(backbone, "gate_proj"), _width(backbone, "up_proj")
@@ -134,10 +132,8 @@ def _sequence(backbone: BackboneSize) -> Curve:
 
 
 def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
-    """For each remat policy, the kept bytes per token, and per token and rank.
-
-    They are those of the values that `models.remat_policies` names, without the norms of heads.
-    """
+    """For each remat policy, the kept bytes per token, and per token and rank. They are those of
+    the values that `models.remat_policies` names, without the norms of heads."""
     d, size = backbone.hidden_size, backbone.stream_bytes
     q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
     lean = 2 * d + q + (q + 2 * kv)

@@ -75,9 +75,7 @@ FLOAT8_SAVING = 135.3e-3 / (2 * linear_seconds(8192, 32 * 218_103_808))
 
 def attention_seconds(length: int, width: int) -> np.ndarray:
     """Forward and backward seconds of a layer's causal attention over one sequence, float64 [2].
-
-    `width` is that of all query heads together.
-    """
+    `width` is that of all query heads together."""
     features = np.array([length, length**2]) * width / _ATTENTION_WIDTH
     return np.array([features @ _FORWARD_ATTENTION, features @ _BACKWARD_ATTENTION])
 

@@ -46,32 +46,26 @@ def working_bytes(
     sizes: Mapping[str, float], loss_bytes: float, attention_bytes: float = 0.0
 ) -> float:
     """Returns the bytes that a pass needs while it runs, besides the values that layers keep.
-
     During the backward pass of a layer, its inputs, its outputs and the gradients of all its values
     exist at the same time. Together they take a quarter more than the layer keeps under the first
-    remat policy in `sizes`, which recomputes least.
-    """
+    remat policy in `sizes`, which recomputes least."""
     return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
 
 
 def exchanged_bytes(gradients: float, replicas: int) -> float:
     """Returns the bytes that a device needs while replicas exchange gradients and adapters, which
-    are whole on every device of a stage.
-
-    The first replica holds those of all other replicas and their sum; another replica holds its
-    gradients and the sum. The programs have temporaries of the same size.
-    """
+    are whole on every device of a stage. The first replica holds those of all other replicas and
+    their sum; another replica holds its gradients and the sum. The programs have temporaries of the
+    same size."""
     return (replicas + 1) * gradients if replicas > 1 else 0.0
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
     """Chooses the remat policy of every layer, from two neighbouring policies in `sizes`, which are
-    in the order from least to most recomputation.
-
-    The last layers get the policy that recomputes less, as many as there is room for: their
-    backward pass comes first, so that their memory is free for the recomputation of the others. If
-    there is not enough room at all, every layer gets the last policy.
-    """
+    in the order from least to most recomputation. The last layers get the policy that recomputes
+    less, as many as there is room for: their backward pass comes first, so that their memory is
+    free for the recomputation of the others. If there is not enough room at all, every layer gets
+    the last policy."""
     names = list(sizes)
     for more, less in zip(names, names[1:], strict=False):
         if sizes[less] * layers <= room:
@@ -99,12 +93,10 @@ _TIE_BREAK = 1e-7
 
 
 class OnlineFit(NamedTuple):
-    """A linear model y = β · x with β >= 0, with a summary of all its observations.
-
-    `triangle` is R of the QR decomposition of the rows (x, y), float64 [features + 1, features +
-    1]. ‖R (β, -1)‖ is the norm of their residuals, so the coefficients are those of a fit to all
-    observations at once, in memory that does not grow.
-    """
+    """A linear model y = β · x with β >= 0, with a summary of all its observations. `triangle` is R
+    of the QR decomposition of the rows (x, y), float64 [features + 1, features + 1]. ‖R (β, -1)‖ is
+    the norm of their residuals, so the coefficients are those of a fit to all observations at once,
+    in memory that does not grow."""
 
     triangle: np.ndarray
     observations: int = 0
@@ -165,13 +157,11 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Returns the bytes of weights and train state: [M_b + Σ M_g] / S in MuxTune Eq. 5.
-
-        Tensor parallelism divides it further, except the values that every device has whole (see
+        """Returns the bytes of weights and train state: [M_b + Σ M_g] / S in MuxTune Eq. 5. Tensor
+        parallelism divides it further, except the values that every device has whole (see
         `PoolSpec.stage_bytes`), and fully sharded data parallelism divides the weights. The sum
         also has the weights that are gathered (two layers, or the head) or decoded at a time, and
-        the gradients and adapters that several replicas exchange.
-        """
+        the gradients and adapters that several replicas exchange."""
         return max(self._resident(pool, replica))
 
     def _resident(self, pool: PoolSpec, replica: Replica) -> list[float]:
@@ -200,12 +190,10 @@ class MemoryModel:
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
         """Returns the bytes that one layer keeps of one microbatch, on one device, without the
-        additional bytes of attention in rows of several sequences.
-
-        Every tensor-parallel device keeps whole: the hidden states before and after attention, the
-        norms, and the adapters' intermediates of width r. Each device keeps 1/tp of the other
-        values, which lie between column-parallel and row-parallel linears.
-        """
+        additional bytes of attention in rows of several sequences. Every tensor-parallel device
+        keeps whole: the hidden states before and after attention, the norms, and the adapters'
+        intermediates of width r. Each device keeps 1/tp of the other values, which lie between
+        column-parallel and row-parallel linears."""
         if remat not in self.backbone.kept:
             known = ", ".join(self.backbone.kept)
             raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")

@@ -149,12 +149,10 @@ class PoolSpec(NamedTuple):
 
     def stage_bytes(self, backbone: BackboneSize, layers: Sequence[int], tp: int = 1) -> list[int]:
         """Returns the bytes of the train state of all slots on one device of every stage of a
-        pipeline.
-
-        The train state is the trained parameters, their accumulated gradients and the optimizer's
-        moments, all in float32. Tensor-parallel devices divide the output side of column-parallel
-        linears and the input side of row-parallel ones; all other arrays count whole.
-        """
+        pipeline. The train state is the trained parameters, their accumulated gradients and the
+        optimizer's moments, all in float32. Tensor-parallel devices divide the output side of
+        column-parallel linears and the input side of row-parallel ones; all other arrays count
+        whole."""
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
@@ -191,10 +189,8 @@ class PoolSpec(NamedTuple):
 
 def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:
     """Raises PlanningError if a pipeline cannot train a pool: an adapter that changes the embedding
-    and the head together is one array, but these lie on the first and the last stage.
-
-    `parts` is the number of parts of the backbone, if stages have several.
-    """
+    and the head together is one array, but these lie on the first and the last stage. `parts` is
+    the number of parts of the backbone, if stages have several."""
     for what, pool in pools.items():
         if (parts or stages) > 1 and any(
             p.at_both_ends for kind in pool.others for p in kind.points

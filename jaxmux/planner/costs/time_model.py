@@ -37,12 +37,10 @@ class AdapterLoad(NamedTuple):
 
 
 class AdapterTimes(NamedTuple):
-    """Non-negative coefficients of the adapters' time in seconds, forward and backward.
-
-    The adapters of a task with n tokens keep the whole device busy for u_a(n) · t_a(n) = per_task +
+    """Non-negative coefficients of the adapters' time in seconds, forward and backward. The
+    adapters of a task with n tokens keep the whole device busy for u_a(n) · t_a(n) = per_task +
     per_token · n + … seconds. Alone they take t_a(n), which is `floor` longer, because the device
-    is mostly idle while small kernels are launched and drain.
-    """
+    is mostly idle while small kernels are launched and drain."""
 
     floor: float = 0.0
     per_task: float = 0.0
@@ -71,11 +69,9 @@ class AdapterTimes(NamedTuple):
 def fit_adapter_times(
     loads: Sequence[AdapterLoad], seconds: Sequence[float], weights: Sequence[float]
 ) -> AdapterTimes:
-    """Returns the coefficients that fit measured seconds best (non-negative least squares).
-
-    For a load of several tasks, the coefficients decide which term of the maximum is larger. The
-    fit is therefore repeated until that term changes for no load.
-    """
+    """Returns the coefficients that fit measured seconds best (non-negative least squares). For a
+    load of several tasks, the coefficients decide which term of the maximum is larger. The fit is
+    therefore repeated until that term changes for no load."""
     weights = np.asarray(weights, float)[:, None]
     target = np.asarray(seconds, float) * weights[:, 0]
     bound_by_one = np.array([len(load.tokens) == 1 for load in loads])
@@ -127,11 +123,9 @@ _FLOPS_OF_BYTE = h200.FLOPS / h200.BYTES_PER_SECOND
 
 def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> float:
     """Returns the time of the forward pass of all kinds but LoRA in a layer, divided by the time of
-    both passes of its frozen linears.
-
-    Every kind is computed for all chunks: for chunks of other tasks its values are padding. FLOPs
-    count as those of the linears, and bytes as the FLOPs that take as long.
-    """
+    both passes of its frozen linears. Every kind is computed for all chunks: for chunks of other
+    tasks its values are padding. FLOPs count as those of the linears, and bytes as the FLOPs that
+    take as long."""
     flops = 0.0
     for kind in pool.others:
         work = kind.work
@@ -152,11 +146,9 @@ class Curve(NamedTuple):
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]], rising: bool = True) -> "Curve":
-        """Returns the curve through measurements (x, y); several at one x count as their mean.
-
-        With `rising`, the nearest rising values (least squares) replace the measured ones: more
-        work never takes less time, so falling measurements are noise.
-        """
+        """Returns the curve through measurements (x, y); several at one x count as their mean. With
+        `rising`, the nearest rising values (least squares) replace the measured ones: more work
+        never takes less time, so falling measurements are noise."""
         points = sorted(points)
         if not points:
             raise PlanningError("a curve needs at least one point")
@@ -197,12 +189,10 @@ class AttentionTimes(NamedTuple):
 
 
 def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
-    """Returns the times through points (row length, most sequences per row, seconds per token).
-
-    The time per sequence needs points of one row length and different numbers of sequences. If a
+    """Returns the times through points (row length, most sequences per row, seconds per token). The
+    time per sequence needs points of one row length and different numbers of sequences. If a
     sequence costs nothing at one measured row length and something at the next longer one, another
-    kernel begins between them; the fit assumes that it begins at twice the shorter length.
-    """
+    kernel begins between them; the fit assumes that it begins at twice the shorter length."""
     single: list[tuple[float, float]] = []
     by_row_len: dict[int, list[tuple[int, float]]] = {}
     for row_len, max_sequences, seconds in points:

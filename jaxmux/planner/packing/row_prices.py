@@ -53,11 +53,9 @@ def least_rows_by_prices(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass, enough: int | None = None
 ) -> int:
     """Returns a lower bound on the number of rows of any layout of the samples in which each chunk
-    belongs to one task. It is at least `least_rows_of_samples`.
-
-    The search for better prices ends when the bound reaches `enough`, for example the number of
-    rows of a known packing; None to search for the best prices.
-    """
+    belongs to one task. It is at least `least_rows_of_samples`. The search for better prices ends
+    when the bound reaches `enough`, for example the number of rows of a known packing; None to
+    search for the best prices."""
     bound = least_rows_of_samples(lengths, shape)
     most = shape.row_len // shape.chunk_len
     enough = math.inf if enough is None else enough
@@ -147,10 +145,8 @@ def _dearest_spans(
     task: _Task, prices: np.ndarray, shape: ShapeClass
 ) -> tuple[np.ndarray, Callable[[int], np.ndarray]]:
     """The highest prices of a task's samples in 1, 2, ... chunks of a row, and a function from a
-    number of chunks to the number of samples of each length with this price.
-
-    This is a knapsack; samples of equal length are taken in groups of 1, 2, 4, ...
-    """
+    number of chunks to the number of samples of each length with this price. This is a knapsack;
+    samples of equal length are taken in groups of 1, 2, 4, ..."""
     best, steps = np.zeros(shape.row_len + 1), []
     for i, (length, count) in enumerate(zip(task.lengths, task.counts, strict=True)):
         left, group = min(int(count), shape.row_len // int(length)), 1

@@ -32,11 +32,8 @@ Batches = Sequence[Sequence[int]]
 
 class PartOfBatches(Sequence[list[int]]):
     """By step, the stream lengths of the samples of a task's global batch that one of several
-    devices trains. A global batch is read only when its lengths are requested.
-
-    The first of `parts` parts stands for all of them. Samples of more than `longest` tokens do not
-    count.
-    """
+    devices trains. A global batch is read only when its lengths are requested. The first of `parts`
+    parts stands for all of them. Samples of more than `longest` tokens do not count."""
 
     def __init__(self, batches: Batches, parts: int = 1, longest: int | None = None):
         self.batches, self.parts, self.longest = batches, parts, longest
@@ -99,12 +96,9 @@ def longest_that_fits[T](
     require: Callable[[T], None],
     fixed: bool,
 ) -> T:
-    """Returns the choice for the longest samples for which a replica has memory.
-
-    The first choice is for samples of at most `longest` tokens; this limit is halved until
-    `require`, which raises PlanningError, accepts the choice. If the row length is `fixed`, shorter
-    samples do not help.
-    """
+    """Returns the choice for the longest samples for which a replica has memory. The first choice
+    is for samples of at most `longest` tokens; this limit is halved until `require`, which raises
+    PlanningError, accepts the choice. If the row length is `fixed`, shorter samples do not help."""
     while True:
         choice = choose(longest)
         try:
@@ -305,11 +299,9 @@ def _bound(
 def _cheapest(
     needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
-    """The least seconds of the rounds over all numbers of rows, and that number of rows.
-
-    `needed` is the number of rows that each round needs, where the rows that one chunk covers count
-    as one. `owned` is the tokens of all chunks that belong to a task.
-    """
+    """The least seconds of the rounds over all numbers of rows, and that number of rows. `needed`
+    is the number of rows that each round needs, where the rows that one chunk covers count as one.
+    `owned` is the tokens of all chunks that belong to a task."""
     block = RowShape.of(shape).block
     totals = []
     for rows in _heights(shape) if request.fewer_tokens else [shape.rows]:
@@ -336,11 +328,8 @@ def _improved(
     seconds: Cost,
 ) -> PricedShape:
     """Returns the cheaper of `best` and this shape class, taking the number of rows at which the
-    class is cheapest.
-
-    The class gets room for as many sequences per row as there are and a few more. If that does not
-    fit into memory, it gets half of the room.
-    """
+    class is cheapest. The class gets room for as many sequences per row as there are and a few
+    more. If that does not fit into memory, it gets half of the room."""
     whole, packed = shape, pack_rounds(rounds, shape)
     shape = _with_sequences(shape, _room_for(max(map(_most_sequences, packed))))
     needed = [len(batch.rows) for batch in packed]

@@ -27,14 +27,12 @@ from .shape_class import ShapeClass
 
 
 def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
-    """A lower bound on the number of bins of any packing.
-
-    It is the larger of Martello and Toth's L2 and the bound by the number of items. For a threshold
-    α, an item above `capacity` - α shares a bin with no item of at least α, and two items above
-    half the capacity never share one. The items from α to half the capacity fill the room beside
-    those; items that do not fit there need further bins. L2 is the best such bound over all α
-    (Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, 1990).
-    """
+    """A lower bound on the number of bins of any packing. It is the larger of Martello and Toth's
+    L2 and the bound by the number of items. For a threshold α, an item above `capacity` - α shares
+    a bin with no item of at least α, and two items above half the capacity never share one. The
+    items from α to half the capacity fill the room beside those; items that do not fit there need
+    further bins. L2 is the best such bound over all α (Martello and Toth, Lower bounds and
+    reduction procedures for the bin packing problem, 1990)."""
     if not len(sizes):
         return 0
     ascending = np.sort(np.asarray(sizes, np.int64))
@@ -73,13 +71,11 @@ def first_fit_decreasing(
 def fullest_bins(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Packs items so that every bin is as full as the remaining items allow.
-
-    A bin takes the longest remaining item and those further items that leave the least room. Of
-    several such choices it takes one with the fewest items, so that short items remain for gaps in
-    later bins (minimum bin slack; Gupta and Ho, A new heuristic algorithm for the one-dimensional
-    bin-packing problem, 1999).
-    """
+    """Packs items so that every bin is as full as the remaining items allow. A bin takes the
+    longest remaining item and those further items that leave the least room. Of several such
+    choices it takes one with the fewest items, so that short items remain for gaps in later bins
+    (minimum bin slack; Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing
+    problem, 1999)."""
     most_items = most_items or len(sizes)
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
@@ -106,11 +102,9 @@ def balanced_bins(
     sizes: Sequence[int], count: int, capacity: int, most_items: int | None = None
 ) -> list[list[int]] | None:
     """Packs items into `count` bins, longest first, each into the emptiest bin with room for one
-    more item (Graham's longest processing time rule); None if an item does not fit.
-
-    If the limit on the number of items is nearly reached, it finds packings that the other
-    constructions miss: these fill some bins with few long items, and short items are left over.
-    """
+    more item (Graham's longest processing time rule); None if an item does not fit. If the limit on
+    the number of items is nearly reached, it finds packings that the other constructions miss:
+    these fill some bins with few long items, and short items are left over."""
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, i) for i in range(count)]
     for item in _longest_first(sizes):
@@ -134,11 +128,8 @@ def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None =
 
 
 def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int) -> list[int]:
-    """`fullest_subset` of descending sizes.
-
-    The search ends as soon as the items so far reach the largest possible sum and no choice with a
-    later item could reach it with fewer items.
-    """
+    """`fullest_subset` of descending sizes. The search ends as soon as the items so far reach the
+    largest possible sum and no choice with a later item could reach it with fewer items."""
     most = _largest_sum(sizes, min(capacity, sum(sizes[:most_items])))
     never = most_items + 1
     # fewest[t] is the least number of the items so far that sum to t.
@@ -248,11 +239,9 @@ def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[
 
 
 def _cut(row: list[int], lengths: Sequence[int], shape: ShapeClass) -> list[Span]:
-    """Cuts the samples of a row into spans, longest first.
-
-    The spans take the fewest further chunks, beyond those of the whole row, with which none of
-    several samples is longer than half a row. If that takes too many, they take none.
-    """
+    """Cuts the samples of a row into spans, longest first. The spans take the fewest further
+    chunks, beyond those of the whole row, with which none of several samples is longer than half a
+    row. If that takes too many, they take none."""
     most = shape.row_len // shape.chunk_len
     chunks = -(-sum(lengths[s] for s in row) // shape.chunk_len)
     further = min(most - chunks, int(_MOST_FURTHER_CHUNKS * chunks))

@@ -62,11 +62,9 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
 def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
     """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6): for every
     possible number of hTasks, the first and the last task of each hTask, and the latency F in
-    seconds.
-
-    Entry [i, k] of `costs`, float [M, M], is the latency in seconds of the hTask of the tasks i to
-    k, both included; infinite if it does not fit. Entries below the diagonal are not read.
-    """
+    seconds. Entry [i, k] of `costs`, float [M, M], is the latency in seconds of the hTask of the
+    tasks i to k, both included; infinite if it does not fit. Entries below the diagonal are not
+    read."""
     tasks = len(costs)
     if not tasks:
         raise PlanningError("no tasks to fuse")
@@ -84,25 +82,21 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, in
 
 
 def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:
-    """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4).
-
-    L = 2 Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase of C microbatches.
-    L⁽ˢ⁾ is the mean of the seconds of a forward and a backward pass on each stage.
-    """
+    """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4). L = 2
+    Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase of C microbatches. L⁽ˢ⁾
+    is the mean of the seconds of a forward and a backward pass on each stage."""
     return 2 * sum(stages[:-1]) + 2 * microbatches * max(stages)
 
 
 def pair_head_with_tail(
     lengths: Mapping[int, Sequence[int]], groups: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divides tasks into groups of similar load, each with short samples beside long ones.
-
-    The tasks are sorted by the mean length of their samples and paired: the shortest with the
-    longest, the second shortest with the second longest, and so on. The pairs are then added to
-    groups in descending order of tokens, each to the group with the fewest tokens among those with
-    the fewest pairs. Two groups keep the bubble lemma without no-ops if each group's global batches
-    take at least S - 1 microbatches.
-    """
+    """Divides tasks into groups of similar load, each with short samples beside long ones. The
+    tasks are sorted by the mean length of their samples and paired: the shortest with the longest,
+    the second shortest with the second longest, and so on. The pairs are then added to groups in
+    descending order of tokens, each to the group with the fewest tokens among those with the fewest
+    pairs. Two groups keep the bubble lemma without no-ops if each group's global batches take at
+    least S - 1 microbatches."""
     for slot, sizes in lengths.items():
         if not len(sizes):
             raise PlanningError(f"slot {slot}: no samples, so their mean length is unknown")
@@ -186,13 +180,11 @@ class _Layer(NamedTuple):
 
 
 def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
-    """Returns the division into as many parts of least variance, with no sum above `limit`.
-
-    A dynamic program over sets of at most about 16 items fills one part after another. Each next
-    part holds the largest item that is left, so every division comes up once. The variance of the
-    given division bounds the search: a part at distance d from the mean forces a total distance of
-    d on all others together, which leaves few subsets for a part and few sets to continue from.
-    """
+    """Returns the division into as many parts of least variance, with no sum above `limit`. A
+    dynamic program over sets of at most about 16 items fills one part after another. Each next part
+    holds the largest item that is left, so every division comes up once. The variance of the given
+    division bounds the search: a part at distance d from the mean forces a total distance of d on
+    all others together, which leaves few subsets for a part and few sets to continue from."""
     descending = np.argsort(-sizes, kind="stable")
     sums = _subset_sums(sizes[descending])
     count, mean = len(parts), sums[-1] / len(parts)
@@ -219,11 +211,9 @@ def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> li
 
 
 def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int) -> _Layer:
-    """The states after one more part, the one of least variance for each set of items.
-
-    The part is one of the subsets `near`, int64, as bits. `distance`, float64 [2^items], is the
-    squared distance of each subset's sum from the mean.
-    """
+    """The states after one more part, the one of least variance for each set of items. The part is
+    one of the subsets `near`, int64, as bits. `distance`, float64 [2^items], is the squared
+    distance of each subset's sum from the mean."""
     everything = 2**items - 1
     # The lowest bit is the largest item that is left.
     next_item = ~layer.members & everything
@@ -259,11 +249,9 @@ def small_largest_sum(parts: Parts, sizes: np.ndarray, precision: float) -> list
 
 
 def _fewest_bins(sizes: np.ndarray, limit: float) -> list[list[int]]:
-    """The items in the fewest bins of at most `limit`, by a dynamic program over sets.
-
-    For each set it keeps the packing of fewest bins, and of those the one whose last bin is least
-    full, as one number: (bins - 1) · limit + sum of the last bin.
-    """
+    """The items in the fewest bins of at most `limit`, by a dynamic program over sets. For each set
+    it keeps the packing of fewest bins, and of those the one whose last bin is least full, as one
+    number: (bins - 1) · limit + sum of the last bin."""
     members = np.arange(2 ** len(sizes))
     used = np.full(len(members), np.inf)
     used[0] = 0.0
@@ -377,12 +365,9 @@ def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> li
 
 
 def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
-    """Returns, for each P = 1 ... N, the P buckets of least variance (Eq. 7).
-
-    The result is exact for up to 12 hTasks. For more, hTasks are dealt to buckets in descending
-    order; then pairs of buckets are divided again, each as evenly as possible, until no pair
-    improves.
-    """
+    """Returns, for each P = 1 ... N, the P buckets of least variance (Eq. 7). The result is exact
+    for up to 12 hTasks. For more, hTasks are dealt to buckets in descending order; then pairs of
+    buckets are divided again, each as evenly as possible, until no pair improves."""
     if not len(latencies):
         raise PlanningError("no hTasks to group")
     for htask, latency in enumerate(latencies):
@@ -443,13 +428,11 @@ class Grouping(NamedTuple):
 def candidate_groupings(
     rounds: Sequence[CutRound], shape: ShapeClass, stages: Sequence[float]
 ) -> list[Grouping]:
-    """Returns groupings of which one may be the best, each division of the tasks once.
-
-    Eq. 6 charges an hTask only its first microbatches and so tends to fuse all tasks into one.
-    Therefore the best partition into every number of hTasks is grouped into buckets, and so are the
-    tasks each as an hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few
-    tasks, all divisions. More than 2S buckets are left out, because 2S fill the pipeline already.
-    """
+    """Returns groupings of which one may be the best, each division of the tasks once. Eq. 6
+    charges an hTask only its first microbatches and so tends to fuse all tasks into one. Therefore
+    the best partition into every number of hTasks is grouped into buckets, and so are the tasks
+    each as an hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few tasks,
+    all divisions. More than 2S buckets are left out, because 2S fill the pipeline already."""
     most = 2 * len(stages)
     batches = _batches(rounds)
     lengths = {slot: [n for batch in cuts for n in batch.lengths] for slot, cuts in batches.items()}
@@ -536,12 +519,10 @@ _CEIL_TOLERANCE = 1e-9
 def most_promising(
     groupings: Sequence[Grouping], rounds: Sequence[CutRound], shape: ShapeClass, stages: int
 ) -> list[Grouping]:
-    """Returns the 2S groupings whose streams are estimated to be the shortest.
-
-    An estimate takes the bubble lemma into account, but not how well spans fill microbatches, so
-    few groupings take less time than estimated. Of groupings with equal estimates, those with
-    different numbers of groups come first.
-    """
+    """Returns the 2S groupings whose streams are estimated to be the shortest. An estimate takes
+    the bubble lemma into account, but not how well spans fill microbatches, so few groupings take
+    less time than estimated. Of groupings with equal estimates, those with different numbers of
+    groups come first."""
     chunks = [{slot: chunks_of(batch) for slot, batch in batches.items()} for batches in rounds]
     alike: Counter[tuple[int, int]] = Counter()
     keys = []
@@ -559,10 +540,8 @@ def most_promising(
 
 def stream_length(rounds: Sequence[Sequence[float]], distance: int) -> int:
     """Returns the microbatches of a stream, including the no-ops that the bubble lemma needs.
-
     `rounds` holds for each round and group the microbatches that its turn fills. Two turns of a
-    group are at least `distance` microbatches apart, the number of stages.
-    """
+    group are at least `distance` microbatches apart, the number of stages."""
     end = 0.0
     last: dict[int, int] = {}
     for turns in rounds:

@@ -254,11 +254,9 @@ def plan_with(
 def baselines(
     rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
 ) -> tuple[Baseline, ...]:
-    """Returns the predicted costs of the methods that a plan is compared with.
-
-    They use 1F1B and the plan's shape class. On one device the plan itself trains all tasks
-    together, so only one task at a time remains.
-    """
+    """Returns the predicted costs of the methods that a plan is compared with. They use 1F1B and
+    the plan's shape class. On one device the plan itself trains all tasks together, so only one
+    task at a time remains."""
     # The methods keep the `in_flight` of the plan's schedule, and so its remat policies.
     if costs.schedule != AUTO_SCHEDULE:
         costs = dataclasses.replace(costs, schedule=AUTO_SCHEDULE)

@@ -86,13 +86,11 @@ class PackedMicrobatch(NamedTuple):
 
 
 def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
-    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds.
-
-    Each turn's underfull last microbatch is filled up with spans of the next turn if that makes the
+    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds. Each
+    turn's underfull last microbatch is filled up with spans of the next turn if that makes the
     whole shorter, and no-ops are added where the lemma needs them (LoRAFusion Alg. 1, lines 12 to
     15). How well two turns merge does not follow from how well each is packed, so the greedy
-    packing of the same spans is tried as well. The shortest of the four results is returned.
-    """
+    packing of the same spans is tried as well. The shortest of the four results is returned."""
     schedules = []
     for packed in (turns, [_repack_greedily(turn) for turn in turns]):
         separate = [microbatch for i, turn in enumerate(packed) for microbatch in _lay(i, turn)]
@@ -110,11 +108,9 @@ def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[
 
 def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
     """Returns the turns one after another, each filling up the last microbatch of the one before.
-
     Spans move to the earlier microbatch in the order of their task, and only spans of tasks whose
     previous global batch ended at least S microbatches before. The rest of the turn is packed
-    again, and nothing is moved if that needs more microbatches than the turn did.
-    """
+    again, and nothing is moved if that needs more microbatches than the turn did."""
     timeline = _Timeline(stages)
     for index, turn in enumerate(turns):
         filled, remaining = _fill_last(timeline, index, turn)
@@ -267,10 +263,8 @@ def grouping_of_tasks(
     schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
     """Returns the grouping with which tasks train in the least time as long as all of them train.
-
     Only the schedule "auto" leaves the choice to the planner. With others, every task is a group,
-    or all tasks together are one. For `present` see `choose_grouping`.
-    """
+    or all tasks together are one. For `present` see `choose_grouping`."""
     if schedule in TASK_BY_TASK:
         return of_groups([(slot,) for slot in range(len(tasks))])
     together = one_htask(range(len(tasks)))
@@ -319,11 +313,9 @@ class _First(Sequence):
 def choose_grouping(
     rounds: Sequence[RoundLengths], shape: ShapeClass, stages: int, present: Groups = ()
 ) -> Grouping:
-    """Returns the grouping of least makespan among the most promising ones.
-
-    The passes of all microbatches count as equally long on all stages. The groups in use,
-    `present`, are returned unless others take at least 1% less time.
-    """
+    """Returns the grouping of least makespan among the most promising ones. The passes of all
+    microbatches count as equally long on all stages. The groups in use, `present`, are returned
+    unless others take at least 1% less time."""
     packings = _Packings(rounds, shape)
     forward, backward = (np.full(stages, seconds) for seconds in (FORWARD, BACKWARD))
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
@@ -431,11 +423,9 @@ def stream_workload(
     groups: Groups,
     stage_seconds: StageSeconds,
 ) -> Workload:
-    """Returns microbatches with their times as a workload for schedule generators.
-
-    The n-th of `turns` that holds a task is its step n. A microbatch's bucket is the group of its
-    first turn.
-    """
+    """Returns microbatches with their times as a workload for schedule generators. The n-th of
+    `turns` that holds a task is its step n. A microbatch's bucket is the group of its first
+    turn."""
     steps = _steps(turns)
     bucket_of = {slot: i for i, group in enumerate(groups) for slot in group}
     scheduled, seconds = [], []

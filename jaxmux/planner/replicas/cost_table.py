@@ -61,12 +61,10 @@ class ShapeCosts:
 
 class SequenceCosts(Protocol):
     """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
-
     A sequence is a training sample, padded to the longest length of its bin. A replica of
     configuration S that serves x_j sequences padded to s_j tokens, for each length bin j, takes
     T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j seconds for a round, forward
-    and backward passes together. A deployed replica takes the constant even without sequences.
-    """
+    and backward passes together. A deployed replica takes the constant even without sequences."""
 
     def longest(self, configuration: Replica) -> int:
         """Returns the tokens of the longest sequence that fits into memory; 0 if none fits."""
@@ -129,12 +127,9 @@ def tabulate_costs(
 
 def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:
     """Removes configurations that another one makes unnecessary (LobRA 4.2), and returns for each
-    of them one that dominates it.
-
-    The paper removes a configuration that is slower than another with as many devices. This also
-    removes one that is no faster than another with fewer devices: replacing the first by the second
-    makes no plan slower.
-    """
+    of them one that dominates it. The paper removes a configuration that is slower than another
+    with as many devices. This also removes one that is no faster than another with fewer devices:
+    replacing the first by the second makes no plan slower."""
     table = np.column_stack([costs.devices, costs.constant, costs.per_sequence])
     kept: list[int] = []
     dominated = {}

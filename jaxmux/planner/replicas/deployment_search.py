@@ -72,10 +72,8 @@ class FoundDeployment(NamedTuple):
 def search_deployment(
     problem: DeploymentProblem, start: np.ndarray, gap: float, time_limit: float
 ) -> FoundDeployment:
-    """Bisects over the time of a round, starting from replicas that serve every bin.
-
-    It stops at the fraction `gap` above the bound, or after `time_limit` seconds.
-    """
+    """Bisects over the time of a round, starting from replicas that serve every bin. It stops at
+    the fraction `gap` above the bound, or after `time_limit` seconds."""
     costs, demand = problem.costs, problem.demand
     deadline = time.monotonic() + time_limit
     deployed = np.flatnonzero(start)
@@ -115,11 +113,9 @@ class _Answer(NamedTuple):
 
 
 def _plan_within(target: float, problem: DeploymentProblem, time_limit: float) -> _Answer:
-    """Searches a plan whose round takes at most `target` seconds.
-
-    The variables are all p_i, then d_ij for every configuration and bin for which a single sequence
-    takes at most `target` seconds.
-    """
+    """Searches a plan whose round takes at most `target` seconds. The variables are all p_i, then
+    d_ij for every configuration and bin for which a single sequence takes at most `target`
+    seconds."""
     costs, demand, devices, least, most = problem
     row, column = np.nonzero(costs.alone <= target)
     configurations, bins = costs.per_sequence.shape
@@ -353,13 +349,10 @@ def choose_replicas(
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
     """Chooses the replicas of `plan_replicas`, or equal replicas of one configuration, by the mean
-    simulated time of `rounds`.
-
-    `plan_replicas` divides the sequences of an expected round into fractions. In a real round with
-    few long sequences, its replicas may not be able to share them evenly. The result has the
-    predicted times of an expected round, not the simulated ones. Further arguments and errors are
-    as for `plan_replicas`.
-    """
+    simulated time of `rounds`. `plan_replicas` divides the sequences of an expected round into
+    fractions. In a real round with few long sequences, its replicas may not be able to share them
+    evenly. The result has the predicted times of an expected round, not the simulated ones. Further
+    arguments and errors are as for `plan_replicas`."""
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]
     longest = max(bins.boundaries)

@@ -29,13 +29,11 @@ _PARTNERS = 6
 
 def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> np.ndarray:
     """Divides sequences among configurations: length-based dispatch (LobRA 3), then improvements.
-    The result is int64 [S, R], the sequences of each bin that each configuration serves.
-
-    At first each length bin is served by the configuration that takes the fewest device seconds for
-    it. Then sequences move from the slowest configuration to others, as many at a time as make the
-    two equally fast: those whose time on the new configuration is the least relative to their time
-    on the old one.
-    """
+    The result is int64 [S, R], the sequences of each bin that each configuration serves. At first
+    each length bin is served by the configuration that takes the fewest device seconds for it. Then
+    sequences move from the slowest configuration to others, as many at a time as make the two
+    equally fast: those whose time on the new configuration is the least relative to their time on
+    the old one."""
     share = costs.per_sequence / number[:, None]
     counts = np.zeros(share.shape, np.int64)
     cheapest = (costs.devices[:, None] * costs.per_sequence).argmin(axis=0)
@@ -58,11 +56,9 @@ def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) 
 
 
 def split_evenly(counts: np.ndarray, per_sequence: np.ndarray, replicas: int) -> np.ndarray:
-    """Divides the sequences of a configuration evenly among its replicas, int64 [replicas, R].
-
-    The remainder of each bin goes to the replicas that are least busy so far, the bin with the
-    longest sequences first (longest processing time first).
-    """
+    """Divides the sequences of a configuration evenly among its replicas, int64 [replicas, R]. The
+    remainder of each bin goes to the replicas that are least busy so far, the bin with the longest
+    sequences first (longest processing time first)."""
     parts = np.tile(counts // replicas, (replicas, 1))
     seconds = np.where(counts > 0, per_sequence, 0)
     busy = parts @ seconds
@@ -261,12 +257,10 @@ def _busy_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> flo
 
 
 def _whole_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> float:
-    """Seconds within which whole sequences of each bin and all longer ones can be served.
-
-    Within T seconds a replica serves at most ⌊(T - c_i) / t_ij⌋ sequences of bin j or longer, where
-    c_i is its constant and t_ij its time per sequence. Few replicas serve the longest sequences,
-    and only few of them each, so this bound is often the largest.
-    """
+    """Seconds within which whole sequences of each bin and all longer ones can be served. Within T
+    seconds a replica serves at most ⌊(T - c_i) / t_ij⌋ sequences of bin j or longer, where c_i is
+    its constant and t_ij its time per sequence. Few replicas serve the longest sequences, and only
+    few of them each, so this bound is often the largest."""
     quickest = np.minimum.accumulate(costs.per_sequence[:, ::-1], axis=1)[:, ::-1]
     needed = np.cumsum(demand[::-1])[::-1]
     constant = costs.constant[:, None]
@@ -288,12 +282,9 @@ def _solve(
     limits: Mapping[str, float],
 ) -> tuple[np.ndarray | None, float]:
     """Solves Eq. 3 as an integer program and returns counts int64 [S, R], or None if the solver
-    stopped before it found any, and a lower bound in seconds.
-
-    A known dispatch takes `known` seconds. The variables are the round's time divided by `known`,
-    and d_ij for every configuration and bin for which a single sequence takes at most `known`
-    seconds.
-    """
+    stopped before it found any, and a lower bound in seconds. A known dispatch takes `known`
+    seconds. The variables are the round's time divided by `known`, and d_ij for every configuration
+    and bin for which a single sequence takes at most `known` seconds."""
     row, column = np.nonzero(costs.alone <= known)
     variables = len(row) + 1
     d = np.arange(1, variables)
@@ -341,12 +332,10 @@ def assign_samples(
     lengths: Mapping[int, Sequence[int]],
 ) -> list[dict[int, list[int]]]:
     """Divides the samples of a round among replicas by `dispatch_samples`, and returns for each
-    replica, by task, the ascending indices of its samples.
-
-    Samples of one length bin are interchangeable. They are dealt evenly, so that the samples of a
-    task go to all replicas that serve their bin. Equal calls have equal results. PlanningError
-    names a sample that fits no replica.
-    """
+    replica, by task, the ascending indices of its samples. Samples of one length bin are
+    interchangeable. They are dealt evenly, so that the samples of a task go to all replicas that
+    serve their bin. Equal calls have equal results. PlanningError names a sample that fits no
+    replica."""
     every = [(length, task, i) for task, sizes in lengths.items() for i, length in enumerate(sizes)]
     bins = round_bins([length for length, *_ in every])
     dispatch = dispatch_samples(

@@ -11,13 +11,11 @@ from .tick_layout import TickRule, lay_out
 
 
 def gpipe(workload: Workload) -> PipelineSchedule:
-    """Returns the GPipe schedule: all forward passes of a flush, then all its backward passes.
-
-    A *flush* is a series of consecutive microbatches that run with unchanged adapter parameters. A
+    """Returns the GPipe schedule: all forward passes of a flush, then all its backward passes. A
+    *flush* is a series of consecutive microbatches that run with unchanged adapter parameters. A
     new flush begins at a microbatch that must wait for the optimizer update of a task in the
     current flush. With S stages, equal stage times and forward passes as long as backward passes,
-    the bubble ratio of a flush of N microbatches is (S-1) / (N+S-1) (Huang et al. 2019).
-    """
+    the bubble ratio of a flush of N microbatches is (S-1) / (N+S-1) (Huang et al. 2019)."""
     flushes = independent_series(workload)
     orders = [
         [
@@ -32,37 +30,31 @@ def gpipe(workload: Workload) -> PipelineSchedule:
 
 
 def one_forward_one_backward(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """Returns the 1F1B schedule, PipeDream-flush (Narayanan et al. 2021, 2.2).
-
-    Stage s has at most `one_f_one_b_depth(S, rule)[s]` microbatches in flight, and fewer if
-    `workload.buffer_limit` requires it. The microbatches start in the order of the workload. A
-    microbatch that waits for a task's optimizer update holds back all microbatches after it;
-    `lorapp` passes over such a microbatch instead. For microbatches that wait for no update, the
-    bubble ratio is the same as for `gpipe`.
-    """
+    """Returns the 1F1B schedule, PipeDream-flush (Narayanan et al. 2021, 2.2). Stage s has at most
+    `one_f_one_b_depth(S, rule)[s]` microbatches in flight, and fewer if `workload.buffer_limit`
+    requires it. The microbatches start in the order of the workload. A microbatch that waits for a
+    task's optimizer update holds back all microbatches after it; `lorapp` passes over such a
+    microbatch instead. For microbatches that wait for no update, the bubble ratio is the same as
+    for `gpipe`."""
     launch = LaunchRule(in_flight=one_f_one_b_depth(workload.stages, rule))
     return lay_out(workload, greedy_orders(workload, launch), rule)
 
 
 def one_f_one_b_depth(stages: int, rule: TickRule) -> list[int]:
     """Returns the number of microbatches in flight on each stage that keeps a 1F1B pipeline full.
-
     Stage s of S stages needs S - s of them if a stage runs one pass in each tick (rule "single").
     With the rules "paired" and "alternating" it needs 2(S - s) - 1, because about twice as many
-    other microbatches start while one is in flight.
-    """
+    other microbatches start while one is in flight."""
     return [stages - s if rule == "single" else 2 * (stages - s) - 1 for s in range(stages)]
 
 
 def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
-    """Returns the interleaved 1F1B schedule, which has shorter bubbles than 1F1B.
-
-    Each stage holds several parts of the model, its virtual stages, so a microbatch passes every
-    stage several times and the pipeline fills sooner (Narayanan et al. 2021, 2.2). In exchange the
-    stages send more messages. For N microbatches that wait for no update, with N a multiple of the
-    number S of stages, equal stage times and forward passes as long as backward passes, the bubble
-    ratio is (S-1) / (virtual_per_stage · N + S-1).
-    """
+    """Returns the interleaved 1F1B schedule, which has shorter bubbles than 1F1B. Each stage holds
+    several parts of the model, its virtual stages, so a microbatch passes every stage several times
+    and the pipeline fills sooner (Narayanan et al. 2021, 2.2). In exchange the stages send more
+    messages. For N microbatches that wait for no update, with N a multiple of the number S of
+    stages, equal stage times and forward passes as long as backward passes, the bubble ratio is
+    (S-1) / (virtual_per_stage · N + S-1)."""
     workload = workload.with_virtual_stages(virtual_per_stage)
     stages = workload.stages
     depth = [2 * (stages - 1 - s) + (virtual_per_stage - 1) * stages + 1 for s in range(stages)]
@@ -125,10 +117,8 @@ def template(
 
 def template_order(workload: Workload) -> list[int]:
     """Returns the order in which `template` starts microbatches, as indices for `Workload.reorder`.
-
     Microbatches are ordered by round, then by bucket, then by their position in the workload.
-    Buckets descend by the mean forward time of their microbatches on the first stage.
-    """
+    Buckets descend by the mean forward time of their microbatches on the first stage."""
     rounds = _rounds(workload)
     members = defaultdict(list)
     for index, microbatch in enumerate(workload.microbatches):

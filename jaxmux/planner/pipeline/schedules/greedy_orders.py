@@ -58,12 +58,10 @@ def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
 
 
 class _GreedyStages:
-    """All stages at one moment of the simulation.
-
-    A microbatch's rank is its position in the order of launches. In Megatron's interleaved order, a
-    series of S microbatches goes through one virtual stage of a stage, then the same microbatches
-    through the next one. A series ends early if an update must come in between.
-    """
+    """All stages at one moment of the simulation. A microbatch's rank is its position in the order
+    of launches. In Megatron's interleaved order, a series of S microbatches goes through one
+    virtual stage of a stage, then the same microbatches through the next one. A series ends early
+    if an update must come in between."""
 
     def __init__(self, workload: Workload, rule: LaunchRule):
         self.workload = workload

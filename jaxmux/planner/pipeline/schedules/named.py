@@ -58,10 +58,8 @@ def round_table(
     parts_per_stage: int = 1,
 ) -> tuple[PipelineSchedule, Sequence[int]]:
     """Returns the passes of a round in a pipeline that is empty before and after it, and for each
-    microbatch of the table its index in the round.
-
-    All microbatches count as equally long, because the host dispatches a round before it runs.
-    """
+    microbatch of the table its index in the round. All microbatches count as equally long, because
+    the host dispatches a round before it runs."""
     # With the template, more microbatches in flight than this limit would not make it faster.
     limit = [2 * stages - 1] * stages if name == TEMPLATE else None
     workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)

@@ -257,11 +257,9 @@ class PipelineSchedule:
         return isinstance(other, PipelineSchedule) and self.to_json() == other.to_json()
 
     def __str__(self) -> str:
-        """Returns the table as text: a row for each stage, a column for each tick.
-
-        `F3` is the forward pass of microbatch 3, `B0` is the backward pass of microbatch 0. In an
-        interleaved pipeline `F3.1` runs on the second virtual stage of its stage.
-        """
+        """Returns the table as text: a row for each stage, a column for each tick. `F3` is the
+        forward pass of microbatch 3, `B0` is the backward pass of microbatch 0. In an interleaved
+        pipeline `F3.1` runs on the second virtual stage of its stage."""
         cells = [
             [self._cell(stage, tick) for tick in range(self.ticks)] for stage in range(self.stages)
         ]
@@ -375,22 +373,18 @@ class Simulation:
 
     def steady_window(self) -> tuple[float, float]:
         """Returns begin and end of the time between warm-up and drain, a window for `bubble_ratio`.
-
         The window begins at the first backward pass and ends at the start of the last forward pass
-        on the first stage. With too few microbatches, the end is not after the begin.
-        """
+        on the first stage. With too few microbatches, the end is not after the begin."""
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
 
 def simulate_lockstep(
     schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """Predicts the time of a schedule whose stages start every tick together.
-
-    A tick ends when its slowest stage has run its passes and the messages between stages have
-    arrived, which takes `permute_time`. The virtual stages of a stage share its times equally if
-    the workload gives them per stage.
-    """
+    """Predicts the time of a schedule whose stages start every tick together. A tick ends when its
+    slowest stage has run its passes and the messages between stages have arrived, which takes
+    `permute_time`. The virtual stages of a stage share its times equally if the workload gives them
+    per stage."""
     forward, backward = _times(schedule, workload)
     forward_tick, backward_tick = schedule.forward_ticks(), schedule.backward_ticks()
     stage = np.arange(schedule.virtual_stages)[:, None] % schedule.stages
@@ -416,12 +410,10 @@ def simulate_lockstep(
 def simulate_asynchronous(
     schedule: PipelineSchedule, workload: Workload, hop_time: float = 0.0
 ) -> Simulation:
-    """Predicts the time of a schedule whose stages run at their own pace.
-
-    Each stage runs its row of the table in order and starts each pass as soon as the stage is free
-    and the pass's input has arrived, `hop_time` after it was computed on another stage. The
-    workload is as for `simulate_lockstep`.
-    """
+    """Predicts the time of a schedule whose stages run at their own pace. Each stage runs its row
+    of the table in order and starts each pass as soon as the stage is free and the pass's input has
+    arrived, `hop_time` after it was computed on another stage. The workload is as for
+    `simulate_lockstep`."""
     forward, backward = (time.tolist() for time in _times(schedule, workload))
     stages, last = schedule.stages, schedule.virtual_stages - 1
     forward_end = np.zeros((last + 1, len(schedule.microbatches))).tolist()

@@ -22,11 +22,9 @@ class Pass(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """The result of a pass goes to the stage that uses it.
-
-    A program that sends between processes keeps both devices waiting for each other. So a result is
-    sent when its pass has ended, behind the other passes that began before.
-    """
+    """The result of a pass goes to the stage that uses it. A program that sends between processes
+    keeps both devices waiting for each other. So a result is sent when its pass has ended, behind
+    the other passes that began before."""
 
     result_of: Pass
 
