@@ -29,16 +29,10 @@ KEY_BLOCKS = "weight_blocks_of_keys_for_tp"
 
 
 class Stage(NamedTuple):
-    """The devices of one pipeline stage, given as the size of each axis of their mesh.
-
-    Attributes:
-      dp: data parallelism: the number of devices that hold the same weights and train different
-        samples.
-      fsdp: fully sharded data parallelism: the number of devices that hold a part of the weights
-        each and train different samples.
-      tp: tensor parallelism: the number of devices that hold a part of each linear and train the
-        same samples.
-    """
+    """The devices of one pipeline stage, as the size of each axis of their mesh: data parallelism
+    (each device holds the same weights and trains different samples), fully sharded data
+    parallelism (holds a part of the weights and trains different samples) and tensor parallelism
+    (holds a part of each linear and trains the same samples)."""
 
     dp: int = 1
     fsdp: int = 1
@@ -150,13 +144,8 @@ class Replica(NamedTuple):
 
         `tp` has to divide the attention heads and the width of the MLP. It may exceed the key
         heads, as a multiple of them: then several devices compute with the same key head. `fsdp`
-        has to divide the model width.
-
-        Args:
-          layers: L, number of layers of the backbone. Every stage needs at least one.
-          sizes: num_attention_heads, num_key_value_heads, intermediate_size and hidden_size, by
-            their key in the backbone's config.json; and where weights have scales, the numbers
-            `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` of blocks that the axes have to divide.
+        has to divide the model width. The keys of `sizes` are those of the backbone's config.json,
+        and `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` if weights have scales.
         """
         if self.parts > 1 and self.pp * self.parts > layers:
             raise PlanningError(

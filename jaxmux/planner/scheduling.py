@@ -31,14 +31,8 @@ def tokens_per_microbatch(
 
 
 class Candidate(NamedTuple):
-    """A task that wants to train.
-
-    Attributes:
-      priority: tasks of higher numbers go first.
-      arrival: number of its arrival. Tasks that arrive together have the same number.
-      runs: whether it trains already.
-      passes: number of tasks of its priority that arrived later and began before it.
-    """
+    """A task that wants to train. Higher priorities go first; tasks that arrive together have the
+    same `arrival`. So far, `passes` tasks of its priority arrived later and began before it."""
 
     name: str
     priority: int
@@ -48,15 +42,9 @@ class Candidate(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """The choice of the tasks that train.
-
-    Attributes:
-      runs: names of the tasks that train, in the order in which they were chosen.
-      waits: by name, the reason why a task does not train.
-      takers: by name of a task that loses its slot, the tasks of higher priority that begin.
-      passed: names of the waiting tasks that a later task of their priority passes; a name occurs
-        once for each of these tasks.
-    """
+    """The choice of the tasks that train, with reasons for those that do not. For a task that loses
+    its slot, `takers` has the tasks of higher priority that begin. In `passed`, a waiting task
+    occurs once for each later task of its priority that begins before it."""
 
     runs: tuple[str, ...]
     waits: dict[str, str]

@@ -16,8 +16,6 @@ class FitCell(NamedTuple):
     """Whether rounds of some tasks fit on a device, with their predicted memory and speed.
 
     Attributes:
-      tokens: N, tokens of a microbatch.
-      peak_bytes: predicted peak memory of a round whose layers have the policies in `remat`.
       remat: for each remat policy that training picks, the number of its layers; the policy that
         recomputes most comes first. If the round does not fit, they are the policies that take
         least.
@@ -69,13 +67,11 @@ def _cell(costs: ReplicaCosts, shape: ShapeClass, tasks: int) -> FitCell:
 
 @dataclasses.dataclass(frozen=True)
 class Admission:
-    """Checks, before tasks are trained, whether their round fits into the devices' memory. Its
-    messages name the tasks.
+    """Checks, before tasks are trained, whether their round fits into the devices' memory.
 
     Attributes:
       costs: predicted costs on the devices. Its `pool` is ignored.
-      tokens: N, the tokens of a microbatch that the user asked for, by which messages tell which
-        shorter samples would fit; None for the tokens of `shape`.
+      tokens: N, the tokens of a microbatch that the user asked for; None for those of `shape`.
       reserved: a pool whose slots, rank and adapted linears are always allocated.
       more_stages: whether error messages may propose more pipeline stages.
     """

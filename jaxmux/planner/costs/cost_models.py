@@ -176,15 +176,10 @@ _HOPPER_CHUNK = 128
 
 
 class CostSource(NamedTuple):
-    """The origin of predicted costs, for reports.
-
-    Attributes:
-      kind: "estimated" (from FLOPs and bytes) or "measured" (fitted to a profile).
-      text: origin of the costs in words, for example "h200.json, bfloat16".
-      device: kind of the device for which the costs hold, as JAX names it.
-      memory_bytes: bytes of memory of one device that plans may use.
-      notes: sentences about less certain parts of the costs.
-    """
+    """The origin of predicted costs, for reports. The `kind` is "estimated" (from FLOPs and bytes)
+    or "measured" (fitted to a profile), and `text` says more, for example "h200.json, bfloat16".
+    Plans may use `memory_bytes` of one device. Each of the `notes` is a sentence about a less
+    certain part."""
 
     kind: str
     text: str
@@ -219,13 +214,12 @@ def device_models(
 
     The models are fitted to a profile of this device, dtype and backbone, if there is one. A
     profile that was measured with linears in a format serves only backbones in this format; one
-    that was measured without serves all formats that have no profile. Without a profile, the models
-    are estimates for an H200, except that attention on a CPU is the one in plain XLA.
+    that was measured without serves all formats that have no profile. Otherwise, the models are
+    estimates for an H200, except that attention on a CPU is the one in plain XLA.
 
     Args:
       size: sizes of the backbone. Its number of layers may differ from the profile's.
-      memory: bytes of one device that may be used; None for the memory in the profile, or for an
-        H200's memory if the models are estimated.
+      memory: bytes of one device that may be used; None for the profile's or an H200's memory.
       replica: the devices. Collectives among them that the profile lacks are estimated for H200s.
       device: kind of the device, as JAX names it (`jax.devices()[0].device_kind`).
       profiles: folder of the profiles; "jaxmux:" stands for the folder of the package.
@@ -263,12 +257,8 @@ def estimated_models(
 def measured_models(
     path: Path, size: BackboneSize, memory: int | None, replica: Replica
 ) -> CostModels:
-    """Returns the cost models fitted to one profile, like `device_models`.
-
-    Raises:
-      ProfileError: the profile belongs to another backbone, cannot be read, or lacks a measurement
-        or the device's memory.
-    """
+    """Returns the cost models fitted to one profile, like `device_models`. ProfileError tells if it
+    belongs to another backbone, cannot be read, or lacks a measurement or the device's memory."""
     profile = read_profile(path)
     if difference := _differs(profile, size):
         name, measured, wanted = difference

@@ -32,12 +32,10 @@ class PackedBytes(NamedTuple):
     of them, present or absent, cuDNN's packed layout reserves the memory of a whole row.
 
     Attributes:
-      kept: bytes per token that the layer keeps for its backward pass: the output of attention as
-        cuDNN wrote it, padding included.
+      kept: bytes per token that the layer keeps: the output of attention, padding included.
       kept_sequence: bytes kept per token and sequence: the statistics of the softmax.
-      working_sequence: bytes per token and sequence that the backward pass needs: the gradient of q
-        in float32 and, where several query heads share keys and values, the gradients of keys and
-        values for every query head.
+      working_sequence: bytes per token and sequence that the backward pass needs: the gradients of
+        q in float32, and of keys and values for every query head that shares them.
     """
 
     kept: float
@@ -134,14 +132,13 @@ class BackboneSize:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPoint:
-    """One decoder layer over a microbatch.
+    """One decoder layer over a microbatch, with equal parts for each task.
 
     Attributes:
       layers: number of layers of the measured program. The seconds are those of one layer, the peak
         bytes those of the whole program.
       rank: R, rank of the pool; 0 for a layer without adapters.
-      tasks: number of tasks, which have equal parts of the microbatch.
-      backward: True for the forward and the backward pass, False for the forward pass alone.
+      backward: whether the backward pass was measured with the forward pass.
       padding: fraction of each row, in whole chunks, that belongs to no task.
     """
 
@@ -248,7 +245,6 @@ class Profile:
     Attributes:
       device: kind of the device, as JAX names it, for example "NVIDIA H200".
       memory_bytes: bytes of one device that JAX may use; None if they are unknown.
-      dtype: dtype of the weights and hidden states as text, for example "bfloat16".
       software: version of each package that influences the times, for example {"jax": "0.11.2"}.
     """
 

@@ -132,13 +132,11 @@ class MemoryModel:
     device.
 
     A round fits if its peak is at most 97% of `memory`. If a replica has several stages, results
-    hold for the stage that needs the most memory. A microbatch is in flight on a stage from its
-    forward pass to its backward pass. `remat` is one policy, or a sequence with a policy for each
-    layer. Methods raise ProfileError for an unknown remat policy, and PlanningError for an unknown
-    optimizer or linear of the pool.
+    hold for the stage that needs the most memory. `remat` is one policy, or a sequence with a
+    policy for each layer. Methods raise ProfileError for an unknown policy, and PlanningError for
+    an unknown optimizer or linear of the pool.
 
     Attributes:
-      backbone: sizes of the backbone; its `kept` lists the remat policies that the model knows.
       memory: bytes of one device that JAX may use.
       working: the fit of the memory that a pass needs while it runs.
       packed_from: row length in tokens from which attention takes memory for every sequence that a

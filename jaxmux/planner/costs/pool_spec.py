@@ -17,12 +17,8 @@ _ROW_PARALLEL = ("o_proj", "down_proj")
 
 class PointWork(NamedTuple):
     """Work of a kind's adapters at one point, for one token in the forward passes of all layers;
-    the backward passes take twice as much.
-
-    Attributes:
-      moved: number of values of the stream that are read or written.
-      kept: number of values that layers keep for their backward passes, unless they recompute all.
-    """
+    the backward passes take twice as much. `moved` counts values of the stream that are read or
+    written, `kept` those that layers keep for their backward passes, unless they recompute all."""
 
     flops: int
     moved: int
@@ -31,17 +27,15 @@ class PointWork(NamedTuple):
 
 class PointSize(NamedTuple):
     """Numbers of values that the adapters of a kind have at one point, for one slot and all layers,
-    and the work there for one token. Fields that end in `_per_rank` are multiplied by the rank, and
-    the field without the ending is added. `flops`, `moved` and `kept` are those of `PointWork`.
+    and the work there for one token as in `PointWork`. Fields that end in `_per_rank` are
+    multiplied by the rank, and the field without the ending is added.
 
     Attributes:
-      point: the point's name, such as the path of a linear.
       at_head: whether the adapters change logits. Every chunk of a microbatch then has a copy of
         its task's values and of their gradients, from its forward to its backward pass.
       at_both_ends: whether the adapters change both the input of the first layer and the logits.
       whole: number of frozen values that every stage of a pipeline has: they belong to no layer.
-      end: 0 if the first stage of a pipeline has all values, -1 if the last one has; None if they
-        are divided like the layers.
+      end: the stage of a pipeline that has all values, 0 or -1; None if they are divided.
     """
 
     point: str

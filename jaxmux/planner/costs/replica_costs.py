@@ -31,14 +31,9 @@ class ReplicaCosts:
     """The costs of training on one replica: seconds, and bytes of one device, for each pipeline
     stage.
 
-    Each pass of a layer has two all-reduces among tensor-parallel devices, which no computation
-    hides. With `remat="auto"`, the layers recompute as little as possible such that `full_depth`
-    microbatches fit into memory.
-
     Attributes:
-      remat: remat policy of all layers: "norms", "dots", "lean" or "full", in the order of
-        increasing recomputation. "auto" stands for the policies that the engine picks by the free
-        memory.
+      remat: remat policy of all layers: "norms", "dots", "lean" or "full". With "auto", the layers
+        recompute as little as possible such that `full_depth` microbatches fit into memory.
       schedule: the order of the pipeline's passes, one of `planner.devices.SCHEDULES`.
       in_flight: for each stage, the most microbatches in flight with this schedule; empty stands
         for 1F1B, with S - s on stage s.

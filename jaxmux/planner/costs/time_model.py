@@ -167,15 +167,10 @@ class Curve(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """Seconds of attention per token, as functions of the row length in tokens.
-
-    Attributes:
-      single: seconds per token in rows of one sequence; None if unknown.
-      packed: seconds per token in rows that may hold several sequences, without the part that
-        `sequence` adds; None if unknown.
-      sequence: additional seconds per token for each sequence that a row may hold, present or
-        absent: kernels for packed rows launch thread blocks for all. None if it is 0.
-    """
+    """Seconds of attention per token, over the row length in tokens: in rows of one sequence and in
+    rows that may hold several. For each sequence that a row may hold, present or absent, `sequence`
+    is added in the latter, because kernels launch thread blocks for all. None if unknown, or no
+    time is added."""
 
     single: Curve | None
     packed: Curve | None
@@ -242,10 +237,9 @@ class Passes(NamedTuple):
 class TimeModel:
     """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
 
-    A round is one global batch of every task with the optimizer updates. `tokens` of methods are,
-    for each task, the tokens of its chunks in a microbatch, with the padding in them; all other
-    chunks are empty. Methods raise ProfileError if a policy, attention in such rows, an update by
-    such an optimizer or a collective was not measured.
+    `tokens` of methods are, for each task, the tokens of its chunks in a microbatch, with the
+    padding in them; all other chunks are empty. Methods raise ProfileError if a policy, attention
+    in such rows, an update by such an optimizer or a collective was not measured.
 
     Attributes:
       base: Σ_o t_o(n), forward and backward seconds of all operators of a frozen layer, as a
@@ -255,19 +249,16 @@ class TimeModel:
       empty_share: the time in `base` of a token of an empty chunk, divided by the time of a token
         of another chunk. Matrix products skip empty chunks; other operators do not.
       forward_share: fraction of the time of base operators and adapters that the forward pass
-        takes, with attention in the rows of `base`.
+        takes.
       recompute: for each remat policy, the time of recomputation minus that of "dots", as a
         fraction of `base`; negative for a policy that recomputes less than "dots".
-      head: forward and backward seconds of the last norm, the output head and the loss, as a
-        function of the tokens of a microbatch.
-      update: for each kind of optimizer, the seconds of the update of all slots, as a function of
-        the number of parameters of the pool.
+      head: seconds of the last norm, the output head and the loss, over tokens of a microbatch.
+      update: for each kind of optimizer, seconds of the update, over parameters of the pool.
       round_overhead: mean overhead of a round in seconds: measured time minus the predicted times
         of its microbatches and update.
-      collectives: for each (collective, axis, devices), as in `CollectivePoint`, the seconds as a
-        function of the bytes that each device puts in.
-      base_format: format of the weights with which `base` was measured. Times in another format are
-        predicted from `base` without a format.
+      collectives: for each (collective, axis, devices), as in `CollectivePoint`, the seconds over
+        the bytes that each device puts in.
+      base_format: format of the weights with which `base` was measured.
     """
 
     backbone: BackboneSize

@@ -1,15 +1,8 @@
 """Packs one round, a global batch of every task, into few microbatches.
 
-A row is full when all its chunks are used, and rows are interchangeable. The fewest microbatches
-are therefore the fewest rows, divided by `rows`. If a chunk is longer than a row, it covers several
-rows, all of one task.
-
 Packing has two steps for the sake of isolation. First, `cut_spans` sees the lengths of one task
 only, and fixes the contents and the order of its chunks. Then the spans of all tasks are laid into
 rows, which decides only the rows and offsets of the chunks.
-
-LoRAFusion (Eq. 3-4) solves an integer program here. On rounds of real lengths it never needed fewer
-microbatches than `fill_rows`, so the tests use it as an oracle.
 """
 
 import dataclasses
@@ -140,17 +133,8 @@ def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[Packe
 
 
 def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
-    """Packs one round, a global batch of every task, into few microbatches.
-
-    Among the packings with the fewest rows that it finds, it takes the one with the fewest chunks
-    in the last microbatch. Equal arguments give equal results.
-
-    Args:
-      lengths: for each slot, the stream lengths in tokens of the samples of the global batch.
-
-    Raises:
-      PlanningError: a sample is empty or longer than a row.
-    """
+    """Packs one round, a global batch of every task, into few microbatches. Equal arguments give
+    equal results. PlanningError names a sample that is empty or longer than a row."""
     return pack_cut(cut_batches(lengths, shape), shape)
 
 
@@ -166,6 +150,8 @@ def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]
 def pack_cut(batches: Mapping[int, CutBatch], shape: ShapeClass) -> PackedRound:
     """Packs one round like `pack_round`, from batches that `cut_batches` has cut for this shape
     class."""
+    # LoRAFusion (Eq. 3-4) solves an integer program here. On rounds of real lengths it never needed
+    # fewer microbatches than `fill_rows`, so the tests use it as an oracle.
     spans = {slot: batch.spans for slot, batch in batches.items()}
     queues = {slot: queue for slot, queue in spans.items() if queue}
     row_shape, height = RowShape.of(shape), rows_of_microbatch(shape)

@@ -1,15 +1,6 @@
-"""A lower bound on the rows of a round, from a linear program over all layouts.
-
-The program gives a price to every sample and to every number of chunks, such that no span of a task
-holds samples of a higher price than its chunks, and no row holds chunks of a higher price than 1.
-At such prices, the samples of a round cost at most as much as its rows, so the sum of their prices
-is a lower bound on the number of rows. The best prices are the dual of a relaxed packing, which may
-use a fraction of a span or of a row (Gilmore and Gomory, A linear programming approach to the
-cutting-stock problem, 1961). There are too many spans and rows to list them all: the program begins
-with few, and adds those that its prices violate most.
-
-The bound is near the optimum, but takes about 0.1 s a round, so planning never computes it.
-"""
+"""A lower bound on the rows of a round, from a linear program over all layouts (Gilmore and Gomory,
+A linear programming approach to the cutting-stock problem, 1961). It is near the optimum, but takes
+about 0.1 s a round, so planning never computes it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +13,12 @@ from scipy.sparse import csr_array
 from .rows import least_rows_of_samples
 from .shape_class import ShapeClass
 
+# The program gives a price to every sample and to every number of chunks, such that no span of a
+# task holds samples of a higher price than its chunks, and no row holds chunks of a higher price
+# than 1. At such prices, the samples of a round cost at most as much as its rows, so the sum of
+# their prices is a lower bound on the number of rows. The best prices are the dual of a relaxed
+# packing, which may use a fraction of a span or of a row. There are too many spans and rows to list
+# them all: the program begins with few, and adds those that its prices violate most.
 # The program is solved at most this many times; the prices of each solution give a bound.
 _MOST_ROUNDS = 60
 # After each solution, at most this many spans of a task are added to the program.

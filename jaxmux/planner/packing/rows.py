@@ -87,11 +87,11 @@ def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
 
 
 def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: bool) -> list[Row]:
-    """Fills every row as full as the next spans of the tasks allow. Often several choices of spans
-    fill a row equally. By default, the row takes the choice with the fewest sequences, so that
-    short sequences remain for gaps in later rows. With `even_out`, it takes spans of the tasks that
-    have the most chunks left, so that many tasks remain to choose from in the last rows. With
-    `insist`, a row always takes the longest of the next spans."""
+    """Fills every row as full as the next spans of the tasks allow. Of choices that fill a row
+    equally, it takes the one with the fewest sequences, or with `even_out`, spans of the tasks that
+    have the most chunks left. With `insist`, a row always takes the longest of the next spans."""
+    # Few sequences leave short ones for gaps in later rows. Spans of the tasks with the most chunks
+    # left leave many tasks to choose from in the last rows.
     position = dict.fromkeys(queues, 0)
     left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
     rows = []
@@ -116,11 +116,9 @@ def fullest_row(
     weight: Mapping[int, float] | None = None,
     insist: bool = False,
 ) -> Row:
-    """Chooses the spans that fill one row best, from the next spans of each task. This is a
-    knapsack over the tasks: for each number of chunks, it finds the best choice of a number of
-    spans of each task that takes exactly this number of chunks. `weight` is the value of a chunk of
-    each slot, and decides between choices that fill the row equally; None prefers the choice with
-    the fewest sequences."""
+    """Chooses the spans that fill one row best, by a knapsack over the next spans of each task.
+    `weight` is the value of a chunk of each slot, and decides between choices that fill the row
+    equally; None prefers the choice with the fewest sequences."""
     prefixes = {
         slot: _prefixes(queue, position[slot], chunks, max_sequences)
         for slot, queue in queues.items()

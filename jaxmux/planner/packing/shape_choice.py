@@ -1,10 +1,5 @@
-"""Chooses the shape class of microbatches, including the row length (MuxTune 3.5, chunk-based
-alignment).
-
-The choice weighs the time that padding takes against the time that attention takes. Training and
-planning choose the shape class and the plan by a few rounds of the run, from the first to the last;
-of a large round, these hold only a part.
-"""
+"""Chooses the shape class of microbatches (MuxTune 3.5, chunk-based alignment): it weighs the time
+that padding takes against the time that attention takes, over a few rounds of the run."""
 
 import dataclasses
 import math
@@ -32,8 +27,8 @@ Batches = Sequence[Sequence[int]]
 
 class PartOfBatches(Sequence[list[int]]):
     """By step, the stream lengths of the samples of a task's global batch that one of several
-    devices trains. A global batch is read only when its lengths are requested. The first of `parts`
-    parts stands for all of them. Samples of more than `longest` tokens do not count."""
+    devices trains, without samples of more than `longest` tokens. A global batch is read only when
+    its lengths are requested. The first of `parts` parts stands for all of them."""
 
     def __init__(self, batches: Batches, parts: int = 1, longest: int | None = None):
         self.batches, self.parts, self.longest = batches, parts, longest
@@ -50,17 +45,12 @@ def at_most(longest: int | None, lengths: Sequence[int]) -> list[int]:
 
 
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
-    """Picks at most 16 rounds of a training run for `choose_shape`, at even distances.
+    """Picks at most 16 rounds of a training run for `choose_shape`, at even distances. They hold at
+    most about 2048 samples together. If the first round has more than 1024 samples, every global
+    batch is cut to the same fraction of its samples, so that a round keeps about 1024.
 
-    They hold at most about 2048 samples together. If the first round has more than 1024 samples,
-    every global batch is cut to the same fraction of its samples, so that a round keeps about 1024.
-
-    Args:
-      tasks: the stream lengths in tokens of the samples: `tasks[slot][step][sample]`. Only step 0
-        and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy sequence.
-
-    Returns:
-      For each round, a mapping from slot to the stream lengths. A task that has ended is absent.
+    Only step 0 and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy
+    sequence. A task that has ended is absent from a round.
     """
     part, rounds = sampled_part(tasks), max(map(len, tasks))
     count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * _first_samples(tasks))))
@@ -139,18 +129,17 @@ Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """The limits within which `choose_shape` chooses a shape class.
+    """The limits within which `choose_shape` chooses a shape class. None leaves the choice to
+    it.
 
     Attributes:
       tokens: N, the most tokens of a microbatch, rounded up to whole rows and whole chunks.
-      row_len: tokens of a row, a power of two; None to let `choose_shape` choose.
-      chunk_len: tokens of a chunk, a power of two; None to let `choose_shape` choose.
-      least_chunk_len: tokens of the shortest chunk that the device's kernels accept, a power of
-        two.
-      fewer_tokens: True allows microbatches of fewer than N tokens where they cost less, unless
+      row_len: tokens of a row, a power of two.
+      chunk_len: tokens of a chunk, a power of two.
+      least_chunk_len: tokens of the shortest chunk that the device's kernels accept.
+      fewer_tokens: True allows microbatches of fewer than N tokens if they cost less, unless
         `row_len` and `chunk_len` are both given.
-      max_sequences: the most sequences of a row; it takes effect only if `row_len` and `chunk_len`
-        are both given, so that nothing is left to choose.
+      max_sequences: the most sequences of a row, if `row_len` and `chunk_len` are both given.
     """
 
     tokens: int
@@ -162,14 +151,9 @@ class ShapeRequest(NamedTuple):
 
 
 class PricedShape(NamedTuple):
-    """A shape class with its predicted cost over some rounds.
-
-    Attributes:
-      seconds: predicted seconds of all microbatches of all rounds together; infinite if a
-        microbatch does not fit into memory.
-      microbatches: number of microbatches of all rounds together.
-      padding: fraction (0 to 1) of the tokens of these microbatches that belong to no sample.
-    """
+    """A shape class with its predicted cost over all microbatches of some rounds together: seconds,
+    infinite if a microbatch does not fit into memory, and the fraction of tokens that is
+    padding."""
 
     shape: ShapeClass
     seconds: float
@@ -187,22 +171,15 @@ def choose_shape(
 
     Longer rows and shorter chunks leave less padding and so need fewer microbatches, but each
     microbatch may cost more: attention covers a whole row, and kernels work chunk by chunk. Smaller
-    microbatches leave less padding in the last microbatch of a round, but are less efficient. The
-    search computes a lower bound on the time of every candidate, then packs and prices those that
-    may be the best. The result is never predicted to be slower than that of `plain_shape`.
+    microbatches leave less padding in the last microbatch of a round, but are less efficient. If no
+    shape class fits into memory, the result has infinite `seconds` and one sequence per row.
 
     Args:
       rounds: a few representative rounds; `sample_rounds` picks them.
-      request: limits of the choice.
-      seconds: predicts the seconds of one microbatch from its shape class and the tokens of the
-        chunks that belong to a task. It is linear in these tokens, and infinite if a microbatch
-        does not fit into memory. `costs.ReplicaCosts.microbatch` is such a function.
+      seconds: predicts the seconds of one microbatch, for example `costs.ReplicaCosts.microbatch`;
+        infinite if it does not fit into memory.
       lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
         `rounds`.
-
-    Returns:
-      The best shape class. If none fits into memory, that of `plain_shape` with one sequence per
-        row; its `seconds` are infinite.
 
     Raises:
       PlanningError: there are no samples, a sample is empty or too long, or a size is not legal.
@@ -214,6 +191,8 @@ def choose_shape(
             return plain
         request = request._replace(fewer_tokens=False)
     improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
+    # The search computes a lower bound on the time of every candidate, then packs and prices those
+    # that may be the best.
     best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
     bounds = {shape: _bound(rounds, shape, request, seconds) for shape in _shapes(request, lengths)}
     for shape in sorted(bounds, key=bounds.__getitem__):

@@ -14,11 +14,9 @@ _SHORTEST_AVERAGE = 16
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """Shape of every microbatch of a training run; programs are compiled for it.
-
-    A row holds one or more sequences (samples) side by side; attention never crosses a row or a
-    sequence. A chunk is a series of tokens that all belong to one task, and begins at a multiple of
-    `chunk_len` in the microbatch. PlanningError tells which value is outside its range.
+    """Shape of every microbatch of a training run; programs are compiled for it. A chunk begins at
+    a multiple of `chunk_len` in the microbatch. PlanningError tells which value is outside its
+    range.
 
     Attributes:
       row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64).
@@ -72,17 +70,10 @@ def smallest_shape_class(
     chunk_len: int | None = None,
     row_len: int | None = None,
 ) -> ShapeClass:
-    """Returns the shape class with the shortest rows and chunks that hold samples of these lengths;
-    `choose_shape` compares costs instead.
-
-    Args:
-      lengths: stream lengths, in tokens, of all samples of all tasks.
-      tokens: N, the tokens of a microbatch, rounded up to whole rows and whole chunks.
-
-    Raises:
-      PlanningError: there are no samples, a size is not legal, or a sample is longer than
-        `row_len`.
-    """
+    """Returns the shape class with the shortest rows and chunks that hold samples of these stream
+    lengths; `choose_shape` compares costs instead. `tokens` is rounded up to whole rows and whole
+    chunks. PlanningError tells if there are no samples, one is longer than `row_len`, or a size is
+    not legal."""
     if not lengths:
         raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)

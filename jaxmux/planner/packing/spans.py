@@ -1,17 +1,9 @@
-"""Cuts one task's global batch into spans, from the task's lengths alone.
+"""Cuts one task's global batch into spans, from the task's lengths alone, and packs items into
+bins.
 
-The batch is first packed into as few rows as the task needs alone. The samples of each row are then
-cut into the shortest spans that together take no more chunks than the whole row. A short span can
-fill a gap beside the spans of other tasks, in another row.
-
-Two spans of more than half a row never share a row, so that rows of such spans stay half empty. If
-one of them has several samples, a row is therefore cut more finely, if this takes few of the chunks
-that the row has empty. The task alone still needs no further row.
-
-Bin packing puts items of given sizes into as few bins of one capacity as possible. Three
-constructions nearly always meet a lower bound, so the answer is known to be optimal without a
-solver. All of them return the indices of the items of each bin, and `most_items` limits the number
-of items of a bin.
+The functions that pack items return the indices of the items of each bin, and `most_items` limits
+the number of items of a bin. Three constructions nearly always meet a lower bound, so the answer is
+known to be optimal without a solver.
 """
 
 import heapq
@@ -27,12 +19,13 @@ from .shape_class import ShapeClass
 
 
 def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
-    """A lower bound on the number of bins of any packing. It is the larger of Martello and Toth's
-    L2 and the bound by the number of items. For a threshold α, an item above `capacity` - α shares
-    a bin with no item of at least α, and two items above half the capacity never share one. The
-    items from α to half the capacity fill the room beside those; items that do not fit there need
-    further bins. L2 is the best such bound over all α (Martello and Toth, Lower bounds and
-    reduction procedures for the bin packing problem, 1990)."""
+    """A lower bound on the number of bins of any packing: the larger of L2 and the bound by the
+    number of items (Martello and Toth, Lower bounds and reduction procedures for the bin packing
+    problem, 1990)."""
+    # For a threshold α, an item above `capacity` - α shares a bin with no item of at least α, and
+    # two items above half the capacity never share one. The items from α to half the capacity fill
+    # the room beside those; items that do not fit there need further bins. L2 is the best such
+    # bound over all α.
     if not len(sizes):
         return 0
     ascending = np.sort(np.asarray(sizes, np.int64))
@@ -71,11 +64,11 @@ def first_fit_decreasing(
 def fullest_bins(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Packs items so that every bin is as full as the remaining items allow. A bin takes the
-    longest remaining item and those further items that leave the least room. Of several such
-    choices it takes one with the fewest items, so that short items remain for gaps in later bins
-    (minimum bin slack; Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing
-    problem, 1999)."""
+    """Packs items so that every bin is as full as the remaining items allow (minimum bin slack;
+    Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing problem, 1999)."""
+    # A bin takes the longest remaining item and those further items that leave the least room. Of
+    # several such choices it takes one with the fewest items, so that short items remain for gaps
+    # in later bins.
     most_items = most_items or len(sizes)
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
@@ -102,9 +95,9 @@ def balanced_bins(
     sizes: Sequence[int], count: int, capacity: int, most_items: int | None = None
 ) -> list[list[int]] | None:
     """Packs items into `count` bins, longest first, each into the emptiest bin with room for one
-    more item (Graham's longest processing time rule); None if an item does not fit. If the limit on
-    the number of items is nearly reached, it finds packings that the other constructions miss:
-    these fill some bins with few long items, and short items are left over."""
+    more item (Graham's longest processing time rule); None if an item does not fit."""
+    # If the limit on the number of items is nearly reached, this finds packings that the other
+    # constructions miss: these fill some bins with few long items, and short items are left over.
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, i) for i in range(count)]
     for item in _longest_first(sizes):
@@ -170,20 +163,21 @@ def _longest_first(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
+# The samples of each row are cut into the shortest spans that together take no more chunks than the
+# whole row, because a short span can fill a gap beside the spans of other tasks. But two spans of
+# more than half a row never share a row. If one of them has several samples, the row is therefore
+# cut more finely, if this takes few of the chunks that the row has empty. The task alone still
+# needs no further row.
 # A finer cut of a row takes at most this fraction of further chunks. With a larger fraction, rounds
 # of many different lengths lose more chunks than other rounds gain.
 _MOST_FURTHER_CHUNKS = 0.2
 
 
 class Span(NamedTuple):
-    """Consecutive chunks of one task, with the samples that lie in them.
-
-    Attributes:
-      samples: for each sample, a triple (sample, row, offset): its index in the task's global
-        batch, its row and its first token, both counted from the start of the span. The row is 0
-        unless a chunk covers several rows.
-      sequences: number of samples in the row of the span that holds the most samples.
-    """
+    """Consecutive chunks of one task. `samples` has for each sample its index in the task's global
+    batch, its row and its first token, both counted from the start of the span; the row is 0 unless
+    a chunk covers several rows. `sequences` is the number of samples in the row that holds most of
+    them."""
 
     samples: tuple[tuple[int, int, int], ...]
     chunks: int

@@ -62,9 +62,8 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
 def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
     """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6): for every
     possible number of hTasks, the first and the last task of each hTask, and the latency F in
-    seconds. Entry [i, k] of `costs`, float [M, M], is the latency in seconds of the hTask of the
-    tasks i to k, both included; infinite if it does not fit. Entries below the diagonal are not
-    read."""
+    seconds. Entry [i, k] of `costs` is the latency of the hTask of the tasks i to k; infinite if it
+    does not fit."""
     tasks = len(costs)
     if not tasks:
         raise PlanningError("no tasks to fuse")
@@ -91,17 +90,18 @@ def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:
 def pair_head_with_tail(
     lengths: Mapping[int, Sequence[int]], groups: int
 ) -> tuple[tuple[int, ...], ...]:
-    """Divides tasks into groups of similar load, each with short samples beside long ones. The
-    tasks are sorted by the mean length of their samples and paired: the shortest with the longest,
-    the second shortest with the second longest, and so on. The pairs are then added to groups in
-    descending order of tokens, each to the group with the fewest tokens among those with the fewest
-    pairs. Two groups keep the bubble lemma without no-ops if each group's global batches take at
-    least S - 1 microbatches."""
+    """Divides tasks into groups of similar load, each with short samples beside long ones
+    (LoRAFusion 5.2). Two groups keep the bubble lemma without no-ops if each group's global batches
+    take at least S - 1 microbatches."""
     for slot, sizes in lengths.items():
         if not len(sizes):
             raise PlanningError(f"slot {slot}: no samples, so their mean length is unknown")
     if not 1 <= groups <= len(lengths):
         raise PlanningError(f"{len(lengths)} tasks cannot be divided into {groups} groups")
+    # The tasks are sorted by the mean length of their samples and paired: the shortest with the
+    # longest, the second shortest with the second longest, and so on. The pairs are then added to
+    # groups in descending order of tokens, each to the group with the fewest tokens among those
+    # with the fewest pairs.
     tokens = {slot: int(np.sum(sizes)) for slot, sizes in lengths.items()}
     pairs = _pairs(sorted(lengths, key=lambda slot: (np.mean(lengths[slot]), slot)), groups)
     members: list[list[int]] = [[] for _ in range(groups)]
@@ -164,14 +164,9 @@ def deal_largest_first(sizes: np.ndarray, count: int) -> list[list[int]]:
 
 
 class _Layer(NamedTuple):
-    """The states of the dynamic program after some of the parts are filled.
-
-    Attributes:
-      members: int64, for each state the set of items in the filled parts, as bits.
-      variance: float64, the sum of squared distances of these parts from the mean of all parts.
-      parent: int64, index of the state in the layer before.
-      part: int64, the items of the part that was filled last, as bits.
-    """
+    """States of the dynamic program: for each, the items in the filled parts, as bits; the sum of
+    squared distances of these parts from the mean of all parts; the index of its parent in the
+    layer before; and the items of the part that was filled last, as bits."""
 
     members: np.ndarray
     variance: np.ndarray
@@ -180,11 +175,12 @@ class _Layer(NamedTuple):
 
 
 def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
-    """Returns the division into as many parts of least variance, with no sum above `limit`. A
-    dynamic program over sets of at most about 16 items fills one part after another. Each next part
-    holds the largest item that is left, so every division comes up once. The variance of the given
-    division bounds the search: a part at distance d from the mean forces a total distance of d on
-    all others together, which leaves few subsets for a part and few sets to continue from."""
+    """Returns the division into as many parts of least variance, with no sum above `limit`, by a
+    dynamic program over sets of at most about 16 items."""
+    # The program fills one part after another. Each next part holds the largest item that is left,
+    # so every division comes up once. The variance of the given division bounds the search: a part
+    # at distance d from the mean forces a total distance of d on all others together, which leaves
+    # few subsets for a part and few sets to continue from.
     descending = np.argsort(-sizes, kind="stable")
     sums = _subset_sums(sizes[descending])
     count, mean = len(parts), sums[-1] / len(parts)
@@ -343,15 +339,12 @@ _LARGEST_ABOVE_LEAST = 0.01
 
 
 def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
-    """Returns, for each number P of buckets up to `most`, one or two balanced choices of buckets.
-
-    A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
-    (Eq. 7) do not always have the smallest largest bucket. For up to 12 hTasks the candidates are
-    therefore the buckets of least variance, if their largest bucket is at most 1% above the
-    smallest possible one; and the buckets of least variance among those whose largest bucket is the
-    smallest possible one, to 0.1%. For more hTasks the only candidates are those of
-    `balanced_buckets`.
-    """
+    """Returns, for each number P of buckets up to `most`, one or two balanced choices of
+    buckets."""
+    # A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
+    # (Eq. 7) do not always have the smallest largest bucket. If the exact search is possible, two
+    # choices are therefore candidates: the buckets of least variance, unless their largest bucket
+    # is too large, and the buckets of least variance among those with the smallest largest bucket.
     candidates = []
     sizes = np.asarray(latencies, float)
     for balanced in balanced_buckets(latencies, most):
@@ -407,13 +400,8 @@ _MOST_HTASKS = 12
 
 
 class Grouping(NamedTuple):
-    """Tasks fused into hTasks, and hTasks grouped into buckets. The tasks of an hTask and the
-    hTasks of a bucket share microbatches.
-
-    Attributes:
-      htasks: for each hTask, the slots of its tasks.
-      buckets: for each bucket, the indices of its hTasks.
-    """
+    """Tasks fused into hTasks, each with the slots of its tasks, and hTasks grouped into buckets,
+    each with the indices of its hTasks. The tasks of a bucket share microbatches."""
 
     htasks: tuple[HTask, ...]
     buckets: Buckets
@@ -519,10 +507,8 @@ _CEIL_TOLERANCE = 1e-9
 def most_promising(
     groupings: Sequence[Grouping], rounds: Sequence[CutRound], shape: ShapeClass, stages: int
 ) -> list[Grouping]:
-    """Returns the 2S groupings whose streams are estimated to be the shortest. An estimate takes
-    the bubble lemma into account, but not how well spans fill microbatches, so few groupings take
-    less time than estimated. Of groupings with equal estimates, those with different numbers of
-    groups come first."""
+    """Returns the 2S groupings whose streams are estimated to be the shortest. An estimate leaves
+    out how well spans fill microbatches, so few groupings take less time than estimated."""
     chunks = [{slot: chunks_of(batch) for slot, batch in batches.items()} for batches in rounds]
     alike: Counter[tuple[int, int]] = Counter()
     keys = []
@@ -533,6 +519,7 @@ def most_promising(
             for of_slots in chunks
         ]
         length = stream_length(turns, stages)
+        # Of groupings with equal estimates, those with different numbers of groups come first.
         keys.append((length, alike[length, len(groups)], i))
         alike[length, len(groups)] += 1
     return [groupings[i] for _, _, i in sorted(keys)[: 2 * stages]]

@@ -56,13 +56,9 @@ FORMAT = "jaxmux.plan/3"
 
 
 class PlannedTask(NamedTuple):
-    """The facts about one task that a `Plan` reports. The tokens are all tokens of the samples, as
-    `Task.max_length` counts them, not stream lengths.
-
-    Attributes:
-      rank: rank of its adapter, or the size that its kind has instead; 0 if it has none.
-      longest: tokens of its longest sample, held-out samples included.
-    """
+    """The facts about one task that a `Plan` reports. Tokens are all tokens of the samples, as
+    `Task.max_length` counts them. If the adapter's kind has no rank, `rank` is the size that it has
+    instead. The longest sample may be held out."""
 
     name: str
     rank: int
@@ -74,14 +70,9 @@ class PlannedTask(NamedTuple):
 
 
 class PlacedSample(NamedTuple):
-    """One sample and its position in a microbatch.
-
-    Attributes:
-      step: the round, which is also the task's step counted from the start of the plan.
-      sample: index of the sample within the global batch of that step.
-      offset: position in the row, in tokens, at which the sample begins.
-      tokens: stream length of the sample in tokens.
-    """
+    """One sample and its position in a microbatch. `step` is the index of the round, `sample` the
+    index in the global batch, `offset` the sample's first token in the row, and `tokens` its stream
+    length."""
 
     slot: int
     step: int
@@ -92,13 +83,12 @@ class PlacedSample(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The predicted costs of one round, that is, of one global batch of every task.
+    """The predicted costs of one round.
 
     Attributes:
       round_seconds: seconds of a round, including `update_seconds`.
       update_seconds: seconds of the optimizer updates and of the fixed overhead of a round.
-      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass;
-        warm-up and drain of the pipeline are included.
+      bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
       microbatches: mean number of microbatches per round.
       memory_bytes: peak memory in bytes of the most loaded device.
     """
@@ -123,8 +113,7 @@ class Baseline(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """The microbatches and the schedule of some rounds on one replica, with the predicted times;
-    made by `make_plan`.
+    """The microbatches and the schedule of some rounds on one replica, with the predicted times.
 
     An *hTask* (MuxTune 3.3) is a set of tasks that are faster in shared microbatches than in
     separate ones. A *bucket* is a group of hTasks whose tasks are packed into the same
@@ -132,15 +121,11 @@ class Plan:
 
     Attributes:
       tasks: the tasks in the order of their slots.
-      remat: remat policy of each layer of the backbone: "norms", "dots", "lean" or "full", in the
-        order of increasing recomputation.
-      rounds: number of rounds that the schedule covers.
+      remat: remat policy of each layer of the backbone.
       htasks: for each hTask, the slots of its tasks.
-      buckets: for each bucket, the indices of its hTasks in `htasks`. The buckets are in the order
-        in which they enter the pipeline.
+      buckets: for each bucket, in the order of the pipeline, the indices of its hTasks in `htasks`.
       microbatches: the samples of each microbatch, in the order of `schedule.microbatches`.
-      forward_seconds: for each stage, seconds of one microbatch's forward pass. All microbatches
-        have one shape and count as equally long.
+      forward_seconds: for each stage, seconds of the forward pass of any microbatch.
       backward_seconds: the same for the backward pass.
       hop_seconds: seconds from the end of a pass until its output is at the next stage.
       baselines: the predicted costs of simpler methods for these rounds.
@@ -292,12 +277,9 @@ class TaskLoad(NamedTuple):
 
     Attributes:
       pool: sizes of the pool that the task needs alone.
-      batch_size: number of samples of one global batch.
       steps: number of global batches that the task trains for.
-      lengths: stream length of each training sample; not empty.
       batches: stream lengths of each global batch, of all steps or at least the first one.
-      held_out: stream lengths of the held-out samples. They are not trained, but a row of a
-        microbatch must be long enough for them.
+      held_out: lengths of the held-out samples, which rows of microbatches must be able to hold.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
     """
@@ -333,22 +315,20 @@ def make_plan(
 ) -> Plan:
     """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
-    It works on the host and needs no device. It chooses the shape class from rounds of the whole
-    training run, as training does. On one device all tasks are then packed together; on several
-    pipeline stages it compares ways to group them.
+    It chooses the shape class from rounds of the whole training run, as training does. On one
+    device all tasks are then packed together; on several pipeline stages it compares ways to group
+    them.
 
     Args:
-      request: limits of the shape class.
       costs: times and memory on the replica, for the pool `shared_pool(tasks)`.
-      source: the origin of the costs, for reports.
-      rounds: number of rounds that the schedule covers. A task with fewer global batches in
-        `TaskLoad.batches` repeats them. At least 2 rounds show how a round waits for updates.
+      rounds: number of rounds that the schedule covers; at least 2 show how a round waits for
+        updates. A task with fewer global batches in `TaskLoad.batches` repeats them.
       shape: the shape class, if it has been chosen already, for example with tasks that wait for a
         slot. Then nothing is refused for lack of memory.
 
     Raises:
-      PlanningError: there are no tasks, they do not fit alone or together, or `request.row_len` is
-        not possible or shorter than a sample. The message lists changes that would help.
+      PlanningError: there are no tasks, or they do not fit. The message lists changes that would
+        help.
     """
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
@@ -374,14 +354,9 @@ def plan_rounds(
     source: CostSource,
     samples: Sequence[Mapping[int, Sequence[int]]] | None = None,
 ) -> Plan:
-    """Returns the plan of given rounds on one replica, without baselines.
-
-    Args:
-      rounds: for each round and slot, the stream lengths in tokens of the samples that the replica
-        trains. Rounds may be empty, but not all of them.
-      samples: for each round and slot, the indices of these samples in the task's global batch;
-        None if they are all samples in order.
-    """
+    """Returns the plan of given rounds on one replica, without baselines. Some rounds may be empty.
+    `samples` has for each round and slot the indices of the samples in the task's global batch;
+    None stands for all samples in order."""
     filled = [i for i, batches in enumerate(rounds) if batches]
     pipeline = plan_with(grouping, [rounds[i] for i in filled], shape, costs)
     validate(pipeline.schedule)
@@ -499,15 +474,10 @@ class SmallerMicrobatches(NamedTuple):
 def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> SmallerMicrobatches | None:
-    """Searches fewer tokens per microbatch that make rounds at least 5% faster than in a plan. The
-    other arguments are those of `make_plan`.
-
-    Smaller microbatches are more numerous, so they fill a pipeline better, and less of them is
-    padding. The function halves the requested tokens until a round takes longer, or until a
-    microbatch would be shorter than the longest sample. It returns None if there is no such number,
-    and without a search if there is little to gain: on one stage, or if bubbles and padding
-    together take less than 5% of the devices' time.
-    """
+    """Searches fewer tokens per microbatch that make rounds at least 5% faster than in a plan, with
+    the other arguments of `make_plan`: smaller microbatches fill a pipeline better. Returns None if
+    there are none, or without a search if bubbles and padding together take less than 5% of the
+    devices' time."""
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None
     lengths, predicted = round_lengths(tasks, plan.rounds), plan.prediction

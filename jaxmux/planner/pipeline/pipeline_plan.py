@@ -3,18 +3,8 @@
 While a task waits for its update, microbatches of other groups of tasks keep the stages busy. The
 tasks of a group are packed together, and groups take turns. A *turn* is the part of a round that
 belongs to one group; its last microbatch is filled up with samples of the next one. More groups
-provide more microbatches for the time of an update, fewer groups fill microbatches better. A quick
-estimate chooses the most promising groupings, and the simulator compares these. Training makes the
-same choice by the same function, so a plan shows the microbatches and passes of training.
-
-Several rounds in a stream, with *no-op* microbatches, are LoRAFusion's order, with which plans are
-compared. It follows the **bubble lemma** (LoRAFusion 5.2): a task's update needs the gradients of a
-whole global batch. In a pipeline of S stages a microbatch may start its backward pass S - 1
-microbatches after it was launched. A microbatch with samples of a task's next global batch
-therefore comes at least S microbatches after the last one with samples of its current global batch.
-Microbatches of other tasks fill the distance, or else no-op microbatches. LoRAFusion requires the
-distance S - 1: its backward pass ends in the same clock in which the next forward pass begins. Here
-the update must come between the two as well.
+provide more microbatches for the time of an update, fewer groups fill microbatches better. Training
+makes the same choice by the same function.
 """
 
 import dataclasses
@@ -85,12 +75,21 @@ class PackedMicrobatch(NamedTuple):
         return place([[(placed.slot, placed.span) for placed in row] for row in self.rows], shape)
 
 
+# The bubble lemma (LoRAFusion 5.2): a task's update needs the gradients of a whole global batch. In
+# a pipeline of S stages a microbatch may start its backward pass S - 1 microbatches after it was
+# launched. A microbatch with samples of a task's next global batch therefore comes at least S
+# microbatches after the last one with samples of its current global batch. Microbatches of other
+# tasks fill the distance, or else no-op microbatches. LoRAFusion requires the distance S - 1: its
+# backward pass ends in the same clock in which the next forward pass begins. Here the update must
+# come between the two as well.
+#
+# Plans and training schedule one round at a time. No task occurs twice in a round, so they need no
+# no-ops. Streams of several rounds are LoRAFusion's order, with which plans are compared.
 def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
-    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds. Each
-    turn's underfull last microbatch is filled up with spans of the next turn if that makes the
-    whole shorter, and no-ops are added where the lemma needs them (LoRAFusion Alg. 1, lines 12 to
-    15). How well two turns merge does not follow from how well each is packed, so the greedy
-    packing of the same spans is tried as well. The shortest of the four results is returned."""
+    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds
+    (LoRAFusion Alg. 1, lines 12 to 15)."""
+    # Turns may be merged or not. How well two turns merge does not follow from how well each is
+    # packed, so the greedy packing of the same spans is tried as well.
     schedules = []
     for packed in (turns, [_repack_greedily(turn) for turn in turns]):
         separate = [microbatch for i, turn in enumerate(packed) for microbatch in _lay(i, turn)]
@@ -107,13 +106,12 @@ def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[
 
 
 def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
-    """Returns the turns one after another, each filling up the last microbatch of the one before.
-    Spans move to the earlier microbatch in the order of their task, and only spans of tasks whose
-    previous global batch ended at least S microbatches before. The rest of the turn is packed
-    again, and nothing is moved if that needs more microbatches than the turn did."""
+    """Returns the turns one after another, each filling up the last microbatch of the one
+    before."""
     timeline = _Timeline(stages)
     for index, turn in enumerate(turns):
         filled, remaining = _fill_last(timeline, index, turn)
+        # Spans move only if the rest of the turn, packed again, needs no more microbatches.
         if filled is not None and remaining.count <= turn.count:
             timeline.replace_last(filled)
             turn = remaining
@@ -217,14 +215,8 @@ _LEAST_GAIN = 0.01
 
 
 class PipelinePlan(NamedTuple):
-    """A stream of microbatches and its schedule.
-
-    Attributes:
-      microbatches: in the order of the schedule. Their spans refer by index to the turns of
-        `take_turns(rounds, grouping.groups)`.
-      rounds: for each microbatch, the index of its round.
-      simulation: the times of the schedule, with stages that run at their own pace.
-    """
+    """A stream of microbatches and its schedule. The spans of microbatches refer by index to the
+    turns of `take_turns(rounds, grouping.groups)`. Each microbatch has the index of its round."""
 
     grouping: Grouping
     microbatches: list[PackedMicrobatch]
@@ -240,13 +232,8 @@ class PipelinePlan(NamedTuple):
 
 
 class PipelineCosts(NamedTuple):
-    """The time that microbatches take in a pipeline.
-
-    Attributes:
-      hop_seconds: time in which the output of a pass gets to the next stage.
-      schedule: one of `planner.devices.SCHEDULES`.
-      parts_per_stage: number of parts of the backbone on each stage.
-    """
+    """The time that microbatches take in a pipeline. The output of a pass is at the next stage
+    after `hop_seconds`."""
 
     shape: ShapeClass
     stage_seconds: StageSeconds

@@ -78,13 +78,9 @@ class SequenceCosts(Protocol):
 
 
 class CostTable(NamedTuple):
-    """The cost model for S configurations and R length bins.
-
-    Attributes:
-      lengths: for each of R bins, the tokens that its sequences are padded to.
-      constant: float64 [S], seconds of a round that do not depend on the sequences.
-      per_sequence: float64 [S, R], seconds of one sequence; infinite where memory does not suffice.
-    """
+    """The cost model for S configurations and R length bins, each with the tokens that its
+    sequences are padded to: the seconds of a round that do not depend on the sequences, float64
+    [S], and the seconds of one sequence, float64 [S, R], infinite if memory does not suffice."""
 
     configurations: tuple[Replica, ...]
     lengths: tuple[int, ...]
@@ -126,10 +122,9 @@ def tabulate_costs(
 
 
 def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:
-    """Removes configurations that another one makes unnecessary (LobRA 4.2), and returns for each
-    of them one that dominates it. The paper removes a configuration that is slower than another
-    with as many devices. This also removes one that is no faster than another with fewer devices:
-    replacing the first by the second makes no plan slower."""
+    """Removes configurations that another one makes unnecessary (LobRA 4.2): those that are no
+    faster than one with at most as many devices. Returns one such configuration for each of
+    them."""
     table = np.column_stack([costs.devices, costs.constant, costs.per_sequence])
     kept: list[int] = []
     dominated = {}

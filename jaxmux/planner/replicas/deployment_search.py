@@ -1,19 +1,4 @@
-"""Searches the numbers of replicas with which a round takes the least time (LobRA 4.2, Eq. 2).
-
-Eq. 2 is not linear, because d_ij / p_i divides one variable by another. LobRA lists the ways to
-divide the devices, filters them by a lower bound and solves a program for each of the rest. Here a
-single program covers all ways: for a *fixed* time T of a round, the condition c_i + Σ_j t_ij d_ij /
-p_i <= T is equivalent to Σ_j t_ij d_ij <= (T - c_i) p_i, which is linear in p and d together. (c_i
-is the constant of configuration i, t_ij its time per sequence of length bin j.) One program tells
-whether there is a plan that takes at most T, and bisection over T finds the best plan with a proof.
-LobRA's filter of 15% is the first interval: the search starts between a bound on every plan and 15%
-above it, and continues above only when no plan lies there.
-
-The p_i are whole numbers; the d_ij, the sequences of an expected round, are not. Eq. 2 has whole
-d_ij and so rounds the expected B f_j up, which gives a round up to R more rare, long sequences than
-any round has. A single sequence is not divided either: it goes only to configurations that serve it
-alone within T.
-"""
+"""Searches the numbers of replicas with which a round takes the least time (LobRA 4.2, Eq. 2)."""
 
 import math
 import time
@@ -35,7 +20,8 @@ from .cost_table import (
 from .length_bins import LengthBins
 from .sample_dispatch import dispatch_greedily, dispatch_samples
 
-# The first target of the bisection is at most this multiple of the bound.
+# The bisection starts between a bound on every plan and this multiple of the bound, which is the
+# filter in LobRA. It continues above only if no plan lies there.
 _FILTER = 1.15
 # One program gets at most this fraction of the time limit, so that the search goes on after a hard
 # one.
@@ -45,13 +31,9 @@ _INFEASIBLE = 2
 
 
 class DeploymentProblem(NamedTuple):
-    """Eq. 2 for S configurations and R length bins.
-
-    Attributes:
-      demand: float64 [R], B f_j, the expected sequences of each bin in a round.
-      devices: N, most devices of all replicas together.
-      least, most: int64 [S], limits on the number of replicas of each configuration.
-    """
+    """Eq. 2 for S configurations and R length bins: in a round, each bin has B f_j expected
+    sequences, float64 [R]. Of each configuration there are from `least` to `most` replicas, int64
+    [S]."""
 
     costs: CostTable
     demand: np.ndarray
@@ -116,6 +98,16 @@ def _plan_within(target: float, problem: DeploymentProblem, time_limit: float) -
     """Searches a plan whose round takes at most `target` seconds. The variables are all p_i, then
     d_ij for every configuration and bin for which a single sequence takes at most `target`
     seconds."""
+    # Eq. 2 is not linear, because d_ij / p_i divides one variable by another. LobRA lists the ways
+    # to divide the devices and solves a program for each. Here a single program covers all ways:
+    # for a fixed time T of a round, c_i + Σ_j t_ij d_ij / p_i <= T is equivalent to Σ_j t_ij d_ij
+    # <= (T - c_i) p_i, which is linear in p and d together. Here c_i is the constant of
+    # configuration i, and t_ij its time per sequence of length bin j.
+    #
+    # The p_i are whole numbers; the d_ij, the sequences of an expected round, are not. Eq. 2 has
+    # whole d_ij and so rounds the expected B f_j up, which gives a round up to R more rare, long
+    # sequences than any round has. A single sequence is not divided either: it goes only to
+    # configurations that serve it alone within T.
     costs, demand, devices, least, most = problem
     row, column = np.nonzero(costs.alone <= target)
     configurations, bins = costs.per_sequence.shape
@@ -170,12 +162,10 @@ class DeploymentPlan(NamedTuple):
 
     Attributes:
       replicas: for each deployed configuration, its number of replicas (p_i in LobRA), at least 1.
-      round_seconds: expected seconds of a round, the time of the slowest configuration. Its
-        replicas share its sequences evenly, in fractions if necessary, but it takes at least the
-        time of its slowest sequence.
+      round_seconds: expected seconds of a round, the time of the slowest configuration.
       bound: lower bound in seconds on the `round_seconds` of any choice of replicas.
       dominated: for each configuration that was left out of the search, one that is at least as
-        good in devices, memory and time.
+        good.
     """
 
     replicas: dict[Replica, int]
@@ -194,14 +184,9 @@ class DeploymentPlan(NamedTuple):
 
 
 class Replan(NamedTuple):
-    """The decision of `replan` about the replicas after tasks arrive or leave.
-
-    Attributes:
-      deployment: the deployment to continue with, with the `round_seconds` of the new tasks.
-      switch: whether to change the replicas.
-      saved_seconds: seconds that the change saves over the horizon, less the time of the change
-        itself. They are infinite if the current replicas cannot serve the new tasks.
-    """
+    """The decision of `replan`: the deployment to continue with, and whether it is a new one. The
+    change saves `saved_seconds` over the horizon, less the time of the change itself; they are
+    infinite if the current replicas cannot serve the new tasks."""
 
     deployment: DeploymentPlan
     switch: bool
@@ -228,22 +213,19 @@ def plan_replicas(
 ) -> DeploymentPlan:
     """Chooses the replicas with which an expected round takes the least time (LobRA Eq. 2).
 
-    Replicas of different sizes pay where a few long sequences need much memory and most sequences
-    are short. The sequences of an expected round count as divisible; `choose_replicas` also
-    simulates rounds of whole sequences. Further replicas use devices that would otherwise be idle.
+    The sequences of an expected round count as divisible; `choose_replicas` also simulates rounds
+    of whole sequences. The search stops at a plan that is at most the fraction `gap` slower than
+    the best, or after `time_limit` seconds. Further replicas use devices that would otherwise be
+    idle.
 
     Args:
-      devices: N, the most devices of all replicas together.
-      configurations: configurations to choose from. Those with more than N devices are never
-        chosen; they only improve error messages.
+      configurations: configurations to choose from. Those with too many devices only improve error
+        messages.
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
       sampled_rounds: number of rounds in the sample (LobRA takes 100).
-      gap: the search stops at a plan that is at most this fraction slower than the best.
-      time_limit: seconds of computation after which the best plan so far is returned.
 
     Raises:
-      PlanningError: there are no sequences or no configurations, or the sequences of a bin fit no
-        configuration of at most `devices` devices.
+      PlanningError: there are no sequences or no configurations, or none serves some bin.
     """
     costs, demand = _costs_and_demand(configurations, bins, sampled_rounds, model)
     require_service(costs, devices)
@@ -289,16 +271,10 @@ def replan(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> Replan:
-    """Decides whether to change the deployed replicas after tasks arrive or leave.
-
-    It recommends those of `plan_replicas` if the change saves more seconds over the next rounds
-    than the change itself takes, or if the current replicas cannot train the new tasks. Further
-    arguments and errors are as for `plan_replicas`.
-
-    Args:
-      switch_seconds: seconds that changing the replicas takes (less than 3 minutes in LobRA).
-      horizon_rounds: number of rounds for which the tasks are expected to stay as they are.
-    """
+    """Decides whether to change the deployed replicas after tasks arrive or leave. The change,
+    which takes `switch_seconds` (less than 3 minutes in LobRA), pays if it saves more over the next
+    `horizon_rounds` rounds, or if the current replicas cannot train the new tasks. Further
+    arguments and errors are as for `plan_replicas`."""
     best = plan_replicas(
         devices, configurations, bins, model, sampled_rounds, gap=gap, time_limit=time_limit
     )
@@ -349,10 +325,8 @@ def choose_replicas(
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
     """Chooses the replicas of `plan_replicas`, or equal replicas of one configuration, by the mean
-    simulated time of `rounds`. `plan_replicas` divides the sequences of an expected round into
-    fractions. In a real round with few long sequences, its replicas may not be able to share them
-    evenly. The result has the predicted times of an expected round, not the simulated ones. Further
-    arguments and errors are as for `plan_replicas`."""
+    simulated time of `rounds`: the former may not be able to share few long sequences evenly. The
+    result has the predicted times of an expected round, not the simulated ones."""
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]
     longest = max(bins.boundaries)

@@ -10,13 +10,8 @@ from ..errors import PlanningError
 
 
 class LengthBins(NamedTuple):
-    """Training sequences sorted by length into bins; made by `choose_length_bins`.
-
-    Attributes:
-      boundaries: for each bin, its upper boundary in tokens, ascending. Sequences are padded to it.
-      counts: for each bin, its number of sequences.
-      padding: tokens of padding of all sequences together.
-    """
+    """Training sequences sorted by length into bins, by upper boundary in tokens, ascending.
+    Sequences are padded to the boundary, which takes `padding` tokens together."""
 
     boundaries: tuple[int, ...]
     counts: tuple[int, ...]

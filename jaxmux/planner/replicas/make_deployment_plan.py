@@ -44,15 +44,12 @@ Share = Mapping[int, Sequence[int]]
 
 
 class DeployedPlans(NamedTuple):
-    """Plans of some rounds on several replicas, with the predicted times.
-
-    A task is updated when all replicas have trained their shares of its global batch, so the
-    slowest replica decides how long a round takes. The time in which gradients and adapters travel
-    between replicas is not included.
+    """Plans of some rounds on several replicas, with the predicted times, without the time in which
+    gradients and adapters travel between replicas.
 
     Attributes:
-      plans: the plan of each replica; None for one that trains no sample of these rounds. The
-        microbatches are those of its first data shard. The plans have no baselines.
+      plans: the plan of each replica's first data shard, without baselines; None for a replica that
+        trains no sample of these rounds.
       tokens: for each replica, the mean tokens of its share of a round, without padding.
     """
 
@@ -86,16 +83,9 @@ def make_deployment_plan(
     shapes: Mapping[Replica, ShapeClass] | None = None,
 ) -> DeployedPlans:
     """Divides the samples of rounds among replicas, as training does, and plans each replica.
-
     Replicas of one kind have one shape class, with rows for the longest samples for which their
-    memory suffices. The samples of a round are divided so that the slowest replica takes as little
-    time as possible (LobRA Eq. 3).
-
-    Raises:
-      PlanningError: there are no tasks, a replica has no memory for any sample of the tasks, no
-        replica has memory for the longest one, or `request.row_len` is not possible or shorter than
-        a sample.
-    """
+    memory suffices. PlanningError tells if there are no tasks, or no memory for a task's
+    samples."""
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
     if shapes is None:

@@ -1,10 +1,5 @@
-"""Divides the sequences of a round among replicas so that the slowest is fast (LobRA 4.3, Eq. 3).
-
-Replicas of one configuration share its sequences evenly. The integer program therefore has a
-variable for each configuration and length bin, but none for a replica. For few sequences, a second
-one has variables for each replica. Its optimum is a lower bound on the time of every assignment of
-sequences to single replicas, and the reported gap is measured from that bound.
-"""
+"""Divides the sequences of a round among replicas so that the slowest is fast (LobRA 4.3, Eq.
+3)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +13,10 @@ from ..packing.shape_class import MIN_CHUNK_LEN
 from .cost_table import CostTable, SequenceCosts, require_service, tabulate_costs
 from .length_bins import LengthBins, choose_length_bins
 
+# Replicas of one configuration share its sequences evenly. The integer program therefore has a
+# variable for each configuration and length bin, but none for a replica. For few sequences, a
+# second one has variables for each replica. Its optimum is a lower bound on the time of every
+# assignment of sequences to single replicas, and the reported gap is measured from that bound.
 # Limits on the number of moves between configurations and of exchanges between replicas. Both loops
 # usually end long before.
 _MOST_MOVES = 2000
@@ -29,11 +28,11 @@ _PARTNERS = 6
 
 def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> np.ndarray:
     """Divides sequences among configurations: length-based dispatch (LobRA 3), then improvements.
-    The result is int64 [S, R], the sequences of each bin that each configuration serves. At first
-    each length bin is served by the configuration that takes the fewest device seconds for it. Then
-    sequences move from the slowest configuration to others, as many at a time as make the two
-    equally fast: those whose time on the new configuration is the least relative to their time on
-    the old one."""
+    The result is int64 [S, R], the sequences of each bin that each configuration serves."""
+    # At first each length bin is served by the configuration that takes the fewest device seconds
+    # for it. Then sequences move from the slowest configuration to others, as many at a time as
+    # make the two equally fast: those whose time on the new configuration is the least relative to
+    # their time on the old one.
     share = costs.per_sequence / number[:, None]
     counts = np.zeros(share.shape, np.int64)
     cheapest = (costs.devices[:, None] * costs.per_sequence).argmin(axis=0)
@@ -72,20 +71,13 @@ def split_evenly(counts: np.ndarray, per_sequence: np.ndarray, replicas: int) ->
 def exchange_sequences(
     costs: CostTable, number: np.ndarray, counts: np.ndarray, enough: float = 0.0
 ) -> tuple[np.ndarray, float]:
-    """Shortens the round by exchanging single sequences between the slowest replica and others.
-
-    In each exchange the slowest replica gives a sequence and takes a quicker one or none. A replica
-    has few long sequences, so an even division leaves replicas uneven; exchanges between two
-    replicas nearly always correct that. It stops when the slowest replica takes at most `enough`
-    seconds.
-
-    Args:
-      number: int64 [S], replicas of each configuration; K together.
-      counts: int64 [K, R], sequences of each bin that each replica serves, in the order of `costs`.
-
-    Returns:
-      The new counts, int64 [K, R], and the seconds of the slowest replica.
-    """
+    """Shortens the round by exchanging single sequences between the slowest replica and others,
+    until it takes at most `enough` seconds. Returns the new counts and the seconds of the slowest
+    replica. `number`, int64 [S], has the replicas of each configuration, K together; `counts` is
+    int64 [K, R]."""
+    # In each exchange the slowest replica gives a sequence and takes a quicker one or none. A
+    # replica has few long sequences, so an even division leaves replicas uneven; exchanges between
+    # two replicas nearly always correct that.
     held = counts.copy()
     replicas = np.split(np.arange(len(held)), np.cumsum(number)[:-1])
     costs = costs.of(np.repeat(np.arange(len(number)), number))
@@ -130,14 +122,9 @@ _HALVINGS = 50
 
 
 class SampleDispatch(NamedTuple):
-    """The sequences of one round, divided among replicas; made by `dispatch_samples`.
-
-    Attributes:
-      counts: for each configuration, int64 [replicas, R]: the number of sequences of each of the R
-        length bins that each replica serves.
-      round_seconds: predicted seconds that the slowest replica takes for the round.
-      bound: lower bound in seconds on the `round_seconds` of every dispatch to these replicas.
-    """
+    """The sequences of one round, divided among replicas. `counts` holds for each configuration the
+    number of sequences of each of the R length bins that each replica serves, int64 [replicas, R].
+    No dispatch to these replicas takes less than `bound` seconds."""
 
     counts: dict[Replica, np.ndarray]
     round_seconds: float
@@ -164,17 +151,12 @@ def dispatch_samples(
     Of the B_j sequences of length bin j, the p_i replicas of configuration S_i serve d_ij together.
     A greedy dispatch is returned if its time is within the fraction `gap` of a lower bound, or if
     the solver finds no better one in `time_limit` seconds and `node_limit` nodes of its search
-    tree.
+    tree. With a limit on nodes, and a time limit that is never reached, equal calls have equal
+    results.
 
-    Args:
-      single_replicas: whether a second program assigns at most 50 sequences to single replicas, for
-        ten times as long, if the first one leaves a gap. It hardly ever finds a faster dispatch,
-        but often a better bound.
-      node_limit: most nodes; None for any number. With a limit on nodes, and a time limit that is
-        never reached, equal calls have equal results.
-
-    Raises:
-      PlanningError: no replica has the memory for some bin, or no replica is deployed.
+    With `single_replicas`, a second program assigns at most 50 sequences to single replicas, for
+    ten times as long, if the first one leaves a gap. It hardly ever finds a faster dispatch, but
+    often a better bound. PlanningError tells if no replica has the memory for some bin.
     """
     deployed = [configuration for configuration, count in replicas.items() if count]
     number = np.array([replicas[configuration] for configuration in deployed], np.int64)
@@ -257,10 +239,11 @@ def _busy_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> flo
 
 
 def _whole_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> float:
-    """Seconds within which whole sequences of each bin and all longer ones can be served. Within T
-    seconds a replica serves at most ⌊(T - c_i) / t_ij⌋ sequences of bin j or longer, where c_i is
-    its constant and t_ij its time per sequence. Few replicas serve the longest sequences, and only
-    few of them each, so this bound is often the largest."""
+    """Seconds within which whole sequences of each bin and all longer ones can be served. Few
+    replicas serve the longest sequences, and only few of them each, so this bound is often the
+    largest."""
+    # Within T seconds a replica serves at most ⌊(T - c_i) / t_ij⌋ sequences of bin j or longer,
+    # where c_i is its constant and t_ij its time per sequence.
     quickest = np.minimum.accumulate(costs.per_sequence[:, ::-1], axis=1)[:, ::-1]
     needed = np.cumsum(demand[::-1])[::-1]
     constant = costs.constant[:, None]
@@ -332,10 +315,9 @@ def assign_samples(
     lengths: Mapping[int, Sequence[int]],
 ) -> list[dict[int, list[int]]]:
     """Divides the samples of a round among replicas by `dispatch_samples`, and returns for each
-    replica, by task, the ascending indices of its samples. Samples of one length bin are
-    interchangeable. They are dealt evenly, so that the samples of a task go to all replicas that
-    serve their bin. Equal calls have equal results. PlanningError names a sample that fits no
-    replica."""
+    replica, by task, the ascending indices of its samples. The samples of a task go to all replicas
+    that serve their length bin. Equal calls have equal results. PlanningError tells if a sample
+    fits no replica."""
     every = [(length, task, i) for task, sizes in lengths.items() for i, length in enumerate(sizes)]
     bins = round_bins([length for length, *_ in every])
     dispatch = dispatch_samples(

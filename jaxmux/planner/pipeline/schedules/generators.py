@@ -12,10 +12,9 @@ from .tick_layout import TickRule, lay_out
 
 def gpipe(workload: Workload) -> PipelineSchedule:
     """Returns the GPipe schedule: all forward passes of a flush, then all its backward passes. A
-    *flush* is a series of consecutive microbatches that run with unchanged adapter parameters. A
-    new flush begins at a microbatch that must wait for the optimizer update of a task in the
-    current flush. With S stages, equal stage times and forward passes as long as backward passes,
-    the bubble ratio of a flush of N microbatches is (S-1) / (N+S-1) (Huang et al. 2019)."""
+    flush ends before a microbatch that must wait for an update. With S equal stages and forward
+    passes as long as backward passes, the bubble ratio of N microbatches is (S-1) / (N+S-1) (Huang
+    et al. 2019)."""
     flushes = independent_series(workload)
     orders = [
         [
@@ -30,12 +29,10 @@ def gpipe(workload: Workload) -> PipelineSchedule:
 
 
 def one_forward_one_backward(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """Returns the 1F1B schedule, PipeDream-flush (Narayanan et al. 2021, 2.2). Stage s has at most
-    `one_f_one_b_depth(S, rule)[s]` microbatches in flight, and fewer if `workload.buffer_limit`
-    requires it. The microbatches start in the order of the workload. A microbatch that waits for a
-    task's optimizer update holds back all microbatches after it; `lorapp` passes over such a
-    microbatch instead. For microbatches that wait for no update, the bubble ratio is the same as
-    for `gpipe`."""
+    """Returns the 1F1B schedule, PipeDream-flush (Narayanan et al. 2021, 2.2), with at most
+    `one_f_one_b_depth(S, rule)[s]` microbatches in flight on stage s. A microbatch that waits for a
+    task's update holds back all microbatches after it. Otherwise the bubble ratio is that of
+    `gpipe`."""
     launch = LaunchRule(in_flight=one_f_one_b_depth(workload.stages, rule))
     return lay_out(workload, greedy_orders(workload, launch), rule)
 
@@ -49,12 +46,9 @@ def one_f_one_b_depth(stages: int, rule: TickRule) -> list[int]:
 
 
 def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
-    """Returns the interleaved 1F1B schedule, which has shorter bubbles than 1F1B. Each stage holds
-    several parts of the model, its virtual stages, so a microbatch passes every stage several times
-    and the pipeline fills sooner (Narayanan et al. 2021, 2.2). In exchange the stages send more
-    messages. For N microbatches that wait for no update, with N a multiple of the number S of
-    stages, equal stage times and forward passes as long as backward passes, the bubble ratio is
-    (S-1) / (virtual_per_stage · N + S-1)."""
+    """Returns the interleaved 1F1B schedule (Narayanan et al. 2021, 2.2), in which a microbatch
+    passes every stage several times and the pipeline fills sooner. Under the assumptions of
+    `gpipe`, with N a multiple of S, the bubble ratio is (S-1) / (virtual_per_stage · N + S-1)."""
     workload = workload.with_virtual_stages(virtual_per_stage)
     stages = workload.stages
     depth = [2 * (stages - 1 - s) + (virtual_per_stage - 1) * stages + 1 for s in range(stages)]
@@ -63,19 +57,14 @@ def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
 
 
 def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1), for microbatches of several
-    tasks.
+    """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1): while the microbatches of one
+    task wait for its update, those of other tasks fill the pipeline.
 
-    While the microbatches of one task wait for its optimizer update, those of other tasks fill the
-    pipeline. The first stage prefers forward passes: it starts the first microbatch that waits for
-    no update. All other stages prefer backward passes, which free memory.
-
-    With S equal stages, T tasks and one microbatch per global batch, the bubble ratio is
-    max{(S-T)/S, 0} without warm-up and drain. With n microbatches per global batch it is
-    max{(S-1+n-T·n) / (S+n-1), 0} (mLoRA 3.2.2, which writes D for S, L for T and N for n). If
-    stages start ticks together and the rule is "single", this holds only if forward passes take as
-    long as backward passes. With "paired" ticks about twice as many microbatches are in flight, so
-    S stages need 2S tasks to be full.
+    With S equal stages, T tasks and n microbatches per global batch, the bubble ratio is
+    max{(S-1+n-T·n) / (S+n-1), 0} without warm-up and drain (mLoRA 3.2.2, which writes D for S, L
+    for T and N for n). If stages start ticks together and the rule is "single", this holds only if
+    forward passes take as long as backward passes. With "paired" ticks, S stages need 2S tasks to
+    be full.
     """
     launch = LaunchRule(
         in_flight=one_f_one_b_depth(workload.stages, rule), skip_blocked=True, forward_first=1
@@ -94,20 +83,20 @@ def template(
     Within each round, the microbatches of a bucket are consecutive, a microbatch starts as soon as
     the buffers allow, and stages prefer backward passes. Round n holds step n of every task. The
     rounds follow each other without draining the pipeline, and a microbatch that waits for a task's
-    update is passed over. Only `workload.buffer_limit` bounds the number of microbatches in flight.
-    The schedule's microbatches are in the order of `template_order`.
-
-    Theorem 2 of MuxTune's Appendix A says that the last stage is busy from its first forward to its
-    last backward pass. It holds here for one round without a buffer limit, if a microbatch of
-    bucket p takes the same time t_p forward and backward on every stage and messages take no time.
-    With the clock "asynchronous", stages run at their own pace and the last one is never idle, as
-    in the paper. With "lockstep", they start every tick together. The last stage has a pass in
-    every tick, but where two buckets meet, a tick may take longer than this pass, because an
-    earlier stage runs a backward pass of the longer bucket. With S stages and C microbatches per
-    bucket, the makespan is at most 2(S-1)·t_1 plus the work of the last stage, 2C·Σ_p t_p. This
-    exceeds the makespan of asynchronous stages (Lemmas 1 and 2) by (S-1)(t_1-t_P).
+    update is passed over. The schedule's microbatches are in the order of `template_order`.
     """
     workload = workload.reorder(template_order(workload))
+    # Theorem 2 of MuxTune's Appendix A says that the last stage is busy from its first forward to
+    # its last backward pass. It holds here for one round without a buffer limit, if a microbatch of
+    # bucket p takes the same time t_p forward and backward on every stage and messages take no
+    # time. With the clock "asynchronous", stages run at their own pace and the last one is never
+    # idle, as in the paper.
+    #
+    # With "lockstep", the last stage has a pass in every tick, but where two buckets meet, a tick
+    # may take longer than this pass, because an earlier stage runs a backward pass of the longer
+    # bucket. With S stages and C microbatches per bucket, the makespan is at most 2(S-1)·t_1 plus
+    # the work of the last stage, 2C·Σ_p t_p. This exceeds the makespan of asynchronous stages
+    # (Lemmas 1 and 2) by (S-1)(t_1-t_P).
     lockstep = clock == "lockstep"
     orders = greedy_orders(workload, LaunchRule(unit_times=lockstep, skip_blocked=True))
     rules = get_args(TickRule) if lockstep else ["single"]

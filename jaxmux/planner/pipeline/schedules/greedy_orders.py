@@ -26,14 +26,11 @@ class LaunchRule:
     """The rule by which a free stage chooses its next op.
 
     Attributes:
-      in_flight: for each stage, the most microbatches in flight; None for no such limit. The
-        workload's buffer limit holds in either case.
-      unit_times: whether every op takes one unit of time, which gives an order for stages that run
-        in lockstep. With False the workload's times give an order for asynchronous stages.
-      skip_blocked: whether to launch a later microbatch of the stream if the next one waits for a
-        task's update.
-      forward_first: number of stages, counted from the first, that prefer a forward pass to a
-        backward pass if both could start.
+      in_flight: for each stage, the most microbatches in flight; None for no such limit.
+      unit_times: whether every op takes one unit of time, for stages that run in lockstep. With
+        False the workload's times give an order for asynchronous stages.
+      skip_blocked: whether later microbatches may pass over one that waits for a task's update.
+      forward_first: number of stages, counted from the first, that prefer forward passes.
     """
 
     in_flight: Sequence[int] | None = None
@@ -43,15 +40,10 @@ class LaunchRule:
 
 
 def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
-    """Returns the ops of each stage in the order in which greedy stages start them.
-
-    A free stage runs the earliest backward pass that is ready, else its next forward pass if enough
-    buffers are free. A microbatch is launched, that is, runs forward on virtual stage 0, only when
-    each of its tasks has finished the backward passes of its previous global batch there. The other
-    virtual stages have then finished them too, because virtual stage 0 runs backward last. This is
-    LoRAFusion's bubble lemma (5.2) for each stage. PlanningError tells if too few buffers bring the
-    pipeline to a standstill.
-    """
+    """Returns the ops of each stage in the order in which greedy stages start them. A microbatch is
+    launched, that is, runs forward on virtual stage 0, only when each of its tasks has finished the
+    backward passes of its previous global batch there: LoRAFusion's bubble lemma (5.2).
+    PlanningError tells if too few buffers bring the pipeline to a standstill."""
     simulation = _GreedyStages(workload, rule)
     simulation.run()
     return simulation.orders

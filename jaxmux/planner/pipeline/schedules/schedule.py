@@ -19,14 +19,13 @@ FORWARD, BACKWARD = 1.0, 2.0
 
 
 class ScheduledMicrobatch(NamedTuple):
-    """The facts about one microbatch that its order in the pipeline depends on.
+    """The facts about one microbatch that its order in the pipeline depends on. All microbatches
+    that name one (task, step) together make up its global batch.
 
     Attributes:
-      tasks: indices of the tasks that have samples in the microbatch, and of those that are updated
-        together with them; empty for a no-op microbatch, which holds no samples.
-      steps: for each entry of `tasks`, the step of this task. All microbatches that name one (task,
-        step) together make up its global batch.
-      bucket: the bucket of the microbatch. Only `template` and `template_order` use it.
+      tasks: the tasks that have samples in the microbatch, and those that are updated together with
+        them; empty for a no-op microbatch.
+      steps: for each entry of `tasks`, the step of this task.
       buffers: number of units of memory for residuals that the microbatch takes on each virtual
         stage from its forward to its backward pass.
     """
@@ -43,16 +42,9 @@ class ScheduledMicrobatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
-    """The input of schedule generators: M microbatches in order, with their times on every stage.
-    PlanningError tells if the shapes do not fit or a number is outside its range.
-
-    Attributes:
-      forward: float64 [M, V], time of each forward pass, in any unit; simulations return their
-        times in this unit.
-      backward: float64 [M, V], time of each backward pass.
-      buffer_limit: for each stage, its number of buffers for residuals; None for no limit.
-      virtual_per_stage: V / S, 1 for an ordinary pipeline.
-    """
+    """The input of schedule generators: M microbatches in order, with the times of their forward
+    and backward passes in any unit, float64 [M, V] each. Each of the S stages has V / S virtual
+    stages, and so many buffers for residuals as `buffer_limit` says; None for no limit."""
 
     microbatches: tuple[ScheduledMicrobatch, ...]
     forward: np.ndarray
@@ -189,16 +181,14 @@ class Update(NamedTuple):
 class PipelineSchedule:
     """The order in which S stages run M microbatches: a table with T columns, the ticks.
 
-    `validate` checks it, `simulate_lockstep` and `simulate_asynchronous` predict its time, and
-    `print` shows its table. In a tick a stage runs at most one backward and one forward pass, the
-    backward pass first, and frees its buffers. A pass uses only outputs of passes of earlier ticks.
-    The loss of a microbatch is part of its forward pass on the last virtual stage.
+    In a tick a stage runs at most one backward and one forward pass, the backward pass first, and
+    frees its buffers. A pass uses only outputs of passes of earlier ticks. The loss of a microbatch
+    is part of its forward pass on the last virtual stage.
 
     Attributes:
       forward_microbatch: int32 [S, T], index of the microbatch that stage s runs forward in tick t;
-        -1 where stage s runs no forward pass. The other tables have the same form.
+        -1 where it runs no forward pass. The other tables have the same form.
       updates: one update for each task and step, ordered by its tick on the first stage.
-      virtual_per_stage: V / S, 1 for an ordinary pipeline.
     """
 
     microbatches: tuple[ScheduledMicrobatch, ...]
@@ -332,14 +322,9 @@ def as_lists(value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
-    """The predicted times at which the passes of a schedule start and end, float64 [V, M] each, in
-    the unit of the `Workload`'s times, counted from the start of the schedule.
-
-    Attributes:
-      makespan: time from the start of the first pass to the end of the last pass. In lockstep it
-        includes the messages after the last tick.
-      peak_buffers: int64 [S], the most buffers that are in use at the same time on each stage.
-    """
+    """The predicted start and end of the passes of a schedule, float64 [V, M] each, in the unit of
+    the `Workload`'s times. In lockstep, the makespan includes the messages after the last tick.
+    `peak_buffers`, int64 [S], has the most buffers that each stage uses at the same time."""
 
     forward_start: np.ndarray
     forward_end: np.ndarray

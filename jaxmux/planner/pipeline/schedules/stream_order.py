@@ -56,19 +56,15 @@ class Ended(NamedTuple):
     microbatch: int
 
 
+# The order follows a simulated clock, on which a backward pass takes twice as long as a forward
+# pass. The next pass is the one that can start first, and of two that could start together the
+# backward pass. A microbatch ends, and the result of a pass is sent, when the pass has ended on
+# this clock. So the order is good although the host dispatches all of it long before it runs.
 class StreamOrder:
-    """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline.
-
-    Stage s of S has at most S - s microbatches between their forward and their backward pass
-    (PipeDream-Flush, Narayanan et al. 2021, without the flush). The order follows a simulated
-    clock, on which a backward pass takes twice as long as a forward pass. The next pass is the one
-    that can start first, and of two that could start together the backward pass. A microbatch ends,
-    and the result of a pass is sent, when the pass has ended on this clock. So the order is good
-    although the host dispatches all of it long before it runs.
-
-    Microbatches are numbered from 0, without end. `begun` of them have dispatched their first
-    forward pass, and `ended` of them have ended.
-    """
+    """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline
+    (PipeDream-Flush, Narayanan et al. 2021, without the flush). Microbatches are numbered from 0,
+    without end. `begun` of them have dispatched their first forward pass, and `ended` of them have
+    ended."""
 
     def __init__(self, stages: int):
         self._forwards = [0] * stages
@@ -147,16 +143,10 @@ class StreamOrder:
 
 
 def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> PipelineSchedule:
-    """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it.
-
-    A microbatch begins when all microbatches before it have begun and each of its tasks has been
-    updated after its previous global batch; stages follow `StreamOrder`. The times and buffer
-    limits of the workload make no difference.
-
-    With `rounds`, the ascending index of each microbatch's round, later microbatches pass over one
-    that waits for an update, up to the end of the next round (LoRAPP, mLoRA 3.2); the next round is
-    known when all of the current one have begun.
-    """
+    """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it. A
+    microbatch begins when all microbatches before it have begun and each of its tasks has been
+    updated. With `rounds`, the ascending index of each microbatch's round, later microbatches pass
+    over one that waits for an update, up to the end of the next round (LoRAPP, mLoRA 3.2)."""
     stages, count = workload.stages, len(workload.microbatches)
     # `needed`: for each microbatch, the number of microbatches that end before it begins.
     # `current`: for each task, the step and the index of its last microbatch so far.

@@ -14,24 +14,22 @@ from .schedule import NONE, PipelineSchedule, Update, Workload
 #   microbatches in flight.
 # - "paired": every stage runs a forward pass, a backward pass or both.
 # - "alternating": all stages run forward passes in one tick and backward passes in the next.
-# In lockstep the last two take less time if a backward pass takes longer than a forward pass, as
-# `lay_out` explains.
+#
+# In lockstep a tick takes as long as its slowest stage. Let F and B be the times of a forward and a
+# backward pass on a stage. With "single" ticks, forward passes on some stages share a tick with
+# backward passes on others, so a microbatch takes 2 max(F, B) of every stage's time. With "paired"
+# and "alternating" ticks a microbatch takes F + B, but nearly twice as many microbatches are in
+# flight and need buffers. With "alternating" ticks a microbatch returns to the first stage one tick
+# earlier than with "paired" ticks, because its first backward pass directly follows its last
+# forward pass. But stages exchange messages twice as often.
 TickRule = Literal["single", "paired", "alternating"]
 
 
 def lay_out(
     workload: Workload, orders: list[list[Op]], rule: TickRule = "single"
 ) -> PipelineSchedule:
-    """Returns the schedule in which every stage runs its ops in order, each as early as possible.
-
-    In lockstep a tick takes as long as its slowest stage. Let F and B be the times of a forward and
-    a backward pass on a stage. With "single" ticks, forward passes on some stages share a tick with
-    backward passes on others, so a microbatch takes 2 max(F, B) of every stage's time. With
-    "paired" and "alternating" ticks a microbatch takes F + B, but nearly twice as many microbatches
-    are in flight and need buffers. With "alternating" ticks a microbatch returns to the first stage
-    one tick earlier than with "paired" ticks, because its first backward pass directly follows its
-    last forward pass. But stages exchange messages twice as often.
-    """
+    """Returns the schedule in which every stage runs its ops in order, each as early as
+    possible."""
     _check_buffers(workload, orders)
     ticks = _ticks_of(workload, orders, rule)
     stages, length = workload.stages, 1 + int(ticks.max())
