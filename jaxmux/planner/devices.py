@@ -29,10 +29,10 @@ KEY_BLOCKS = "weight_blocks_of_keys_for_tp"
 
 
 class Stage(NamedTuple):
-    """The devices of one pipeline stage, as the size of each axis of their mesh: data parallelism
-    (each device holds the same weights and trains different samples), fully sharded data
-    parallelism (holds a part of the weights and trains different samples) and tensor parallelism
-    (holds a part of each linear and trains the same samples)."""
+    """The devices of one pipeline stage, as the sizes of the axes of their mesh. Devices along `dp`
+    hold the same weights and train different samples (data parallelism). Devices along `fsdp` hold
+    a part of the weights each and train different samples (fully sharded data parallelism). Devices
+    along `tp` hold a part of each linear and train the same samples (tensor parallelism)."""
 
     dp: int = 1
     fsdp: int = 1

@@ -19,7 +19,8 @@ class FitCell(NamedTuple):
       remat: for each remat policy that training picks, the number of its layers; the policy that
         recomputes most comes first. If the round does not fit, they are the policies that take
         least.
-      tokens_per_second: predicted for full microbatches, without updates; None if nothing fits.
+      tokens_per_second: predicted for full microbatches, without updates; None if the round does
+        not fit.
     """
 
     tokens: int
@@ -34,7 +35,7 @@ def fit_cells(
     costs: ReplicaCosts, shapes: Iterable[ShapeClass], tasks: Iterable[int]
 ) -> tuple[FitCell, ...]:
     """Returns a cell for each shape class and number of tasks, which share every microbatch
-    equally. The pool of `costs` has the fewest slots; more tasks get more slots."""
+    equally. A pool has at least the slots of `costs.pool`, and one for each task."""
     counts = list(tasks)
     return tuple(_cell(costs, shape, count) for shape in shapes for count in counts)
 

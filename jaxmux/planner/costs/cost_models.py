@@ -193,8 +193,8 @@ class CostSource(NamedTuple):
 
 class CostModels(NamedTuple):
     """The cost models of one backbone on one kind of device. They hold for chunks of at least
-    `least_chunk_len` tokens: the shortest in the profile, or for estimates in the Hopper
-    kernels."""
+    `least_chunk_len` tokens: the shortest ones that the profile measured, or for estimates those
+    that the Hopper kernels accept."""
 
     times: TimeModel
     memory: MemoryModel

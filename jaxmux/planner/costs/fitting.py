@@ -202,7 +202,7 @@ def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
         if isinstance(point, CollectivePoint):
             key = (point.collective, point.axis, point.devices)
             curves.setdefault(key, []).append((point.payload_bytes, seconds))
-    # A collective over all devices of a host has no other choice of devices, near or far apart.
+    # A host has one choice of all its devices, so their inner collective is also the outer one.
     for (collective, _, devices), pairs in list(curves.items()):
         curves.setdefault((collective, "outer", devices), pairs)
     return {key: Curve.through(pairs) for key, pairs in curves.items()}

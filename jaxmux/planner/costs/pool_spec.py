@@ -57,7 +57,7 @@ class PointSize(NamedTuple):
 
 class KindSize(NamedTuple):
     """Sizes of the arrays of one adapter kind other than LoRA in a pool. All its adapters are
-    padded to `rank`, and so are the numbers of values."""
+    padded to `rank`, and the numbers of values include this padding."""
 
     kind: str
     rank: int
@@ -87,7 +87,7 @@ class KindSize(NamedTuple):
 
 
 class PoolSpec(NamedTuple):
-    """Sizes of a pool: the stacked adapters of several tasks, with gradients and optimizer
+    """Sizes of a pool: the stacked adapters of several tasks, their gradients and optimizer
     state.
 
     Attributes:

@@ -167,10 +167,10 @@ class Curve(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """Seconds of attention per token, over the row length in tokens: in rows of one sequence and in
-    rows that may hold several. For each sequence that a row may hold, present or absent, `sequence`
-    is added in the latter, because kernels launch thread blocks for all. None if unknown, or no
-    time is added."""
+    """Seconds of attention per token, over the row length in tokens: `single` in rows of one
+    sequence, `packed` in rows that may hold several. In the latter, `sequence` is added for each
+    sequence that a row may hold, present or absent, because kernels launch thread blocks for all. A
+    curve is None if it is unknown or zero."""
 
     single: Curve | None
     packed: Curve | None
@@ -237,9 +237,10 @@ class Passes(NamedTuple):
 class TimeModel:
     """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
 
-    `tokens` of methods are, for each task, the tokens of its chunks in a microbatch, with the
-    padding in them; all other chunks are empty. Methods raise ProfileError if a policy, attention
-    in such rows, an update by such an optimizer or a collective was not measured.
+    The argument `tokens` of a method holds, for each task, the tokens of its chunks in a
+    microbatch, with the padding in them; all other chunks are empty. Methods raise ProfileError if
+    a policy, attention in such rows, an update by such an optimizer or a collective was not
+    measured.
 
     Attributes:
       base: Σ_o t_o(n), forward and backward seconds of all operators of a frozen layer, as a

@@ -107,7 +107,7 @@ class PackedRound:
 
 
 def place(rows: Sequence[Sequence[tuple[int, Span]]], shape: ShapeClass) -> tuple[Placement, ...]:
-    """Returns the placements of the samples of one microbatch, an entry of
+    """Returns the placements of the samples of one microbatch, for an entry of
     `PackedRound.contents()`."""
     block = RowShape.of(shape).block
     placements = []

@@ -129,8 +129,7 @@ Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """The limits within which `choose_shape` chooses a shape class. None leaves the choice to
-    it.
+    """The limits within which `choose_shape` chooses a shape class; None leaves a size open.
 
     Attributes:
       tokens: N, the most tokens of a microbatch, rounded up to whole rows and whole chunks.
@@ -236,8 +235,8 @@ def with_fewer_rows(
     rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost, stages: int = 1
 ) -> PricedShape:
     """Returns the shape class in which the given rounds are predicted to take the least time, among
-    those with at most the rows of `shape`. In a pipeline, a round takes the time of `stages` - 1
-    microbatches more than it has."""
+    those with at most the rows of `shape`. In a pipeline, the fill and drain of a round take as
+    long as `stages` - 1 microbatches."""
     step = power_of_two(-(-shape.tokens // _MOST_STEPS))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     packed, block = pack_rounds(rounds, shape), RowShape.of(shape).block
@@ -308,7 +307,7 @@ def _improved(
 ) -> PricedShape:
     """Returns the cheaper of `best` and this shape class, taking the number of rows at which the
     class is cheapest. The class gets room for as many sequences per row as there are and a few
-    more. If that does not fit into memory, it gets half of the room."""
+    more, or for half as many if that does not fit into memory."""
     whole, packed = shape, pack_rounds(rounds, shape)
     shape = _with_sequences(shape, _room_for(max(map(_most_sequences, packed))))
     needed = [len(batch.rows) for batch in packed]

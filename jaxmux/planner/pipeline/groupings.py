@@ -81,9 +81,11 @@ def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, in
 
 
 def pipeline_latency(stages: Sequence[float], microbatches: int) -> float:
-    """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4). L = 2
-    Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase of C microbatches. L⁽ˢ⁾
-    is the mean of the seconds of a forward and a backward pass on each stage."""
+    """Returns the end-to-end latency of an hTask alone in the pipeline, in seconds (Eq. 4).
+
+    L = 2 Σ_{s<S} L⁽ˢ⁾ + 2C max_s L⁽ˢ⁾: warm-up and drain, then the steady phase of C microbatches.
+    L⁽ˢ⁾ is the mean of the seconds of a forward and a backward pass on each stage.
+    """
     return 2 * sum(stages[:-1]) + 2 * microbatches * max(stages)
 
 
@@ -389,7 +391,7 @@ def _in_order(buckets: Sequence[Sequence[int]], sizes: np.ndarray) -> Buckets:
 # For each group, the slots of its tasks, in the order of the groups' turns. The tasks of a group
 # share microbatches.
 Groups = tuple[tuple[int, ...], ...]
-# By slot, the task's global batch of a round, cut into spans.
+# For each slot, the task's global batch of a round, cut into spans.
 CutRound = Mapping[int, CutBatch]
 
 # Up to this many tasks, every division into groups is a candidate: 52 divisions of 5 tasks.

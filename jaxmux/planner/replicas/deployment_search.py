@@ -219,13 +219,13 @@ def plan_replicas(
     idle.
 
     Args:
-      configurations: configurations to choose from. Those with too many devices only improve error
-        messages.
+      configurations: configurations to choose from. Those with too many devices only improve
+        errors.
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
       sampled_rounds: number of rounds in the sample (LobRA takes 100).
 
     Raises:
-      PlanningError: there are no sequences or no configurations, or none serves some bin.
+      PlanningError: there are no sequences, or no configuration serves the sequences of some bin.
     """
     costs, demand = _costs_and_demand(configurations, bins, sampled_rounds, model)
     require_service(costs, devices)

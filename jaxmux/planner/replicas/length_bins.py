@@ -10,8 +10,9 @@ from ..errors import PlanningError
 
 
 class LengthBins(NamedTuple):
-    """Training sequences sorted by length into bins, by upper boundary in tokens, ascending.
-    Sequences are padded to the boundary, which takes `padding` tokens together."""
+    """Training sequences sorted by length into bins. Each bin has an upper boundary in tokens, to
+    which its sequences are padded, and a number of sequences. `padding` is the tokens of padding of
+    all bins."""
 
     boundaries: tuple[int, ...]
     counts: tuple[int, ...]

@@ -39,7 +39,7 @@ FORMAT = "jaxmux.deployment_plan/1"
 
 # For each kind of replica, its costs and the shape class of its microbatches.
 PricedReplicas = Mapping[Replica, tuple[ReplicaCosts, ShapeClass]]
-# By slot, indices of samples in the task's global batch.
+# For each slot, the indices of samples in the task's global batch.
 Share = Mapping[int, Sequence[int]]
 
 

@@ -1,5 +1,4 @@
-"""Divides the sequences of a round among replicas so that the slowest is fast (LobRA 4.3, Eq.
-3)."""
+"""Divides a round's sequences among replicas so that the slowest is fast (LobRA 4.3, Eq. 3)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -341,6 +340,6 @@ def assign_samples(
 
 
 def _dealt(counts: Sequence[int]) -> list[int]:
-    """Every replica as often as its count says, as evenly mixed as possible."""
+    """The index of every replica as often as its count says, as evenly mixed as possible."""
     turns = [((turn + 0.5) / n, replica) for replica, n in enumerate(counts) for turn in range(n)]
     return [replica for _, replica in sorted(turns)]

@@ -83,7 +83,8 @@ def template(
     Within each round, the microbatches of a bucket are consecutive, a microbatch starts as soon as
     the buffers allow, and stages prefer backward passes. Round n holds step n of every task. The
     rounds follow each other without draining the pipeline, and a microbatch that waits for a task's
-    update is passed over. The schedule's microbatches are in the order of `template_order`.
+    update is passed over. The schedule's microbatches are in the order of `template_order`. With
+    the clock "lockstep", it is the fastest of three schedules, one for each `TickRule`.
     """
     workload = workload.reorder(template_order(workload))
     # Theorem 2 of MuxTune's Appendix A says that the last stage is busy from its first forward to

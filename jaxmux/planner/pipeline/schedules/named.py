@@ -79,7 +79,7 @@ def round_table(
 @cache
 def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[int, ...]:
     """Returns, for each part of the backbone, the most microbatches between their forward and their
-    backward pass in a long round. With GPipe these are all of a round, of which one counts here."""
+    backward pass in a long round. With GPipe these are all of the round, and the result is 1."""
     parts = stages * parts_per_stage
     if name == GPIPE:
         return (1,) * parts

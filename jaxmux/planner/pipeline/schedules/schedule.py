@@ -43,8 +43,8 @@ class ScheduledMicrobatch(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """The input of schedule generators: M microbatches in order, with the times of their forward
-    and backward passes in any unit, float64 [M, V] each. Each of the S stages has V / S virtual
-    stages, and so many buffers for residuals as `buffer_limit` says; None for no limit."""
+    and backward passes in any unit, float64 [M, V] each. `buffer_limit` is the number of buffers of
+    each stage for residuals; None for no limit."""
 
     microbatches: tuple[ScheduledMicrobatch, ...]
     forward: np.ndarray
