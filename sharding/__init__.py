@@ -1,6 +1,4 @@
-"""Several devices: the parts of a backbone that stages of devices hold, and the programs that they
-run.
-"""
+"""Several devices: the parts of a backbone that each stage holds, and the programs that it runs."""
 
 from .compiling import in_threads, only_compiling, shapes_of
 from .placed_backbone import (

@@ -1,7 +1,7 @@
 """Compiles the programs that meshes would run, without running them.
 
-A thread that does what an engine does, but within `only_compiling`, compiles all of the engine's
-programs while the engine itself trains. Shapes with shardings take the place of its arrays.
+A thread can do the same work as an engine within `only_compiling`, on shapes with shardings in
+place of arrays. This compiles all of the engine's programs while the engine itself trains.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,8 +19,8 @@ _only_compiling: ContextVar[bool] = ContextVar("only_compiling", default=False)
 
 @contextmanager
 def only_compiling() -> Iterator[None]:
-    """A context in which meshes run and copy nothing: `StageMesh.run` compiles the program, and
-    arrays are `jax.ShapeDtypeStruct` with a sharding. Other threads are not affected."""
+    """Within this context, meshes run and copy nothing: `StageMesh.run` only compiles the program,
+    and every array is a `jax.ShapeDtypeStruct` with a sharding. Other threads are not affected."""
     token = _only_compiling.set(True)
     try:
         yield
@@ -29,20 +29,12 @@ def only_compiling() -> Iterator[None]:
 
 
 def compiles_only() -> bool:
-    """Whether the caller is within `only_compiling`."""
     return _only_compiling.get()
 
 
 def compiled_results(program: Callable[..., Any], *arguments: Any) -> Any:
-    """Compiles a program.
-
-    Args:
-      program: a function from `jax.jit`.
-      *arguments: its arguments; shapes may take the place of arrays.
-
-    Returns:
-      The shapes, dtypes and shardings of its results.
-    """
+    """Compiles a function from `jax.jit` for these arguments, arrays or their shapes. Returns the
+    shapes, dtypes and shardings of its results."""
     lowered = program.lower(*arguments)
     shardings = compiled(lowered).output_shardings
     return jax.tree.map(_shape, lowered.out_info, shardings)
@@ -52,8 +44,8 @@ def shapes_of(tree: Any, sharding: Any = None) -> Any:
     """Shapes, dtypes and shardings of arrays.
 
     Args:
-      tree: the arrays, or their shapes.
-      sharding: one sharding for all of them, or a tree like `tree`; None takes their own.
+      sharding: one sharding for all of the arrays, or a tree like `tree`; None takes the sharding
+        that each array has.
     """
     if sharding is None:
         return jax.tree.map(lambda x: _shape(x, x.sharding), tree)
@@ -63,16 +55,11 @@ def shapes_of(tree: Any, sharding: Any = None) -> Any:
 
 
 def in_threads(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
-    """The results of a function for several values, each computed in a thread, which is within
-    `only_compiling` if the caller is.
-
-    Args:
-      function: the function. The first of its exceptions is raised.
-      values: the values.
-    """
+    """The function's result for each value. Each is computed in a thread, which is within
+    `only_compiling` if the caller is. Raises the first exception of the function."""
     with ThreadPoolExecutor() as threads:
-        own = [threads.submit(copy_context().run, function, value) for value in values]
-        return [each.result() for each in own]
+        results = [threads.submit(copy_context().run, function, value) for value in values]
+        return [result.result() for result in results]
 
 
 def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:

@@ -41,16 +41,12 @@ class Part(NamedTuple):
 
     @property
     def slice(self) -> slice:
-        """The part's layers, as an index of an axis of all layers."""
+        """The part's layers, as an index of an axis that has all layers of the model."""
         return slice(self.first_layer, self.first_layer + self.layers)
 
 
 def consecutive_parts(layers: Sequence[int]) -> list[Part]:
-    """The parts of a backbone with these numbers of layers.
-
-    Args:
-      layers: number of layers of each part, each at least 1.
-    """
+    """The parts of a backbone, from the number of layers of each, at least 1."""
     last = len(layers) - 1
     return [Part(sum(layers[:i]), n, i == 0, i == last) for i, n in enumerate(layers)]
 
@@ -60,8 +56,6 @@ class PlacedBackbone:
     """A frozen backbone in parts, each on the devices of a stage. `load_placed_backbone` makes it.
 
     Attributes:
-      config: configuration of the model.
-      parts: the layers of each part, together all layers.
       homes: the mesh of each part. A mesh that holds several parts occurs several times.
       weights: for each part, its weights like `Backbone.weights`: its own layers, stacked, and only
         those of embed_tokens, norm and lm_head that it uses. The last part also has embed_tokens if
@@ -95,31 +89,25 @@ def load_placed_backbone(
 ) -> PlacedBackbone:
     """Loads a Hugging Face checkpoint folder, each part onto its devices.
 
-    Of each tensor, the rows are read that this process's devices keep, in pieces that go to the
-    devices at once. A linear in a format that is no dtype is read as a whole, one layer at a time,
-    encoded on the default device, and then divided.
+    Of each tensor, this process reads only the rows that its devices keep, and copies them to the
+    devices piece by piece. A linear in a format that is no dtype is read as a whole, one layer at a
+    time, encoded on the default device, and then divided.
+
+    Arguments and errors are those of `load_backbone`, and:
 
     Args:
-      folder: the folder, as for `load_backbone`.
-      dtype: dtype to which all parameters are converted, as for `load_backbone`.
       parts: the parts, together all layers.
       homes: the mesh of each part.
-      backbone_format: as for `load_backbone`.
-      cache: as for `load_backbone`.
-      progress: as for `load_backbone`, for the devices of this process.
-
-    Raises:
-      BackboneError, ValueError, OSError: as `load_backbone`.
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
     config = BackboneConfig.from_folder(folder, backbone_format)
     with reader_of(folder, dtype, backbone_format, cache, progress) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
-            own = _own_weights(config, part, dtype, home)
-            shardings = home.shardings(home.weight_specs(own))
-            read = partial(reader.read, own, part.first_layer, shardings)
-            weights.append(read() if home.is_local else own)
+            shapes = _shapes_of_part(config, part, dtype, home)
+            shardings = home.shardings(home.weight_specs(shapes))
+            read = partial(reader.read, shapes, part.first_layer, shardings)
+            weights.append(read() if home.is_local else shapes)
     fingerprint = backbone_fingerprint(folder)
     return PlacedBackbone(
         config, tuple(parts), tuple(homes), tuple(weights), str(folder), fingerprint
@@ -129,17 +117,11 @@ def load_placed_backbone(
 def place_backbone(
     backbone: Backbone, parts: Sequence[Part], homes: Sequence[StageMesh]
 ) -> PlacedBackbone:
-    """Copies the parts of a backbone to their devices.
-
-    Args:
-      backbone: the whole backbone.
-      parts: the parts, together all layers.
-      homes: the mesh of each part.
-    """
+    """Copies the parts of a backbone, together all of its layers, to the mesh of each."""
     weights = []
     for part, home in zip(parts, homes, strict=True):
-        own = home.divisible_weights(_part_of(backbone.weights, part))
-        weights.append(home.put(own, home.weight_specs(own)))
+        of_part = home.divisible_weights(_part_of(backbone.weights, part))
+        weights.append(home.put(of_part, home.weight_specs(of_part)))
     return PlacedBackbone(
         backbone.config,
         tuple(parts),
@@ -160,7 +142,6 @@ def random_placed_backbone(
     """A backbone with random weights, which no device and no host ever holds as a whole.
 
     Args:
-      config: configuration of the model.
       dtype: dtype of all parameters.
       parts: the parts, together all layers.
       homes: the mesh of each part.
@@ -168,11 +149,11 @@ def random_placed_backbone(
     """
     weights = []
     for part, home in zip(parts, homes, strict=True):
-        shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype, home)))
-        own_config = dataclasses.replace(config, num_layers=part.layers)
+        shardings = home.shardings(home.weight_specs(_shapes_of_part(config, part, dtype, home)))
+        part_config = dataclasses.replace(config, num_layers=part.layers)
 
-        def make(key: int, own_config=own_config, part=part, home=home) -> Weights:
-            whole = home.divisible_weights(random_weights(own_config, key, dtype))
+        def make(key: int, part_config=part_config, part=part, home=home) -> Weights:
+            whole = home.divisible_weights(random_weights(part_config, key, dtype))
             return {name: whole[name] for name in _names(whole, part)}
 
         program = jax.jit(make, out_shardings=shardings)
@@ -181,20 +162,21 @@ def random_placed_backbone(
     return PlacedBackbone(config, tuple(parts), tuple(homes), tuple(weights), name)
 
 
-def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh) -> Weights:
+def _shapes_of_part(
+    config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh
+) -> Weights:
     """Shapes, dtypes and formats of a part's weights."""
-    own = abstract_weights(dataclasses.replace(config, num_layers=part.layers), dtype)
-    own = jax.eval_shape(home.divisible_weights, own)
-    return {name: own[name] for name in _names(own, part)}
+    shapes = abstract_weights(dataclasses.replace(config, num_layers=part.layers), dtype)
+    shapes = jax.eval_shape(home.divisible_weights, shapes)
+    return {name: shapes[name] for name in _names(shapes, part)}
 
 
 def _part_of(weights: Weights, part: Part) -> Weights:
-    own = {name: weights[name] for name in _names(weights, part)}
-    return own | {"layers": jax.tree.map(lambda leaf: leaf[part.slice], weights["layers"])}
+    used = {name: weights[name] for name in _names(weights, part)}
+    return used | {"layers": jax.tree.map(lambda leaf: leaf[part.slice], weights["layers"])}
 
 
 def _names(weights: Weights, part: Part) -> list[str]:
-    """The names of the weights that a part uses."""
     used = {"layers": True, "embed_tokens": part.is_first, "norm": part.is_last}
     if "lm_head" in weights:
         used["lm_head"] = part.is_last

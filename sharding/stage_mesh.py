@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     from jaxmux.planner.devices import Replica, Stage
 
 DP = "dp"
-# The linears whose outputs every device has whole if there are more devices than key heads.
+# If there are more devices than key heads, every device has the whole outputs of these linears.
 KEY_MODULES = ("self_attn.k_proj", "self_attn.v_proj")
 # The axes along which devices train different samples.
 DATA = (DP, FSDP)
-# All axes of a mesh, the innermost last: devices that exchange most are neighbours.
+# All axes of a mesh, the innermost last: neighbouring devices communicate most.
 AXES = (*DATA, TP)
 
 
@@ -37,10 +37,10 @@ AXES = (*DATA, TP)
 class StageMesh:
     """The mesh of a pipeline stage, with the axes "dp", "fsdp" and "tp".
 
-    A *data shard* is what holds one microbatch: the tensor-parallel devices at one place of the
-    axes dp and fsdp. Every data shard trains its own samples. Gradients and losses stay where they
-    were computed until an update, so their arrays have a leading axis "copy": their sum is what
-    counts.
+    A *data shard* is the group of devices that holds one microbatch: the tp devices that have the
+    same index on the axes dp and fsdp. Every data shard trains its own samples. Gradients and
+    losses stay where they were computed until an update. Their arrays have a leading axis "copy",
+    and the value of such an array is its sum over this axis.
 
     Attributes:
       mesh: the devices.
@@ -54,13 +54,7 @@ class StageMesh:
     def of(
         cls, stage: "Stage", devices: Sequence[jax.Device], config: BackboneConfig
     ) -> "StageMesh":
-        """The mesh of a stage.
-
-        Args:
-          stage: sizes of the axes.
-          devices: the devices, dp · fsdp · tp of them.
-          config: configuration of the backbone.
-        """
+        """The mesh of a stage on its dp · fsdp · tp devices."""
         sizes = (stage.dp, stage.fsdp, stage.tp)
         weights = WeightSharding(
             tp=stage.tp,
@@ -72,12 +66,7 @@ class StageMesh:
 
     def device_config(self, config: BackboneConfig, layers: int) -> BackboneConfig:
         """The configuration of a model of the size that one device computes. If every device has
-        all keys, it has the one key head with which the device's queries attend.
-
-        Args:
-          config: configuration of the backbone.
-          layers: number of layers.
-        """
+        all keys, this is one key head: the one with which the device's queries attend."""
         tp = self.weights.tp
         return dataclasses.replace(
             config,
@@ -97,7 +86,7 @@ class StageMesh:
           config: the result of `device_config`.
         """
 
-        def own(path: tuple[Any, ...], spec: LeafSpec, leaf: Any) -> jax.ShapeDtypeStruct:
+        def shape_of(path: tuple[Any, ...], spec: LeafSpec, leaf: Any) -> jax.ShapeDtypeStruct:
             module = _module(path)
             if module not in KEY_MODULES or "output" not in spec.axes:
                 return leaf
@@ -107,7 +96,7 @@ class StageMesh:
 
         if not self.weights.whole_keys:
             return adapters
-        return jax.tree.map_with_path(own, specs, adapters)
+        return jax.tree.map_with_path(shape_of, specs, adapters)
 
     @property
     def shards(self) -> int:
@@ -116,7 +105,6 @@ class StageMesh:
 
     @property
     def is_local(self) -> bool:
-        """Whether this process has devices of the mesh."""
         return is_local(self.mesh)
 
     def put(self, tree: Any, specs: Any) -> Any:
@@ -134,8 +122,7 @@ class StageMesh:
         """Copies arrays from this mesh to another one.
 
         Args:
-          tree: the arrays.
-          target: the other mesh, which has no device of this one, or this one.
+          target: this mesh, or another one that has no device of this one.
           spec: how all arrays are divided on both meshes: P(), or P(DATA) for an axis of data
             shards.
         """
@@ -144,53 +131,43 @@ class StageMesh:
         return move(tree, self.mesh, target.mesh, spec)
 
     def share(self, tree: Any) -> Any:
-        """Lets every process read arrays that lie on this mesh; see `transfers.share`."""
+        """Lets every process read arrays of this mesh; see `transfers.share`."""
         return share(tree, self.mesh)
 
     def read(self, array: Any) -> np.ndarray | jax.Array:
-        """An array that lies on this mesh, for every process. Of several processes, each waits for
-        it, so that devices never hold more than one array as a whole."""
+        """An array of this mesh, for every process. If there are several processes, each waits for
+        the array, so that a device never holds more than one array as a whole."""
         shared = self.share(array)
         return shared if jax.process_count() == 1 else np.asarray(shared)
 
     def run(self, program: Callable[..., Any], *arguments: Any) -> Any:
-        """Dispatches a program, if this process has devices of the mesh. Otherwise the result has
-        shapes and dtypes (`jax.ShapeDtypeStruct`) in place of arrays. Within `only_compiling` the
-        program is only compiled.
-
-        Args:
-          program: a function from `jax.jit`.
-          *arguments: its arguments; arrays lie on this mesh, or on the host.
-        """
+        """Dispatches a function from `jax.jit` if this process has devices of the mesh; its
+        arguments are arrays of this mesh or of the host. In other processes, the result has shapes
+        and dtypes (`jax.ShapeDtypeStruct`) in place of arrays. Within `only_compiling` the program
+        is only compiled."""
         if compiles_only():
             return compiled_results(program, *arguments)
         return program(*arguments) if self.is_local else program.eval_shape(*arguments)
 
     def shardings(self, specs: Any) -> Any:
-        """The `NamedSharding` of a `PartitionSpec`, or the tree of them for a tree."""
+        """The `NamedSharding` of a `PartitionSpec`, or of each one in a tree."""
         return jax.tree.map(lambda spec: NamedSharding(self.mesh, spec), specs)
 
     def of_one_device(self, tree: Any, specs: Any) -> Any:
-        """Shapes and dtypes of what one device holds of a tree of arrays.
+        """Shapes and dtypes of the parts of arrays that one device holds. `specs` is a tree like
+        `tree` with the `PartitionSpec` of every array."""
 
-        Args:
-          tree: the arrays, or their shapes and dtypes.
-          specs: a tree like `tree` with the `PartitionSpec` of every array.
-        """
-
-        def own(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        def part(x: Any, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
             return jax.ShapeDtypeStruct(sharding.shard_shape(x.shape), x.dtype)
 
-        return jax.tree.map(own, tree, self.shardings(specs))
+        return jax.tree.map(part, tree, self.shardings(specs))
 
     def weight_specs(self, weights: Weights) -> Weights:
         """A tree like `weights` with the `PartitionSpec` of every array.
 
-        Tensor parallelism divides a linear by its output or its input (see `WeightSharding`), and
-        fully sharded data parallelism by the other one, which is the model width.
-
-        Args:
-          weights: the weights, from `divisible_weights` if the mesh divides them.
+        Tensor parallelism divides a linear along its output or its input (see `WeightSharding`).
+        Fully sharded data parallelism divides it along the other one, which is the model width.
+        If the mesh divides any weights, they must come from `divisible_weights`.
         """
 
         vocabulary = TP if self.weights.split_vocabulary else None
@@ -215,16 +192,13 @@ class StageMesh:
         return jax.tree.map_with_path(spec, weights, is_leaf=is_weight)
 
     def divisible_weights(self, weights: Weights) -> Weights:
-        """The weights in formats of which each device can have a part, if the mesh divides any."""
+        """The weights in formats that can be divided among devices, if the mesh divides any."""
         is_whole = self.weights.tp == self.weights.fsdp == 1
         return weights if is_whole else divisible_weights(weights)
 
     def leaf_specs(self, leaves: Any) -> Any:
-        """A tree with the `PartitionSpec` of every array of the adapters or their training state.
-
-        Args:
-          leaves: tree of `LeafSpec`, in which the names of linears are keys.
-        """
+        """A tree with the `PartitionSpec` of every array of the adapters or their training state,
+        from a tree of `LeafSpec` in which the names of linears are keys."""
 
         def spec(path: tuple[Any, ...], leaf: LeafSpec) -> P:
             divided, partial_sums = self._of_leaf(path, leaf)
@@ -234,12 +208,8 @@ class StageMesh:
         return jax.tree.map_with_path(spec, leaves)
 
     def with_copies(self, leaves: Any) -> Any:
-        """A tree of `LeafSpec` with a leading axis "copy" for every array, which is a sum of what
-        devices have computed.
-
-        Args:
-          leaves: tree of `LeafSpec`, in which the names of linears are keys.
-        """
+        """The tree of `LeafSpec` with a leading axis "copy" added to every array: devices compute
+        summands of the array, which are summed at an update."""
 
         def copied(path: tuple[Any, ...], leaf: LeafSpec) -> LeafSpec:
             _, partial_sums = self._of_leaf(path, leaf)
@@ -249,8 +219,8 @@ class StageMesh:
         return jax.tree.map_with_path(copied, leaves)
 
     def _of_leaf(self, path: tuple[Any, ...], leaf: LeafSpec) -> tuple[str | None, bool]:
-        """The axis by which tensor parallelism divides an array, and whether its gradient on a
-        device is a summand of the whole gradient."""
+        """The axis by which tensor parallelism divides an array, and whether a device computes
+        only a summand of the array's gradient."""
         module = _module(path)
         if module is None or self.weights.tp == 1:
             return None, False
@@ -265,26 +235,14 @@ def _module(path: tuple[Any, ...]) -> str | None:
 
 
 def run_on(home: StageMesh | None, program: Callable[..., Any], *arguments: Any) -> Any:
-    """`StageMesh.run`, or a call of the program on the default device.
-
-    Args:
-      home: the mesh; None for the default device.
-      program: a function from `jax.jit`.
-      *arguments: its arguments.
-    """
+    """`StageMesh.run`, or a call of the program on the default device if `home` is None."""
     return program(*arguments) if home is None else home.run(program, *arguments)
 
 
 def stage_meshes(
     replica: "Replica", devices: Sequence[jax.Device], config: BackboneConfig
 ) -> list[StageMesh]:
-    """The meshes of a replica's stages, each with the next ones of the devices.
-
-    Args:
-      replica: the stages.
-      devices: the devices, as many as the replica has.
-      config: configuration of the backbone.
-    """
+    """The meshes of a replica's stages, which take the devices in their order."""
     left = iter(devices)
     if blocks := max(blocks_of_sums(stage.tp) for stage in replica.stages):
         # NCCL reads this when devices first communicate.

@@ -1,9 +1,9 @@
 """The compiled programs of a pipeline stage: forward, backward, and evaluation.
 
-The forward and the backward pass of a part of the backbone are two programs. What the backward pass
-needs from the forward pass goes from one to the other as a value, the function that `jax.vjp`
-returns. It holds neither weights nor adapters nor accumulators: the backward program takes these
-again.
+The forward and the backward pass of a part of the backbone are two programs. The forward program
+returns the residuals as a value, the function that `jax.vjp` returns, and the backward program
+takes it. The residuals hold neither weights nor adapters nor accumulators; these are passed to the
+backward program again.
 
 The programs run on the mesh of the stage. Within `jax.shard_map`, each device computes with its own
 data shard and its own parts of weights and adapters. In these functions D is the number of data
@@ -43,7 +43,7 @@ class StageOptions(NamedTuple):
 
     Attributes:
       config: configuration of the whole backbone.
-      forward: options of the forward pass; its `remat` is that of the part's layers.
+      forward: options of the forward pass; its `remat` is the policy of the part's layers.
       part: the layers of the stage.
       home: the mesh of the stage.
       state: the description of the part's `TrainState`.
@@ -57,7 +57,7 @@ class StageOptions(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """What a stage passes to the next one.
+    """The arrays that a stage passes to the next one.
 
     Attributes:
       x: the residual stream, in the compute dtype.
@@ -82,19 +82,17 @@ def forward(
     """The forward pass of a microbatch through a part of the backbone.
 
     Args:
-      options: static choices.
-      weights: the part's weights.
       adapters: adapters of all slots for the part's layers, as in `TrainState`.
       accumulators: the part's accumulators; only shapes and dtypes are used.
       loss: float32, losses accumulated so far; used by the last part.
       microbatch: the microbatches of the data shards, stacked.
-      slots: scale and dropout of every slot.
-      passed: what the part before has passed; None for the first part.
+      passed: the result of the part before this one; None for the first part.
 
     Returns:
-      What is passed to the next part; from the last part, its `x` is the gradient with which the
-      backward pass begins, [D, chunks]. The losses, with those of the microbatch added by the last
-      part. The residuals for `backward`, a tree of arrays with a leading axis over the devices.
+      The arrays for the next part. The last part returns in their `x` the cotangent of each chunk's
+      loss, [D, chunks], with which the backward pass begins.
+      The losses, to which the last part adds those of the microbatch.
+      The residuals for `backward`, a tree of arrays with a leading axis over the devices.
     """
 
     def on_device(weights, adapters, accumulators, loss, microbatch, slots, passed):
@@ -136,13 +134,12 @@ def forward(
 def forward_into(
     options: StageOptions, spent: Sequence[Array], *arguments: Any
 ) -> tuple[Passed, Float[Array, "D T"], Any]:
-    """`forward`, which writes the residuals into the memory of others.
+    """`forward`, which writes the residuals into the memory of other arrays.
 
     Residuals are many arrays of different sizes. If those of every microbatch were allocated anew,
     the allocator would leave gaps between them, of several GiB for a model of 8B parameters.
 
     Args:
-      options: static choices.
       spent: residuals of a microbatch whose backward pass has been dispatched, or other arrays of
         these shapes and dtypes; donated.
       *arguments: the arguments of `forward` after the options.
@@ -162,12 +159,11 @@ def backward(
     """The backward pass of a microbatch through a part of the backbone.
 
     Args:
-      options: static choices.
       residuals: from `forward`.
-      weights: the part's weights.
       adapters: the same adapters as in the forward pass.
       accumulators: gradients accumulated so far; donated.
-      dy: gradient of the residual stream behind the part; for the last part, of the chunks' losses.
+      dy: gradient of the part's output, the residual stream; for the last part, the cotangents of
+        the chunks' losses.
 
     Returns:
       The gradient of the residual stream before the part, None from the first part; and the
@@ -246,22 +242,18 @@ def _per_device(
     out_specs: tuple[Any, ...],
     stacked: tuple[int, ...],
 ) -> Callable[..., Any]:
-    """The function on every device of the stage.
+    """A function of one device's arrays, as a function of the stage's arrays.
 
-    Args:
-      function: works on one device's arrays, without an axis over shards or devices.
-      options: the stage.
-      in_specs: how the arguments are divided.
-      out_specs: how the results are divided. All results get an axis over shards or devices.
-      stacked: indices of the arguments that have such an axis.
+    The arguments with an index in `stacked` and all results have a leading axis over data shards or
+    devices, which the arrays of `function` do not have.
     """
 
     def on_device(*arguments: Any) -> Any:
-        own = [
+        per_device = [
             jax.tree.map(lambda x: jnp.squeeze(x, 0), argument) if i in stacked else argument
             for i, argument in enumerate(arguments)
         ]
-        return jax.tree.map(lambda leaf: leaf[None], function(*own))
+        return jax.tree.map(lambda leaf: leaf[None], function(*per_device))
 
     return jax.shard_map(
         on_device,
@@ -275,19 +267,24 @@ def _per_device(
 def _run_part(
     options: StageOptions, weights, adapters, accumulators, microbatch, slots, x, passed
 ) -> tuple[Array, Any, Bool[Array, " chunks"]]:
-    """The residual stream behind the part, or the loss of every chunk from the last part; the
-    accumulators; and the finite chunks."""
+    """The part's output (the residual stream, or from the last part the loss of every chunk), the
+    accumulators, and which chunks are finite."""
     part, config, sharding = options.part, options.config, options.forward.sharding
-    own, at_head = dataclasses.replace(config, num_layers=part.layers), None
+    part_config, at_head = dataclasses.replace(config, num_layers=part.layers), None
     if part.is_last:
-        dropout = dropout_of(microbatch, slots, options.forward)
-        given = adapters, accumulators, microbatch.chunk_slot, dropout
-        at_head, accumulators = head_adapters(options.forward.adapter_ops, *given)
+        at_head, accumulators = head_adapters(
+            options.forward.adapter_ops,
+            adapters,
+            accumulators,
+            microbatch.chunk_slot,
+            dropout_of(microbatch, slots, options.forward),
+        )
     if part.is_first:
-        given = adapters, accumulators, microbatch, options.forward, at_head
-        x, accumulators = embed(weights, *given)
+        x, accumulators = embed(
+            weights, adapters, accumulators, microbatch, options.forward, at_head
+        )
     y, accumulators, finite = run_layers(
-        own,
+        part_config,
         weights["layers"],
         adapters,
         accumulators,
@@ -298,14 +295,14 @@ def _run_part(
         part.first_layer,
     )
     if sharding.tp > 1:
-        # Each device has looked at its own heads.
+        # Each device has checked only its own heads.
         finite = jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
     if passed is not None:
         finite &= passed.finite
     if not part.is_last:
         return y, accumulators, finite
     hidden, accumulators, finite = finish(
-        own, weights, adapters, accumulators, y, finite, microbatch, options.forward
+        part_config, weights, adapters, accumulators, y, finite, microbatch, options.forward
     )
     losses = microbatch_losses(weights, hidden, finite, microbatch, sharding, at_head)
     return losses, accumulators, finite

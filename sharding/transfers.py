@@ -1,9 +1,9 @@
-"""Moves arrays between meshes, also where they belong to several processes.
+"""Moves arrays between meshes, also between meshes of several processes.
 
-Every process runs the same program on the host. Of an array on devices of other processes it knows
-only the shape and dtype: `jax.ShapeDtypeStruct` takes the array's place, and `StageMesh.run`
-dispatches nothing there. So all processes make the same decisions, and each one works with its own
-devices.
+Every process runs the same program on the host. If an array is on devices of other processes, this
+process knows only its shape and dtype: a `jax.ShapeDtypeStruct` stands for the array, and
+`StageMesh.run` dispatches nothing. So all processes make the same decisions, and each one works
+with its own devices.
 """
 
 from functools import cache, partial
@@ -16,14 +16,14 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-# The axes of a mesh of senders and receivers: what is sent separately, and the devices that have
-# the same part of it.
+# The axes of a mesh of senders and receivers. Different shards send different parts of an array;
+# the members of a shard have the same part.
 _SHARD, _MEMBER = "shard", "member"
 _EVERY = P((_SHARD, _MEMBER))
 
 
 def is_local(mesh: Mesh) -> bool:
-    """Whether this process has devices of a mesh."""
+    """Whether this process has devices of the mesh."""
     return jax.process_index() in _processes(mesh)
 
 
@@ -56,14 +56,12 @@ def move(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
     """Copies arrays from one mesh to another one that shares no device with it, or to itself.
 
     Between processes, the devices of both meshes run a program together that exchanges the arrays.
-    Its dispatch waits for nothing; a device that sends waits for the receiver.
+    Its dispatch does not wait; a device that sends waits for the receiver.
 
     Args:
-      tree: arrays that are divided among the devices of `source` as `spec` says.
-      source: mesh on which they lie.
-      target: mesh to which they are copied.
-      spec: how all arrays are divided on both meshes: whole on every device, or the first axis
-        divided among all axes but the last one, whose product is the same in both meshes.
+      spec: how all arrays are divided on both meshes: P() if every device has the whole array;
+        otherwise the first axis is divided among all mesh axes but the last one. The product of
+        these axes is the same in both meshes.
     """
     processes = _processes(source) | _processes(target)
     sharding = NamedSharding(target, spec)
@@ -78,12 +76,12 @@ def share(tree: Any, mesh: Mesh) -> Any:
     """Lets every process read arrays.
 
     Args:
-      tree: arrays on a mesh, divided in any way. Where the mesh has no device of this process,
-        shapes and dtypes.
-      mesh: the mesh.
+      tree: arrays on the mesh, divided in any way. If this process has no device of the mesh,
+        their shapes and dtypes.
 
     Returns:
-      The arrays; of several processes, each has copies on one of its devices.
+      The whole arrays. In a run of several processes, each process has a copy on one of its
+      devices.
     """
     if jax.process_count() == 1:
         return tree
@@ -96,7 +94,7 @@ def share(tree: Any, mesh: Mesh) -> Any:
         readers = Mesh(np.array(others), (_MEMBER,))
         moved = move(tree, mesh, readers, P())
         tree = tree if is_local(mesh) else moved
-    return jax.tree.map(lambda x, own: x.addressable_data(0).reshape(own.shape), tree, shapes)
+    return jax.tree.map(lambda x, shape: x.addressable_data(0).reshape(shape.shape), tree, shapes)
 
 
 def _processes(mesh: Mesh) -> set[int]:
@@ -109,23 +107,25 @@ def _shape(x: Any, sharding: NamedSharding | None = None) -> jax.ShapeDtypeStruc
 
 @cache
 def _replicate(whole: NamedSharding) -> Any:
-    # Scalars get an axis, because arrays are exchanged one below the other.
+    # Scalars get an axis, because `_exchange` concatenates arrays along their first axis.
     return jax.jit(partial(jax.tree.map, jnp.atleast_1d), out_shardings=whole)
 
 
 def _exchange(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
-    """`move` in a process that has devices of one of the meshes."""
+    """`move` in a process that has devices of at least one of the meshes."""
     shards = 1 if spec == P() else source.devices.size // source.devices.shape[-1]
     devices = [mesh.devices.reshape(shards, -1) for mesh in (source, target)]
     both = Mesh(np.concatenate(devices, axis=1), (_SHARD, _MEMBER))
     before, after = NamedSharding(source, spec), NamedSharding(target, spec)
 
     def stacked(x: Any) -> jax.Array:
-        # What every device has of the array, one below the other; the receivers have zeros.
+        # The pieces of all devices, concatenated along the first axis; receivers have zeros.
         first, *rest = before.shard_shape(x.shape)
-        own = {s.device: s.data for s in getattr(x, "addressable_shards", ())}
+        shards = {s.device: s.data for s in getattr(x, "addressable_shards", ())}
         pieces = [
-            own[device] if device in own else jnp.zeros((first, *rest), x.dtype, device=device)
+            shards[device]
+            if device in shards
+            else jnp.zeros((first, *rest), x.dtype, device=device)
             for device in both.local_devices
         ]
         shape = (both.size * first, *rest)
@@ -134,8 +134,8 @@ def _exchange(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
     def arrived(x: Any, exchanged: jax.Array) -> Any:
         if not is_local(target):
             return _shape(x, after)
-        own = {s.device: s.data for s in exchanged.addressable_shards}
-        pieces = [own[device] for device in target.local_devices]
+        shards = {s.device: s.data for s in exchanged.addressable_shards}
+        pieces = [shards[device] for device in target.local_devices]
         return jax.make_array_from_single_device_arrays(x.shape, after, pieces)
 
     exchanged = _send(both, devices[0].shape[1], jax.tree.map(stacked, tree))
@@ -144,13 +144,8 @@ def _exchange(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
 
 @partial(jax.jit, static_argnums=(0, 1))
 def _send(both: Mesh, senders: int, tree: Any) -> Any:
-    """Replaces what the receivers have by what the senders have.
-
-    Args:
-      both: a mesh whose first members are senders.
-      senders: number of senders of each shard, which all have the same.
-      tree: arrays, divided among all devices.
-    """
+    """Copies the arrays of the senders to the receivers. In each shard of the mesh `both`, the
+    first `senders` members are the senders, which all have the same arrays."""
     pairs = [(i, senders + i) for i in range(senders)]
 
     def on_device(x: Array) -> Array:
@@ -168,11 +163,11 @@ def _send(both: Mesh, senders: int, tree: Any) -> Any:
 
 
 def _of_first(x: Array) -> Array:
-    """What the first member has, with the same bits, on every member."""
+    """The array of the first member, with the same bits, on every member."""
     if x.dtype == jnp.bool_:
         return _of_first(x.astype(jnp.uint8)) > 0
     bits = jax.lax.bitcast_convert_type(x, f"uint{8 * x.dtype.itemsize}")
-    # Not every library sums short integers.
+    # Not every communication library sums integers of 8 or 16 bits.
     wide = jnp.where(jax.lax.axis_index(_MEMBER) == 0, bits.astype(jnp.uint32), 0)
     wide = jax.lax.psum(wide, _MEMBER)
     return jax.lax.bitcast_convert_type(wide.astype(bits.dtype), x.dtype)
