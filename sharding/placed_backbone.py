@@ -104,7 +104,7 @@ def load_placed_backbone(
     with reader_of(folder, dtype, backbone_format, cache, progress) as reader:
         weights = []
         for part, home in zip(parts, homes, strict=True):
-            shapes = _shapes_of_part(config, part, dtype, home)
+            shapes = _own_weights(config, part, dtype, home)
             shardings = home.shardings(home.weight_specs(shapes))
             read = partial(reader.read, shapes, part.first_layer, shardings)
             weights.append(read() if home.is_local else shapes)
@@ -149,7 +149,7 @@ def random_placed_backbone(
     """
     weights = []
     for part, home in zip(parts, homes, strict=True):
-        shardings = home.shardings(home.weight_specs(_shapes_of_part(config, part, dtype, home)))
+        shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype, home)))
         part_config = dataclasses.replace(config, num_layers=part.layers)
 
         def make(key: int, part_config=part_config, part=part, home=home) -> Weights:
@@ -162,9 +162,7 @@ def random_placed_backbone(
     return PlacedBackbone(config, tuple(parts), tuple(homes), tuple(weights), name)
 
 
-def _shapes_of_part(
-    config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh
-) -> Weights:
+def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh) -> Weights:
     """Shapes, dtypes and formats of a part's weights."""
     shapes = abstract_weights(dataclasses.replace(config, num_layers=part.layers), dtype)
     shapes = jax.eval_shape(home.divisible_weights, shapes)

@@ -29,10 +29,10 @@ from .modules import Weights
 from .remat_policies import GATE, SCALED, UP, checkpoint_name
 from .weight_sharding import TP, UNDIVIDED, WeightSharding, first_column, leave
 
-# The names of products that a layer may keep.
+# The checkpoint names of products that a layer may keep.
 _KEPT = {"mlp.gate_proj": GATE, "mlp.up_proj": UP}
 
-# No adapters but low-rank ones.
+# For linears that have no adapters besides low-rank ones.
 NO_OTHERS = LayerAdapters((), {}, 1)
 
 # Factors, or gradient accumulators, by module path. Modules that no live task adapts are absent.
@@ -68,32 +68,40 @@ def adapted_linears(
 
     Args:
       x: the stream, in the compute dtype.
-      block: weights of all layers, by the last component of the module path, of the sub-block
-        (attention or MLP) that holds the modules.
+      block: weights of the sub-block (attention or MLP) that holds the modules, in all layers, by
+        the last component of the module path.
       adapters: factors of all layers and slots.
       accumulators: gradient accumulators of the factors, threaded through, see
-        `grouped_lora_linear`; None where no gradients are wanted.
-      dispatch: owners and dropout of the tokens.
-      layer: index of the layer.
+        `grouped_lora_linear`; None if no gradients are wanted.
       modules: paths of the linears.
       implementation: implementation of the grouped LoRA linear; None picks the fastest.
       residual: added to the output; allowed only with a single module.
-      sharding: how the weights are divided among devices.
       others: the adapters of the layer that are not low-rank.
 
     Returns:
-      The output of each module, in the dtype of `x`, and the accumulators. A row-parallel linear
-      gives this device's part of its output, without residual, for `joined`. It has the bias only
+      The output of each module, in the dtype of `x`, and the accumulators. For a row-parallel
+      linear, this device's part of the output, without residual, for `joined`. It has the bias only
       if adapters touch the linear.
     """
     if len(modules) > 1 and any(m in others.scales or others.change_input(m) for m in modules):
-        # They do not read the same any more, or have scales of their own.
-        found = []
+        # The linears no longer read the same input, or have different scales.
+        outputs = []
         for module in modules:
-            own = (x, block, adapters, accumulators, dispatch, layer, (module,), implementation)
-            (y,), accumulators = adapted_linears(*own, None, sharding, others)
-            found.append(y)
-        return tuple(found), accumulators
+            (y,), accumulators = adapted_linears(
+                x,
+                block,
+                adapters,
+                accumulators,
+                dispatch,
+                layer,
+                modules=(module,),
+                implementation=implementation,
+                residual=None,
+                sharding=sharding,
+                others=others,
+            )
+            outputs.append(y)
+        return tuple(outputs), accumulators
     if len(modules) == 1:
         x = others.apply("linear_input", modules[0], x)
     touched = any(map(others.touch, modules))
@@ -115,9 +123,9 @@ def adapted_linears(
         dropout = dispatch.dropout
         if dropout is not None and divided:
             dropout = dropout._replace(first_column=begin)
-        routing, own_scale = dispatch.routing, others.scales.get(modules[0])
-        if own_scale is not None:
-            routing = routing._replace(scale=routing.scale + own_scale)
+        routing, further_scale = dispatch.routing, others.scales.get(modules[0])
+        if further_scale is not None:
+            routing = routing._replace(scale=routing.scale + further_scale)
         projections = tuple(Projection(weights[m]["kernel"], adapters[m]) for m in adapted)
         with jax.named_scope("grouped_lora"):
             results, of_adapted = grouped_lora_linear(
@@ -135,7 +143,7 @@ def adapted_linears(
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
     outputs = {
-        # The gradients of what scales it need the product.
+        # Adapters that scale the product need it to compute their gradients.
         m: others.apply("product", m, checkpoint_name(y, _KEPT.get(m, SCALED)))
         if others.change_product(m)
         else y
@@ -153,15 +161,15 @@ def adapted_linears(
             m: outputs[m] + w["bias"][layer] if "bias" in w else outputs[m]
             for m, w in weights.items()
         }
-    found = tuple(
+    results = tuple(
         others.apply("linear_output", m, x, outputs[m], first_column=begin) for m in modules
     )
-    return (found if added is None else (added + found[0],)), accumulators
+    return (results if added is None else (added + results[0],)), accumulators
 
 
 def _bias_of_one(bias: Float[Array, " n"]) -> Float[Array, " n"]:
-    """The bias on one tensor-parallel device and 0 on the others, whose summands are added up
-    behind the adapters."""
+    """The bias on one tensor-parallel device and 0 on the others. The devices' outputs are summed
+    after the adapters."""
     return jnp.where(jax.lax.axis_index(TP) == 0, bias, 0)
 
 
@@ -172,18 +180,15 @@ def joined(
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
-    """The residual stream behind attention or the MLP, or without a residual the sub-block's
-    output.
+    """The residual stream after attention or the MLP, or without a residual the sub-block's output.
 
     On one tensor-parallel device this is `y`, which has residual and bias already. Otherwise the
-    devices' parts are summed up, and residual and bias are added to the sum.
+    devices' parts are summed, and residual and bias are added to the sum.
 
     Args:
       y: the output of `adapted_linears` or `adapted_mlp`.
-      residual: the residual stream before, or None.
+      residual: the residual stream before the sub-block, or None.
       bias: biases of the last linear, of all layers; None if it has none or `y` has it already.
-      layer: index of the layer.
-      sharding: how the weights are divided among devices.
     """
     if sharding.tp == 1:
         return y
@@ -203,11 +208,11 @@ def adapted_mlp(
     sharding: WeightSharding = UNDIVIDED,
     others: LayerAdapters = NO_OTHERS,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
-    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. Of
-    several tensor-parallel devices, each gives its part of the product, for `joined`.
+    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. Each
+    of several tensor-parallel devices returns its part of the product, for `joined`.
 
-    It is computed by the fused op if that can serve the call, else linear by linear. The choice and
-    its reason are logged once.
+    The fused op computes it if it can serve the call; otherwise each linear is computed separately.
+    The choice and its reason are logged once.
     """
     modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     divided = sharding.tp > 1
@@ -249,7 +254,7 @@ def adapted_mlp(
             others=others,
         )
         (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
-        # Scaled products are kept as they are before.
+        # Products that adapters scale have been given their checkpoint names before scaling.
         gate, up = (
             y if others.change_product(module) else checkpoint_name(y, _KEPT[module])
             for module, y in zip(modules[:2], (gate, up), strict=True)

@@ -1,11 +1,11 @@
-"""What adapter kinds compute at the points of a decoder layer (MuxTune 3.2: Adapter, Aggregate).
+"""The operations of adapter kinds at the points of a decoder layer (MuxTune 3.2: Adapter,
+Aggregate).
 
 Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
-kind has an `AdapterOp`. A *point* is a place in a layer: a linear ("self_attn.q_proj"), a norm
-("input_layernorm", "post_attention_layernorm", or "norm" behind the last layer), a sub-block
-("self_attn" or "mlp"), the embedding ("embed_tokens"), the head ("lm_head"), or both of them where
-they are one table ("tied_embedding"). The arrays of a kind lie under the points at which it does
-something.
+kind has an `AdapterOp`. A *point* is a linear ("self_attn.q_proj"), a norm ("input_layernorm",
+"post_attention_layernorm", or "norm" after the last layer), a sub-block ("self_attn" or "mlp"), the
+embedding ("embed_tokens"), the head ("lm_head"), or both of the last two if they are one table
+("tied_embedding"). The arrays of a kind lie under the points that it changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,21 +25,21 @@ from jaxmux.pallas_kernels.slot_values import rows_of_tokens, values_of_chunks
 LOW_RANK_KIND = "lora"
 # Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
 SCALE = "scale"
-# Keys beside the arrays at the head of kinds with low-rank factors, if tasks have dropout: the
-# `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
+# Keys that lie beside the arrays at the head of kinds with low-rank factors, if tasks have dropout:
+# the `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
 COUNTERS, RATE = "counters", "rate"
-# Key of the owner slot of every chunk beside arrays of all slots, see `AdapterOp.of_slots`.
+# Key of the owner slot of every chunk, beside arrays of all slots (`AdapterOp.of_slots`).
 CHUNK_SLOT = "chunk_slot"
-# The norm behind the last layer. Its arrays have the axis of layers, too, and those of the last
-# layer count, so that they lie where the last layer does.
+# The norm after the last layer. Its arrays also have the axis of layers. Only the entries of the
+# last layer are used, so they lie on the devices of the last layer.
 FINAL_NORM = "norm"
-# The embedding of tokens. Its arrays have the axis "first" in place of that of layers.
+# The embedding of tokens. Its arrays have the axis "first" instead of the axis of layers.
 EMBEDDING = "embed_tokens"
-# Its name in Hugging Face's checkpoints.
+# The embedding's name in Hugging Face's checkpoints.
 EMBEDDING_TENSOR = "model.embed_tokens.weight"
-# The head. Its arrays have the axis "last" in place of that of layers.
+# The head. Its arrays have the axis "last" instead of the axis of layers.
 HEAD = "lm_head"
-# The embedding that is the head too. Its arrays are those of both, with the axis "first".
+# The embedding and the head if they are one table. Its arrays have the axis "first".
 TIED = "tied_embedding"
 # The points at which logits are changed.
 AT_HEAD = (TIED, HEAD)
@@ -48,25 +48,25 @@ OUTSIDE = (EMBEDDING, FINAL_NORM, *AT_HEAD)
 
 
 class AdapterOp:
-    """What an adapter kind computes at the points of a layer. A subclass overrides the methods of
-    the points at which its kind does something; the others change nothing.
+    """The operations of an adapter kind at the points of a layer. A subclass overrides the methods
+    of the points that its kind changes; the methods here return their input.
 
     All methods work on chunks, each of which belongs to one task. `own` holds the kind's arrays at
     the point, for the owner of every chunk: a tree of float32 arrays [chunks, ...]. For tasks of
     other kinds, and for layers that a task does not adapt, they hold the padding of their
-    `LeafSpec`, with which a method must return its input bit for bit. Values of two chunks must not
-    meet. The methods are differentiated by JAX.
+    `LeafSpec`, with which a method must return its input bit for bit. No method may mix values of
+    two chunks. The methods are differentiated by JAX.
 
     Instances are static arguments of compiled programs, so they are hashable and do not change.
 
     Attributes:
       of_slots: names of arrays that are too large to be gathered for every chunk. They belong to no
-        layer and are not trained, and `own` holds them for all slots, [T, ...], beside the owner
-        slot of every chunk as `CHUNK_SLOT`.
+        layer and are not trained. `own` holds them for all slots, [T, ...], and the owner slot of
+        every chunk as `CHUNK_SLOT`.
       by_token: names of arrays at the embedding that have a row for every token of the vocabulary,
         [1, T, vocab, ...]. `own` holds the rows of the tokens of every chunk, [chunks, l, ...].
-      low_rank: whether adapters have low-rank factors besides the kind's own arrays. The scale of
-        a linear's product is then one of these, `SCALE`.
+      low_rank: whether adapters also have low-rank factors. One of the kind's arrays is then
+        `SCALE`, the scale of a linear's low-rank product.
       paired_ranks: whether ranks 2i and 2i + 1 of the low-rank factors belong together. They are
         then A and A - A0 in the first factor, and B - B0 and B0 in the second one, for trained A
         and B and constants A0 and B0, so that the product is A B - A0 B0, without the rounding
@@ -81,41 +81,23 @@ class AdapterOp:
     def embedding_output(
         self, own: Any, x: Float[Array, "chunks l d"], tokens: Int[Array, "chunks l"]
     ) -> Float[Array, "chunks l d"]:
-        """What enters the first layer.
-
-        Args:
-          own: arrays at the embedding.
-          x: the embeddings of the tokens. At a place of a trained prompt they mean nothing.
-          tokens: the tokens, as in `Microbatch.tokens`.
-        """
+        """The residual stream before the first layer, from the embeddings `x` of the tokens. At the
+        position of a virtual token, `x` has no meaning."""
         return x
 
     def changes_input(self, own: Any) -> bool:
-        """Whether `linear_input` does something at a linear with these arrays. Linears that read
-        the same are then applied one by one.
-
-        Args:
-          own: arrays at the linear.
-        """
+        """Whether `linear_input` changes the input of a linear with these arrays. Linears that
+        otherwise read the same input are then applied one by one."""
         return False
 
     def linear_input(self, own: Any, x: Float[Array, "chunks l k"]) -> Float[Array, "chunks l k"]:
-        """What a linear reads.
-
-        Args:
-          own: arrays at the linear.
-          x: the input of the frozen linear.
-        """
+        """The input of a linear, from the input `x` of the frozen linear."""
         return x
 
     def product(self, own: Any, y: Float[Array, "chunks l n"]) -> Float[Array, "chunks l n"]:
-        """The product of a linear, to which the bias is added afterwards. The method is linear in
-        `y`, of which each tensor-parallel device may have a summand.
-
-        Args:
-          own: arrays at the linear.
-          y: the frozen product with that of its low-rank adapter.
-        """
+        """The product of a linear, from the sum `y` of the frozen and the low-rank product. The
+        bias is added afterwards. The method is linear in `y`, of which each tensor-parallel device
+        may have a summand."""
         return y
 
     def after_update(
@@ -125,15 +107,15 @@ class AdapterOp:
         weight: FrozenWeight,
         total: Callable[[Array], Array],
     ) -> dict[str, Array]:
-        """New values of arrays that are not trained but depend on those that are. It is called
-        after every update of a kind with low-rank factors, for several slots at once.
+        """New values of arrays that are not trained but depend on trained ones. It is called after
+        every update of a kind with low-rank factors, for several slots at once. If the linear is
+        divided among devices, the arguments are this device's part.
 
         Args:
           own: the kind's arrays at a linear in one layer, by name, [slots, ...].
           factors: the low-rank factors a [slots, k, R] and b [slots, R, n].
-          weight: the frozen weight [k, n]. Of a divided linear, everything is this device's part.
-          total: function that adds up summands of all devices, where the linear's input is divided
-            among them.
+          weight: the frozen weight [k, n].
+          total: sums over all devices if the linear's input is divided among them.
 
         Returns:
           By name, the new arrays; empty if the kind has none.
@@ -147,40 +129,23 @@ class AdapterOp:
         y: Float[Array, "chunks l n"],
         first_column: Int[Array, ""] | int,
     ) -> Float[Array, "chunks l n"]:
-        """What a linear returns. The method is linear in `x` and `y` together, because each
-        tensor-parallel device may have some columns of `x` and a summand of `y`.
-
-        Args:
-          own: arrays at the linear.
-          x: the input of the linear, or those columns of it that this device has.
-          y: the output of the linear with its bias and its low-rank adapter.
-          first_column: index in the whole input of the first of these columns.
-        """
+        """The output of a linear, from its output `y` with bias and low-rank adapter. The method is
+        linear in `x` and `y` together, because each tensor-parallel device may have some columns of
+        the input `x`, from `first_column` on, and a summand of `y`."""
         return y
 
     def norm_output(
         self, own: Any, x: Float[Array, "chunks l d"], h: Float[Array, "chunks l d"], eps: float
     ) -> Float[Array, "chunks l d"]:
-        """What a norm returns.
-
-        Args:
-          own: arrays at the norm.
-          x: the residual stream that the norm reads.
-          h: the output of the frozen norm.
-          eps: the number that the norm adds to the mean square.
-        """
+        """The output of a norm, from its input `x` and the output `h` of the frozen norm. `eps` is
+        the number that the norm adds to the mean square."""
         return h
 
     def block_output(
         self, own: Any, before: Float[Array, "chunks l d"], h: Float[Array, "chunks l d"]
     ) -> Float[Array, "chunks l d"]:
-        """What a sub-block adds to the residual stream.
-
-        Args:
-          own: arrays at the sub-block.
-          before: the residual stream before the sub-block.
-          h: the output of the sub-block.
-        """
+        """The summand that a sub-block adds to the residual stream, from the stream `before` the
+        sub-block and the output `h` of the frozen sub-block."""
         return h
 
     def logits(
@@ -190,22 +155,16 @@ class AdapterOp:
         logits: Float[Array, "chunks l vocab"],
         first_token: Int[Array, ""] | int,
     ) -> Float[Array, "chunks l vocab"]:
-        """The logits of the tokens, or of those that this device has.
-
-        Args:
-          own: arrays at the head.
-          hidden: what the head reads.
-          logits: float32, the product of `hidden` and the head.
-          first_token: the first of the tokens to which the logits belong.
-        """
+        """The logits of the tokens, or of those tokens of the vocabulary that this device has, from
+        `first_token` on. `hidden` is the input of the head; `logits` is their float32 product."""
         return logits
 
 
 # By name of the kind, the arrays of all slots, or gradient accumulators. Those of `LOW_RANK_KIND`
-# are factors by module path, those of other kinds trees by point.
+# are factors by module path; those of other kinds are trees by point.
 AllAdapters = Mapping[str, Any]
 
-# By name of the kind, what it computes; only kinds that are in use.
+# By name of the kind, its operations; only kinds that are in use.
 AdapterOps = tuple[tuple[str, AdapterOp], ...]
 
 
@@ -213,10 +172,10 @@ class LayerAdapters(NamedTuple):
     """The adapters of a layer, other than low-rank ones, for the chunks of a stream.
 
     Attributes:
-      ops: what the kinds compute, by name of the kind.
+      ops: operations of the kinds, by name of the kind.
       own: by name of the kind and point, the arrays of every chunk's owner.
       chunks: number of chunks.
-      scales: by linear, float32 [T], what is added to the scales of the low-rank products.
+      scales: by linear, float32 [T], summands that are added to the scales of low-rank products.
     """
 
     ops: AdapterOps
@@ -225,18 +184,18 @@ class LayerAdapters(NamedTuple):
     scales: Mapping[str, Float[Array, " T"]] = MappingProxyType({})
 
     def touch(self, point: str) -> bool:
-        """Whether any kind has arrays at a point."""
-        return any(point in own for own in self.own.values())
+        """Whether any kind has arrays at the point."""
+        return any(point in points for points in self.own.values())
 
     def change_product(self, point: str) -> bool:
-        """Whether any kind changes the product of a linear."""
+        """Whether any kind changes the product of the linear."""
         return any(
             point in self.own[name] and type(op).product is not AdapterOp.product
             for name, op in self.ops
         )
 
     def change_input(self, point: str) -> bool:
-        """Whether any kind changes what a linear reads."""
+        """Whether any kind changes the input of the linear."""
         return any(
             point in self.own[name] and op.changes_input(self.own[name][point])
             for name, op in self.ops
@@ -245,20 +204,14 @@ class LayerAdapters(NamedTuple):
     def apply(
         self, method: str, point: str, *streams: Float[Array, "N _"], **numbers: Any
     ) -> Float[Array, "N _"]:
-        """Applies a method of all kinds at a point, one after another.
-
-        Args:
-          method: name of a method of `AdapterOp`.
-          point: the point.
-          *streams: the arguments of the method after `own`; each kind gets the result of the one
-            before it as the last of them.
-          **numbers: further arguments.
-        """
+        """Applies a method of `AdapterOp` of all kinds at a point, one after another. `streams` and
+        `numbers` are the method's arguments after `own`. Each kind gets the result of the kind
+        before it as the last of the streams."""
         *others, last = streams
         others = [self._chunked(x) for x in others]
         for name, op in self.ops:
-            if (own := self.own[name].get(point)) is not None:
-                changed = getattr(op, method)(own, *others, self._chunked(last), **numbers)
+            if (arrays := self.own[name].get(point)) is not None:
+                changed = getattr(op, method)(arrays, *others, self._chunked(last), **numbers)
                 last = changed.astype(last.dtype).reshape(last.shape)
         return last
 
@@ -279,59 +232,54 @@ def layer_adapters(
     by `values_of_chunks`.
 
     Args:
-      ops: what the kinds compute, by name of the kind.
-      adapters: arrays [L, T, ...] of all slots.
-      accumulators: gradient accumulators, or None.
-      chunk_slot: owner slot of each chunk.
-      layer: index of the layer.
-      outside: points outside the layers that are read instead of those of the layer: the norm
-        behind the last layer, or those of the embedding and the head, for which `layer` is 0.
-      tokens: the tokens of each chunk, for the embedding; None elsewhere.
+      outside: points outside the layers that are read instead of the points of the layer: the norm
+        after the last layer, or the embedding and the head, for which `layer` is 0.
+      tokens: the tokens of each chunk, for the embedding; None for other points.
     """
 
-    found: dict[str, Mapping[str, Any]] = {}
+    by_kind: dict[str, Mapping[str, Any]] = {}
     scales: dict[str, Array] = {}
 
     def part(tree: Mapping[str, Any]) -> dict[str, Any]:
         return {
-            point: own
-            for point, own in tree.items()
+            point: arrays
+            for point, arrays in tree.items()
             if (point in outside if outside else point not in OUTSIDE)
         }
 
     for name, op in ops:
-        whole, own = _split(op.of_slots, part(adapters[name]))
+        whole, gathered = _split(op.of_slots, part(adapters[name]))
         by_token = frozenset() if tokens is None else op.by_token
-        tables, own = _split(by_token, own)
+        tables, gathered = _split(by_token, gathered)
         none, sums, table_sums = None, None, None
         if accumulators is not None:
             none, sums = _split(op.of_slots, part(accumulators[name]))
             table_sums, sums = _split(by_token, sums)
-        of_chunks, sums = values_of_chunks(own, sums, chunk_slot, layer)
+        of_chunks, sums = values_of_chunks(gathered, sums, chunk_slot, layer)
         if tables:
             rows, table_sums = rows_of_tokens(tables, table_sums, chunk_slot, tokens)
             of_chunks = _joined(rows, of_chunks)
         if op.of_slots:
-            whole = {point: {**own, CHUNK_SLOT: chunk_slot} for point, own in whole.items()}
-        found[name] = _joined(whole, of_chunks)
+            whole = {point: {**arrays, CHUNK_SLOT: chunk_slot} for point, arrays in whole.items()}
+        by_kind[name] = _joined(whole, of_chunks)
         if accumulators is not None:
             sums = _joined(none, _joined(table_sums, sums))
             accumulators = {**accumulators, name: {**accumulators[name], **sums}}
         linears = part(adapters[name]) if op.low_rank and not outside else {}
         for point, arrays in linears.items():
             scales[point] = scales.get(point, 0) + arrays[SCALE][layer]
-    return LayerAdapters(ops, found, len(chunk_slot), scales), accumulators
+    return LayerAdapters(ops, by_kind, len(chunk_slot), scales), accumulators
 
 
 def _split(names: frozenset[str], tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """By point, the arrays with these names, and the others."""
+    """By point, the arrays with these names, and the arrays with other names."""
     if not names:
         return {}, dict(tree)
 
     def chosen(named: bool) -> dict[str, Any]:
         return {
-            point: {name: x for name, x in own.items() if (name in names) == named}
-            for point, own in tree.items()
+            point: {name: x for name, x in arrays.items() if (name in names) == named}
+            for point, arrays in tree.items()
         }
 
     return chosen(True), chosen(False)
@@ -340,7 +288,8 @@ def _split(names: frozenset[str], tree: Mapping[str, Any]) -> tuple[dict[str, An
 def _joined(named: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, Any]:
     """The inverse of `_split`."""
     return {
-        point: {**named[point], **own} if point in named else own for point, own in others.items()
+        point: {**named[point], **arrays} if point in named else arrays
+        for point, arrays in others.items()
     }
 
 
@@ -348,15 +297,9 @@ def _joined(named: Mapping[str, Any], others: Mapping[str, Any]) -> dict[str, An
 def rows_of_chunks(
     rows: Float[Array, "chunks R d"], index: Int[Array, "chunks l"], count: int, dtype: jnp.dtype
 ) -> Float[Array, "chunks l d"]:
-    """Rows of a matrix of every chunk; zeros where there is no such row. The gradient of a matrix
-    is summed in float32, on a GPU too in a fixed order.
-
-    Args:
-      rows: float32.
-      index: index of the row for each token; other numbers than those of rows for none.
-      count: number of rows R.
-      dtype: dtype of the result.
-    """
+    """For each token, the row `index` of its chunk's float32 matrix, converted to `dtype`; zeros if
+    the index is outside of the `count` rows. The gradient of a matrix is summed in float32; the
+    order of the sum is fixed, also on a GPU."""
     inside = (index >= 0) & (index < count)
     taken = jnp.take_along_axis(rows, jnp.where(inside, index, 0)[..., None], axis=1)
     return jnp.where(inside[..., None], taken, 0).astype(dtype)
@@ -377,14 +320,8 @@ rows_of_chunks.defvjp(_rows_forward, _rows_backward)
 def matmul_of_chunks(
     x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "chunks l n"]:
-    """The product of every chunk with a matrix of its own. Sums, and the gradient of `w`, are
-    float32.
-
-    Args:
-      x: activations, in the compute dtype.
-      w: float32.
-      dtype: dtype of the result; None for that of `x`.
-    """
+    """The product of every chunk, in the compute dtype, with its own float32 matrix. Sums, and the
+    gradient of `w`, are float32. `dtype` is the dtype of the result; None for that of `x`."""
     return float32_sums("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
 
 
@@ -405,6 +342,6 @@ matmul_of_chunks.defvjp(_forward, _backward)
 def float32_sums(spec: str, left: Array, right: Array) -> Array:
     """An einsum whose sums and result are float32."""
     if jax.default_backend() == "cpu":
-        # XLA has no batched products of half precision with float32 sums there.
+        # On a CPU, XLA has no batched products of half precision with float32 sums.
         left, right = left.astype(jnp.float32), right.astype(jnp.float32)
     return jnp.einsum(spec, left, right, preferred_element_type=jnp.float32)

@@ -17,9 +17,9 @@ from .errors import BackboneError
 from .quantised.linears import kept_linears, quantised_tensors
 from .quantised.settings import Quantisation, quantisation_of
 
-# The key of config.json that says whether the head is the embedding.
+# The key of config.json that says whether the head and the embedding are one table.
 _TIED = "tie_word_embeddings"
-# Formats, beside dtypes, in which a backbone can store the linears of its layers.
+# Formats, besides dtypes, in which a backbone can store the linears of its layers.
 BACKBONE_FORMATS = ("float8", "int8", "nf4")
 
 
@@ -71,14 +71,14 @@ class BackboneConfig:
       output_bias: whether o_proj has a bias.
       mlp_bias: whether gate_proj, up_proj and down_proj have biases.
       qk_norm: whether queries and keys have an RMSNorm over the head dimension (Qwen3).
-      tie_word_embeddings: whether the language-model head is the transposed embedding. Where the
-        weights in a folder contradict its config.json, it says what the weights are.
+      tie_word_embeddings: whether the language-model head is the transposed embedding. If the
+        weights in a folder contradict its config.json, the weights decide.
       backbone_format: format of `number_formats` in which the weights of the layers' linears are
-        stored, for example "int8"; None for that of the checkpoint: the dtype of the other weights,
-        unless it is quantised.
-      quantisation: what config.json says of a checkpoint that is quantised; None for others.
-      kept: of a checkpoint that is quantised, those linears that stay as they are stored: name, as
-        in `MODULES`, and shapes, dtypes and format of the weight in one layer.
+        stored, for example "int8"; None for the format of the checkpoint: the dtype of the other
+        weights, unless it is quantised.
+      quantisation: settings of a quantised checkpoint, from its config.json; None for others.
+      kept: the linears of a quantised checkpoint that stay as they are stored: name, as in
+        `MODULES`, and shapes, dtypes and format of the weight in one layer.
     """
 
     architecture: str
@@ -107,12 +107,8 @@ class BackboneConfig:
     def from_folder(
         cls, folder: str | Path, backbone_format: str | None = None
     ) -> "BackboneConfig":
-        """Reads `folder/config.json`, whether the head is the embedding, and of a quantised
-        checkpoint how its linears are stored.
-
-        Args:
-          folder: the folder.
-          backbone_format: see the attribute.
+        """Reads `folder/config.json`; and from the weights, whether the head is the embedding, and
+        how the linears of a quantised checkpoint are stored.
 
         Raises:
           BackboneError: the file is missing or not JSON, the architecture is unknown, a value is
@@ -126,7 +122,7 @@ class BackboneConfig:
             if not path.parent.exists():
                 hint = f"there is no such folder; download the model first, {hint}"
             raise BackboneError(f"{path}: not found; {hint}") from None
-        except ValueError as e:  # malformed JSON, or no text
+        except ValueError as e:  # malformed JSON, or bytes that are not text
             raise BackboneError(f"{path}: not valid JSON: {e}") from None
         config = parse_config(raw, str(path))
         config = dataclasses.replace(
@@ -155,7 +151,8 @@ class BackboneConfig:
     @property
     def linear_format(self) -> str | None:
         """The format in which linears of the layers are stored; None if it is the dtype of the
-        other weights. If linears of a quantised checkpoint differ, it is that of the first ones."""
+        other weights. If the linears of a quantised checkpoint have several formats, the format of
+        the first ones in `kept`."""
         return self.backbone_format or next((weight.format for _, weight in self.kept), None)
 
     @property
@@ -170,15 +167,11 @@ class BackboneConfig:
 
 
 def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear of a decoder layer.
+    """Input and output width (k, n) of a linear of a decoder layer; KeyError for another name.
 
     Args:
-      config: configuration of the backbone.
       module: path of the linear within a layer, for example "self_attn.q_proj", or the last
         component of the path.
-
-    Raises:
-      KeyError: there is no such linear.
     """
     d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     return {
@@ -193,12 +186,7 @@ def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
 
 
 def has_bias(config: BackboneConfig, module: str) -> bool:
-    """Whether a linear of a decoder layer has a bias.
-
-    Args:
-      config: configuration of the backbone.
-      module: path of the linear within a layer, or its last component.
-    """
+    """Whether a linear of a decoder layer has a bias; `module` as for `linear_sizes`."""
     name = module.split(".")[-1]
     if name in ("q_proj", "k_proj", "v_proj"):
         return config.attention_bias
@@ -222,11 +210,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
-    """Makes a `BackboneConfig` from the contents of a config.json.
-
-    Args:
-      raw: the contents.
-      where: name of the file, for errors.
+    """Makes a `BackboneConfig` from `raw`, the contents of the config.json with the name `where`.
 
     Raises:
       BackboneError: the architecture is unknown, or a value is missing or not supported.
@@ -242,34 +226,23 @@ def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
 
 
 def record_tying(raw: dict[str, Any], is_tied: bool) -> None:
-    """Changes the contents of a config.json to say whether the head is the embedding.
-
-    Args:
-      raw: the contents, which are changed.
-      is_tied: whether it is.
-    """
+    """Changes `raw`, the contents of a config.json, to say whether the head is the embedding."""
     for settings in _tying_settings(raw).values():
         if settings is raw or _TIED in settings:
             settings[_TIED] = is_tied
 
 
 def _tying_settings(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """By the name that messages give it, the objects that may say whether the head is the
-    embedding."""
+    """The objects in a config.json that may say whether the head is the embedding, by the name that
+    messages give to this setting."""
     section = raw.get("text_config")
     sections = {f"text_config.{_TIED}": section} if isinstance(section, dict) else {}
     return {_TIED: raw} | sections
 
 
 def _is_tied(path: Path, raw: dict[str, Any], claimed: bool) -> bool:
-    """Whether the head is the embedding, as transformers 5 decides it: by the weights, if there are
-    both tables and config.json says that they are one.
-
-    Args:
-      path: the config.json.
-      raw: its contents.
-      claimed: what they say.
-    """
+    """Whether the head is the embedding, as transformers 5 decides it: if the folder has both
+    tables and its config.json (`raw`, which says `claimed`) calls them one, the weights decide."""
     claims = {
         name: where[_TIED]
         for name, where in _tying_settings(raw).items()
@@ -292,8 +265,8 @@ def _is_tied(path: Path, raw: dict[str, Any], claimed: bool) -> bool:
 def _tying_of_files(
     folder: Path, files: tuple[tuple[Path, int], ...], claimed: bool
 ) -> tuple[bool, str]:
-    """Whether the head is the embedding, and why. The files and the times of their last changes
-    stand for what is in them, because comparing two tables can take a second."""
+    """Whether the head is the embedding, and why. The result is cached, because comparing two
+    tables can take a second; `files`, with times of the last changes, stands for their contents."""
     with CheckpointTensors(folder) as tensors:
         head = tensors.of_module(HEAD_TENSOR.removesuffix(".weight"))
         if not head:
@@ -306,7 +279,7 @@ def _tying_of_files(
 
 
 def _equal(tensors: CheckpointTensors, one: str, other: str) -> bool:
-    """Whether two tensors have the same shape and values. They are read in parts of some MB."""
+    """Whether two tensors have the same shape and values. They are read in parts of about 10 MB."""
     shape = tensors.shape(one)
     if shape != tensors.shape(other) or len(shape) != 2:
         return False
@@ -389,12 +362,8 @@ def _parse(raw: dict[str, Any], where: str) -> BackboneConfig:
 
 
 def to_hf_config(config: BackboneConfig, dtype: str) -> dict[str, Any]:
-    """The contents of a config.json from which Hugging Face transformers makes the same model.
-
-    Args:
-      config: configuration of the backbone.
-      dtype: name of the dtype of the saved tensors.
-    """
+    """The contents of a config.json from which Hugging Face transformers makes the same model;
+    `dtype` is the name of the dtype of the saved tensors."""
     rope: dict[str, Any] = {"rope_theta": config.rope_theta, "rope_type": "default"}
     if config.rope_scaling:
         rope |= {"rope_type": "llama3", **dataclasses.asdict(config.rope_scaling)}

@@ -1,10 +1,9 @@
-"""Packed causal attention: a token attends only to its own sequence, whichever other sequences are
-in its row.
+"""Packed causal attention: a token attends only to tokens of its own sequence.
 
-Tasks may share a row, so attention is the only place in the model where values of two tasks enter
-one matrix product, with attention probability zero between them. Zero times NaN is NaN. `attend`
-therefore replaces non-finite values before the product, forward and backward, and reports which
-tokens had them, so that a task with non-finite values affects no other task.
+Several tasks can share a row. So attention is the only operation of the model in which values of
+two tasks enter one matrix product, with attention probability zero between them. Zero times NaN is
+NaN. `attend` therefore replaces non-finite values before the product, forward and backward, and
+reports which tokens had them. So a task with non-finite values affects no other task.
 """
 
 from functools import partial
@@ -22,13 +21,14 @@ from .remat_policies import ATTENTION_INPUT, ATTENTION_OUTPUT, checkpoint_name
 
 
 class Segments(NamedTuple):
-    """The places of the sequences in every row.
+    """The positions of the sequences in every row.
 
     Attributes:
       ids: int32, number of the token's sequence in its row (0, 1, … in order), -1 for padding.
       starts: int32, index of each sequence's first token; row_len for absent sequences.
       lengths: int32, number of each sequence's tokens; 0 for absent sequences.
-      firsts: int32, index of the first token of each token's sequence; a padding token's own index.
+      firsts: int32, index of the first token of each token's sequence. For a padding token, the
+        index of the token itself.
     """
 
     ids: Int[Array, "rows row_len"]
@@ -38,26 +38,21 @@ class Segments(NamedTuple):
 
 
 def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -> Segments:
-    """The places of the sequences in every row.
-
-    Args:
-      segment_ids: int32, number of the token's sequence in its row, -1 for padding.
-      max_sequences: most sequences in a row.
-    """
+    """The positions of the sequences in every row, from `Segments.ids`."""
     member = segment_ids[:, None, :] == jnp.arange(max_sequences)[None, :, None]
-    places = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
-    starts = jnp.where(member, places, len(places)).min(axis=-1)
+    positions = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)
+    starts = jnp.where(member, positions, len(positions)).min(axis=-1)
     lengths = member.sum(axis=-1, dtype=jnp.int32)
     firsts = jnp.take_along_axis(starts, jnp.maximum(segment_ids, 0), axis=1)
-    return Segments(segment_ids, starts, lengths, jnp.where(segment_ids < 0, places, firsts))
+    return Segments(segment_ids, starts, lengths, jnp.where(segment_ids < 0, positions, firsts))
 
 
-# From the fastest.
+# From the fastest to the slowest.
 IMPLEMENTATIONS = ("short", "cudnn", "xla")
 
 
 class AttentionOptions(NamedTuple):
-    """Static choices.
+    """Static choices of attention.
 
     Attributes:
       implementation: "xla", "cudnn" or "short", see `pick_implementation`.
@@ -73,16 +68,12 @@ class AttentionOptions(NamedTuple):
 
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
     """The fastest implementation of attention for the default device, for
-    `ForwardOptions.attention`.
+    `ForwardOptions.attention`: "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens, half
+    precision), else "cudnn" (GPU, half precision), else "xla".
 
     Args:
-      config: configuration of the backbone.
       dtype: dtype of queries, keys and values.
-      row_len: number of tokens in a row of a microbatch, within which attention stays.
-
-    Returns:
-      "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens, half precision), else "cudnn"
-      (GPU, half precision), else "xla".
+      row_len: number of tokens in a row of a microbatch.
     """
     return next(name for name in IMPLEMENTATIONS if refusal(name, config, dtype, row_len) is None)
 
@@ -91,16 +82,7 @@ def refusal(
     implementation: str, config: BackboneConfig, dtype: jnp.dtype, row_len: int
 ) -> str | None:
     """Why an implementation cannot serve rows of `row_len` tokens on the default device; None if it
-    can.
-
-    Args:
-      implementation: "short", the kernel of `pallas_kernels.short_attention` for rows of at most
-        128 tokens on Hopper GPUs; "cudnn", cuDNN's fused attention for GPUs in half precision; or
-        "xla", plain XLA for every device.
-      config: configuration of the backbone.
-      dtype: the compute dtype.
-      row_len: number of tokens in a row.
-    """
+    can. `dtype` is the compute dtype."""
     if implementation == "xla":
         return None
     if jax.default_backend() != "gpu" or dtype not in (jnp.bfloat16, jnp.float16):
@@ -129,23 +111,21 @@ def attend(
       q: queries of H heads, in the compute dtype.
       k: keys of K heads; K divides H.
       v: values of K heads.
-      segments: the places of the sequences.
-      options: static choices.
 
     Returns:
       The outputs, which are finite but otherwise undefined on padding; and for every token whether
       its query, key and value were finite. If they were not, the outputs of that token's sequence
       are wrong and its task must not use them. A non-finite cotangent of an output makes the
-      cotangents of that token's query, key and value NaN. In dense rows, which hold one sequence
-      each, non-finite values stay in their row; there they are not replaced, and all tokens are
-      reported as finite.
+      cotangents of that token's query, key and value NaN. If each row holds only one sequence,
+      non-finite values stay in their row: they are not replaced, and all tokens are reported as
+      finite.
 
     Raises:
       ValueError: `options.implementation` is "short" and the kernel cannot serve the call.
     """
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
-        # Dense attention never mixes rows, and each row holds one task's sequence, so non-finite
-        # values stay with their owner.
+        # Attention never mixes rows, and each row holds one sequence of one task, so non-finite
+        # values do not reach other tasks.
         q, k, v = (checkpoint_name(x, ATTENTION_INPUT) for x in (q, k, v))
         return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
     finite = _finite_tokens(q) & _finite_tokens(k) & _finite_tokens(v)
@@ -195,8 +175,8 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     scale = q.shape[-1] ** -0.5
     if segments.starts.shape[1] == 1:
         # With one sequence in a row, the causal mask excludes the padding after it. The output has
-        # no checkpoint name: policies keep all that cuDNN's call returns, and under a name of its
-        # own it would be kept twice.
+        # no checkpoint name: policies keep all outputs of cuDNN's call, and an output with a name
+        # would be kept twice.
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -206,12 +186,12 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
             implementation="cudnn",
             local_window_size=None if options.window is None else (options.window - 1, 0),
         )
-    # jax.nn does not offer the packed layout; JAX's binding of cuDNN does. The binding is private:
-    # it is imported here so that a JAX version without it fails only for packed rows.
+    # jax.nn does not offer the packed layout, but JAX's private binding of cuDNN does. It is
+    # imported here so that a JAX version without it fails only for packed rows.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    # cuDNN writes neither the outputs nor the gradients of padding. Where the inputs are replaced,
-    # their gradients are zero.
+    # cuDNN writes neither the outputs nor the gradients of padding. Here the gradients of replaced
+    # inputs are zero.
     is_padding = (segments.ids < 0)[..., None, None]
     q, k, v = (jnp.where(is_padding, 0, x) for x in (q, k, v))
     padded = jnp.full_like(segments.starts[:, :1], -1)

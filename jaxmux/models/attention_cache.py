@@ -1,8 +1,8 @@
-"""Keys and values of earlier tokens, so that a new token is computed without those before it.
+"""Keys and values of earlier tokens, so that a program computes only the new tokens.
 
-Row b of a cache belongs to one sequence, whose tokens fill the places from 0. A layer has arrays of
-its own, not a slice of a stack: a program that is given them to overwrite writes a token's keys and
-values in place and reads nothing else but them.
+Row b of a cache belongs to one sequence, whose tokens fill the positions from 0 on. Each layer has
+separate arrays, not a slice of a stack. A program to which they are donated can therefore write a
+token's keys and values in place, and reads only the arrays of the layer.
 """
 
 from typing import NamedTuple
@@ -17,12 +17,12 @@ from .attention import AttentionOptions, Segments, attend
 
 
 class KeysValues(NamedTuple):
-    """The cache of one layer, in the compute dtype. Places behind a sequence's last token hold
+    """The cache of one layer, in the compute dtype. Positions after a sequence's last token hold
     values that are not read.
 
     Attributes:
-      keys: rotated keys of K heads for each of `places` tokens.
-      values: their values.
+      keys: rotated keys of K heads for each of `places` positions.
+      values: the values of the same tokens.
     """
 
     keys: Float[Array, "B K places D"]
@@ -30,12 +30,12 @@ class KeysValues(NamedTuple):
 
 
 class CachedTokens(NamedTuple):
-    """Where a stream's new tokens stand in the cache.
+    """A layer's cache, and the positions of a stream's new tokens in it.
 
     Attributes:
       cache: the cache of the layer.
-      place: int32, the place of the one new token of each sequence. None if the rows hold whole
-        prompts, whose tokens fill the places from 0.
+      place: int32, the position of the one new token of each sequence. None if the rows hold whole
+        prompts, whose tokens fill the positions from 0 on.
     """
 
     cache: KeysValues
@@ -48,7 +48,6 @@ def empty_cache(
     """A cache without tokens, with an entry for each layer.
 
     Args:
-      config: configuration of the backbone.
       sequences: number of sequences B.
       places: most tokens of a sequence, virtual tokens included.
       dtype: the compute dtype.
@@ -78,11 +77,10 @@ def attend_cached(
 
     Args:
       q: queries of H heads of the new tokens, in the compute dtype.
-      k: their keys of K heads; K divides H.
-      v: their values.
-      tokens: the cache, and the places of the new tokens in it.
-      segments: the places of whole prompts in their rows; not read for single tokens.
-      options: static choices, for whole prompts as for `attend`.
+      k: keys of K heads of the new tokens; K divides H.
+      v: values of K heads of the new tokens.
+      segments: the sequences of whole prompts; not read for single tokens.
+      options: as for `attend`.
 
     Returns:
       The outputs; and the cache with the new keys and values.
@@ -95,7 +93,7 @@ def attend_cached(
         return out, KeysValues(*written)
     rows = jnp.arange(len(q))
     keys, values = (
-        # One token of each row: no two writes meet.
+        # There is one token in each row, so no two tokens are written to the same position.
         held.at[rows, :, tokens.place].set(x[:, 0], unique_indices=True, indices_are_sorted=True)
         for held, x in zip(tokens.cache, (k, v), strict=True)
     )
@@ -104,15 +102,15 @@ def attend_cached(
 
 
 def _seen(place: Int[Array, " B"], places: int, window: int | None) -> Bool[Array, "B places"]:
-    """Whether the new token of a row attends to a place."""
-    behind = place[:, None] - jnp.arange(places)
-    seen = behind >= 0
-    return seen if window is None else seen & (behind < window)
+    """Whether the new token of a row, at position `place`, attends to each position."""
+    distance = place[:, None] - jnp.arange(places)
+    seen = distance >= 0
+    return seen if window is None else seen & (distance < window)
 
 
 def _attend_to_places(q, keys, values, seen):
-    """Softmax in float32. The query heads of a key head stand side by side in one product, so that
-    keys and values are read once."""
+    """Softmax in float32. One product has all query heads of a key head, so that keys and values
+    are read once."""
     sequences, heads = keys.shape[:2]
     grouped = q.reshape(sequences, heads, -1, q.shape[-1])
     scores = float32_sums("bkgd,bksd->bkgs", grouped, keys) * q.shape[-1] ** -0.5

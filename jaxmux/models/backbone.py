@@ -1,6 +1,5 @@
-"""Loads and saves backbones in Hugging Face's format: config.json and safetensors files. Pickle
-files are never read.
-"""
+"""Loads and saves backbones in Hugging Face's format: config.json and safetensors files. It never
+reads pickle files."""
 
 import dataclasses
 import json
@@ -63,9 +62,9 @@ def load_backbone(
     """Loads a Hugging Face checkpoint folder onto the default device.
 
     Threads read pieces of tensors and copy them to the device, which transposes and converts them,
-    so host memory holds a few pieces of 64 MiB. Linears that are stored in another format are
-    encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as they are (see
-    `models.quantised`).
+    so host memory holds a few pieces of 64 MiB. Linears in another format than that of the
+    checkpoint are encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as
+    they are (see `models.quantised`).
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
@@ -73,14 +72,11 @@ def load_backbone(
       dtype: dtype to which all parameters are converted: bfloat16, float16 or float32. "auto" is
         bfloat16 on an accelerator and float32 on CPU.
       backbone_format: format in which the linears of the layers are stored, one of
-        `BACKBONE_FORMATS`; None for that of the checkpoint.
+        `BACKBONE_FORMATS`; None for the format of the checkpoint.
       cache: folder in which checkpoints in a format are kept (see `cached_checkpoint`); None for
         none. It needs a `backbone_format`.
       progress: a function that is called with the number of bytes of weights, whenever some have
-        come to the device; None calls nothing.
-
-    Returns:
-      The backbone.
+        arrived on the device; None calls nothing.
 
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable
@@ -96,37 +92,23 @@ def load_backbone(
 
 
 def check_backbone(folder: str | Path) -> None:
-    """Checks that a checkpoint folder can be loaded, without reading the tensors' values.
-
-    Args:
-      folder: the folder, as for `load_backbone`.
-
-    Raises:
-      BackboneError: as `load_backbone`.
-    """
+    """Checks that a checkpoint folder can be loaded, without reading the tensors' values. Raises
+    BackboneError as `load_backbone` does."""
     with CheckpointReader(Path(folder), BackboneConfig.from_folder(folder)):
         pass
 
 
 def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
-    """The dtype of a backbone.
-
-    Args:
-      dtype: a dtype, or "auto" for bfloat16 on an accelerator and float32 on CPU.
-    """
+    """A dtype; "auto" is bfloat16 on an accelerator and float32 on CPU."""
     if dtype == "auto":
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(dtype)
 
 
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
-    """Writes a checkpoint folder that Hugging Face transformers and `load_backbone` can load.
-
-    Args:
-      backbone: the backbone; its parameters are written in their own dtypes, those in formats that
-        are no dtype of activations in the compute dtype.
-      folder: folder for config.json and model.safetensors; it is created if necessary.
-    """
+    """Writes config.json and model.safetensors, so that Hugging Face transformers and
+    `load_backbone` can load them. Creates the folder if necessary. Parameters keep their dtypes;
+    those in formats that are no dtype of activations are written in the compute dtype."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = backbone.config, {}

@@ -1,11 +1,11 @@
 """Packed causal attention in plain XLA, with sums over tokens in a fixed order.
 
-Every sum over tokens is first taken within blocks of a chunk's length, and then as a left fold over
-the blocks. Blocks outside a sequence add exact zeros. A sequence that starts at a block border thus
-gets the same bits wherever in the row it lies and whatever other sequences are in the row. For this
-reason a task that shares microbatches with others on CPU gets the same bits as alone. XLA's softmax
-and matrix products do not have this property in rows of 512 tokens or more: the order of their sums
-depends on the position in the row.
+Every sum over tokens is first taken within blocks of a chunk's length; the blocks are then added
+one after another. Blocks outside a sequence add exact zeros. So a sequence that starts at a block
+border gets the same bits wherever in the row it lies and whatever other sequences are in the row.
+For this reason a task that shares microbatches with others on CPU gets the same bits as alone.
+XLA's softmax and matrix products do not have this property in rows of 512 tokens or more: the order
+of their sums depends on the position in the row.
 """
 
 from functools import partial
@@ -79,8 +79,7 @@ def _scores(q, k) -> Float[Array, "rows K G row_len row_len"]:
 
 
 def _attention_mask(segment_ids, window: int | None) -> Bool[Array, "rows 1 1 row_len row_len"]:
-    """Whether the query of a token (second to last axis) attends to the key of a token (last
-    axis)."""
+    """Whether a token's query (second to last axis) attends to a token's key (last axis)."""
     t = jnp.arange(segment_ids.shape[1])
     mask = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] >= 0)
     mask &= t[:, None] >= t[None, :]
@@ -96,7 +95,7 @@ def _grouped(x: Float[Array, "rows row_len H D"], k) -> Float[Array, "rows row_l
 
 
 def _fold_product(spec: str, left: Array, right: Array, block: int, axes: tuple[int, int]) -> Array:
-    """The product contracted over `axes` of left and right, summed one block of tokens after
+    """The product contracted over `axes` of left and right, added up one block of tokens after
     another."""
 
     def add_block(total, start):
@@ -112,7 +111,7 @@ def _fold_product(spec: str, left: Array, right: Array, block: int, axes: tuple[
 
 
 def _fold(x: Array) -> Array:
-    """Sum over the last axis, which is short, strictly from left to right."""
+    """The sum over the last axis, which is short, strictly from left to right."""
     parts = jnp.moveaxis(x, -1, 0)
     zero = jnp.zeros_like(parts[0])
     return jax.lax.scan(lambda total, part: (total + part, None), zero, parts)[0]

@@ -18,12 +18,7 @@ from .modules import Weights
 
 
 def single_layers(layers: Weights, count: int) -> tuple[Weights, ...]:
-    """Of each layer, stacks of this one layer (see `FrozenWeight.stack_index`).
-
-    Args:
-      layers: the stacked weights of all layers.
-      count: number of layers.
-    """
+    """For each of `count` layers, stacks of this one layer (see `FrozenWeight.stack_index`)."""
 
     def alone(layer: int) -> Weights:
         return jax.tree.map(lambda leaf: leaf[layer : layer + 1], layers)
@@ -45,18 +40,18 @@ def cached_hidden_states(
 ) -> tuple[Float[Array, "N d"], tuple[KeysValues, ...]]:
     """`hidden_states` of new tokens, each row of which belongs to one sequence of the cache.
 
+    Arguments are those of `hidden_states`, except:
+
     Args:
-      config, slots, at_head: as for `hidden_states`.
-      weights: weights of the backbone. "layers" may be the tuple of `single_layers`: with a few
-        tokens the products take as long as the reading of the weights, and XLA copies a layer out
-        of a stack before it multiplies, which triples what is read and written.
+      weights: weights of the backbone. "layers" may be the tuple of `single_layers`, for speed:
+        with a few tokens, a product takes as long as it takes to read its weights, and with stacked
+        weights XLA copies a layer before it multiplies, which triples the memory traffic.
       adapters: by name of the kind, its arrays at points outside the layers.
       of_layers: for each layer, by name of the kind its arrays in this one layer.
       cache: keys and values of each layer; row b belongs to row b of the microbatch.
-      place: the place in its sequence of the single token in each row. None if the rows hold whole
+      place: position in its sequence of the single token in each row. None if the rows hold whole
         prompts from their first token on.
-      microbatch: the new tokens; their positions are their places. Targets are not read.
-      options: as for `hidden_states`; nothing is kept for a backward pass.
+      microbatch: the new tokens and their positions. Targets are not read.
 
     Returns:
       The hidden states [N, d] after the final norm; and the cache with the new tokens.
@@ -75,18 +70,18 @@ def cached_hidden_states(
     if isinstance(layers, dict):
         layers = single_layers(layers, config.num_layers)
 
-    # All layers have the same shapes: under one jit they are traced and lowered once.
+    # All layers have the same shapes. Under one jit they are traced and lowered once.
     @jax.jit
     def next_layer(weights, adapters, x, held):
-        own = stream._replace(cached=CachedTokens(held, place))
+        with_cache = stream._replace(cached=CachedTokens(held, place))
         (x,), _, (held,) = decoder_layer(
-            config, layer_options, weights, adapters, [own], [x], None, 0
+            config, layer_options, weights, adapters, [with_cache], [x], None, 0
         )
         return x, held
 
     written = []
-    for own, of_layer, held in zip(layers, of_layers, cache, strict=True):
-        x, held = next_layer(own, of_layer, x, held)
+    for of_layer, arrays, held in zip(layers, of_layers, cache, strict=True):
+        x, held = next_layer(of_layer, arrays, x, held)
         written.append(held)
     finite = jnp.ones(microbatch.chunk_slot.shape, bool)
     hidden, _, _ = finish(config, weights, adapters, None, x, finite, microbatch, options)

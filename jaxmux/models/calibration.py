@@ -1,9 +1,9 @@
-"""What the frozen backbone computes of a task's own samples, for adapters whose initial values
-depend on the data: the inputs of linears, and the gradients of their weights.
+"""Inputs of linears and gradients of their weights, computed on a task's own samples with the
+frozen backbone, for adapters whose initial values depend on the data.
 
 The samples go through the backbone on the host, in float32 and layer by layer. The tensors of a
 layer are read when they are needed. So the result is the same on every mesh, needs no memory of the
-devices, and can be computed beside training.
+devices, and can be computed while devices train.
 """
 
 import dataclasses
@@ -35,23 +35,21 @@ FIRST_READERS: Mapping[str, str] = {module: module for module in MODULES} | {
 }
 # Rows have this length times a power of two, so that few different programs are compiled.
 _SHORTEST_ROW = 64
-# The host holds all scores of a row's attention, so its memory grows with the square of this.
+# The host holds all attention scores of a row, so its memory grows with the square of this.
 _LONGEST_SAMPLE = 2048
 _LAYER, _FIRST_LAYER = "model.layers.{}.", "model.layers.0."
 
-# By name, tensors of Hugging Face's checkpoint. Those of a layer have the names of the first one.
+# Tensors by their names in Hugging Face's checkpoint. Those of any layer are named as in layer 0.
 _Tensors = Mapping[str, Float[Array, "..."]]
 
 
 class Calibration(NamedTuple):
-    """A backbone, and samples that go through it.
-
-    `calibration_of` makes it.
+    """A backbone, and samples that go through it. `calibration_of` makes it.
 
     Attributes:
       config: configuration of the backbone.
       tensors: function from the name of a tensor in Hugging Face's checkpoint to its values.
-      microbatch: the samples. Every row is a chunk, and a slot of its own.
+      microbatch: the samples. Every row is one chunk, and belongs to a separate slot.
       labelled: bool [N], whether the token at a position of the stream counts in the loss.
     """
 
@@ -61,31 +59,27 @@ class Calibration(NamedTuple):
     labelled: Bool[np.ndarray, " N"]
 
     def linear_inputs(self) -> Iterator[dict[str, Float[np.ndarray, "labelled k"]]]:
-        """For every layer in turn, what its linears read at the labelled tokens, float32.
-
-        Yields:
-          By path of a linear within the layer, its input. Of linears with the same input only the
-          first one is there, see `FIRST_READERS`.
+        """Yields for every layer in turn the float32 inputs of its linears at the labelled tokens,
+        by path of the linear within the layer. If linears have the same input, only the first of
+        them is there, see `FIRST_READERS`.
 
         Raises:
           ValueError: a value is not finite.
         """
         x = self._embedded()
         for layer in range(self.config.num_layers):
-            arrays = self._layer(layer), x, self.microbatch
-            x, inputs = on_host(_layer_with_inputs, self.config, *arrays)
-            found = {module: np.asarray(own)[self.labelled] for module, own in inputs.items()}
-            _refuse_non_finite(found, layer)
-            yield found
+            x, inputs = on_host(
+                _layer_with_inputs, self.config, self._layer(layer), x, self.microbatch
+            )
+            labelled = {module: np.asarray(y)[self.labelled] for module, y in inputs.items()}
+            _refuse_non_finite(labelled, layer)
+            yield labelled
 
     def weight_gradients(
         self, modules: Sequence[str]
     ) -> Iterator[tuple[int, dict[str, Float[np.ndarray, "n k"]]]]:
         """The gradients of the mean loss of the labelled tokens by the weights of linears, float32,
         from the last layer to the first.
-
-        Args:
-          modules: paths of the linears within a layer.
 
         Yields:
           Index of the layer; and by path of a linear its gradient in the layout of Hugging Face,
@@ -96,20 +90,27 @@ class Calibration(NamedTuple):
         """
         inputs = [self._embedded()]
         for layer in range(self.config.num_layers):
-            arrays = self._layer(layer), inputs[-1], self.microbatch
-            inputs.append(on_host(_layer_output, self.config, *arrays))
+            inputs.append(
+                on_host(_layer_output, self.config, self._layer(layer), inputs[-1], self.microbatch)
+            )
         names = [name for name in tensor_names(self.config) if ".layers." not in name]
         if not self.config.tie_word_embeddings:
             names.remove(EMBEDDING_TENSOR)
         outside = {name: self.tensors(name) for name in names}
-        arrays = outside, inputs.pop(), self.microbatch
-        dx = on_host(_gradient_of_hidden, self.config, *arrays)
+        dx = on_host(_gradient_of_hidden, self.config, outside, inputs.pop(), self.microbatch)
         for layer in reversed(range(self.config.num_layers)):
-            arrays = self._layer(layer), inputs.pop(), self.microbatch, dx
-            dx, found = on_host(_layer_gradients, self.config, tuple(modules), *arrays)
-            found = {module: np.asarray(own) for module, own in found.items()}
-            _refuse_non_finite(found, layer)
-            yield layer, found
+            dx, gradients = on_host(
+                _layer_gradients,
+                self.config,
+                tuple(modules),
+                self._layer(layer),
+                inputs.pop(),
+                self.microbatch,
+                dx,
+            )
+            gradients = {module: np.asarray(gradient) for module, gradient in gradients.items()}
+            _refuse_non_finite(gradients, layer)
+            yield layer, gradients
 
     def _embedded(self) -> Float[np.ndarray, "N d"]:
         return np.asarray(self.tensors(EMBEDDING_TENSOR)[self.microbatch.tokens.reshape(-1)])
@@ -131,12 +132,11 @@ def calibration_of(
     """A backbone with the first tokens of a task's samples.
 
     Args:
-      config: configuration of the backbone.
       tensors: function from the name of a tensor in Hugging Face's checkpoint of the backbone to
         its float32 values.
-      samples: the samples, of which only as many are taken as are needed.
-      tokens: number of tokens, unless the samples have fewer; the last sample is cut, and
-        of every sample no more than 2048 tokens are taken.
+      samples: the samples; only as many as are needed are taken.
+      tokens: number of tokens, unless the samples have fewer. The last sample is cut, and at most
+        2048 tokens of each sample are taken.
 
     Raises:
       ValueError: none of these tokens counts in the loss.
@@ -161,28 +161,29 @@ def calibration_of(
     microbatch = fill_microbatch(
         placements, {0: taken}, rows=rows, row_len=row_len, chunk_len=row_len
     )
-    # The place before a labelled token predicts it; the one before a sample's first predicts none.
+    # A labelled token is predicted at the position before it, and a sample's first token nowhere.
     labelled = np.roll(microbatch.loss_weight.reshape(-1) > 0, 1)
     slots = np.arange(rows, dtype=np.int32)
     return Calibration(config, tensors, microbatch._replace(chunk_slot=slots), labelled)
 
 
 def _first_tokens(samples: Iterable[Sample], tokens: int) -> list[Sample]:
-    """The first samples, cut to a number of tokens, and each to its first 2048. The model reads all
-    of these, because each sample has one token more, which does not count in the loss."""
-    found = []
+    """The first samples, cut to a number of tokens in total, and each to its first 2048. Each gets
+    one more token, which does not count in the loss, because the model does not read the last one.
+    """
+    cut = []
     for sample in samples:
         most = min(tokens, _LONGEST_SAMPLE)
         ids, mask = sample.input_ids[:most], sample.target_mask[:most]
-        found.append(Sample(np.append(ids, ids[-1:]), np.append(mask, False), sample.sample_id))
+        cut.append(Sample(np.append(ids, ids[-1:]), np.append(mask, False), sample.sample_id))
         tokens -= len(ids)
         if tokens == 0:
             break
-    return found
+    return cut
 
 
 class _Seen(AdapterOp):
-    """Changes nothing, but the gradient of its array is what the linear reads."""
+    """Changes nothing, but the gradient of its array is the input of the linear."""
 
     def linear_output(self, own, x, y, first_column):
         return _with_gradient(y, own["seen"], x)
@@ -190,7 +191,7 @@ class _Seen(AdapterOp):
 
 @jax.custom_vjp
 def _with_gradient(y: Array, seen: Array, x: Array) -> Array:
-    """`y`; the gradient of `seen` is `x`."""
+    """Returns `y`; the gradient of `seen` is `x`."""
     return y
 
 
@@ -219,8 +220,8 @@ def _run_layer(
     if seen is not None:
         adapters[_SEEN], ops = seen, ((_SEEN, _Seen()),)
     options = _options(row_len, adapter_ops=ops)
-    given = adapters, None, x, microbatch, slots, options
-    return run_layers(one, weights["layers"], *given)[0]
+    x, _, _ = run_layers(one, weights["layers"], adapters, None, x, microbatch, slots, options)
+    return x
 
 
 _layer_output = jax.jit(_run_layer, static_argnums=0)
@@ -236,26 +237,34 @@ def _layer_with_inputs(
         for module in dict.fromkeys(FIRST_READERS.values())
     }
     y, pull = jax.vjp(partial(_run_layer, config, tensors, x, microbatch), seen)
-    (found,) = pull(jnp.zeros_like(y))
-    return y, {module: own[_SEEN].reshape(len(x), -1) for module, own in found.items()}
+    (inputs,) = pull(jnp.zeros_like(y))
+    return y, {module: of_linear[_SEEN].reshape(len(x), -1) for module, of_linear in inputs.items()}
 
 
 @partial(jax.jit, static_argnums=0)
 def _gradient_of_hidden(
     config: BackboneConfig, tensors: _Tensors, x: Float[Array, "N d"], microbatch: Microbatch
 ) -> Float[Array, "N d"]:
-    """The gradient of the loss by the residual stream behind the last layer."""
+    """The gradient of the loss by the residual stream after the last layer."""
     wanted = {
-        name: own
-        for name, own in abstract_weights(config).items()
+        name: shapes
+        for name, shapes in abstract_weights(config).items()
         if name in ("norm", "embed_tokens" if config.tie_word_embeddings else "lm_head")
     }
     weights = weights_of_tensors(wanted, tensors.__getitem__)
     rows, row_len = microbatch.tokens.shape
 
     def loss(x: Float[Array, "N d"]) -> Float[Array, ""]:
-        given = {LOW_RANK_KIND: {}}, None, x, jnp.ones(rows, bool), microbatch, _options(row_len)
-        hidden, _, finite = finish(config, weights, *given)
+        hidden, _, finite = finish(
+            config,
+            weights,
+            adapters={LOW_RANK_KIND: {}},
+            accumulators=None,
+            x=x,
+            finite=jnp.ones(rows, bool),
+            microbatch=microbatch,
+            options=_options(row_len),
+        )
         return microbatch_losses(weights, hidden, finite, microbatch).sum()
 
     return jax.grad(loss)(x)
@@ -270,27 +279,21 @@ def _layer_gradients(
     microbatch: Microbatch,
     dx: Float[Array, "N d"],
 ) -> tuple[Float[Array, "N d"], dict[str, Float[Array, "n k"]]]:
-    """The gradients of the loss by the residual stream before a layer, and by weights of linears.
-
-    Args:
-      config, tensors, microbatch: as for `_run_layer`.
-      modules: paths of the linears.
-      x: the residual stream before the layer.
-      dx: the gradient by the residual stream behind it.
-    """
+    """The gradients of the loss by the residual stream `x` before a layer, and by weights of its
+    linears; `dx` is the gradient by the residual stream after the layer."""
     names = {module: f"{_FIRST_LAYER}{module}.weight" for module in modules}
 
     def run(x: Array, weights: Mapping[str, Array]) -> Array:
-        own = {names[module]: weight for module, weight in weights.items()}
-        return _run_layer(config, {**tensors, **own}, x, microbatch)
+        changed = {names[module]: weight for module, weight in weights.items()}
+        return _run_layer(config, {**tensors, **changed}, x, microbatch)
 
     _, pull = jax.vjp(run, x, {module: tensors[name] for module, name in names.items()})
     return pull(dx)
 
 
-def _refuse_non_finite(found: Mapping[str, np.ndarray], layer: int) -> None:
-    for module, own in found.items():
-        if not np.isfinite(own).all():
+def _refuse_non_finite(values: Mapping[str, np.ndarray], layer: int) -> None:
+    for module, x in values.items():
+        if not np.isfinite(x).all():
             raise ValueError(
                 f"its training data lead to values of {module} in layer {layer} that are not finite"
             )

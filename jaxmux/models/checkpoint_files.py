@@ -25,18 +25,18 @@ from .errors import BackboneError
 
 # The limit of the safetensors format.
 _LONGEST_HEADER = 100_000_000
-# The tables of the vocabulary.
+# The embedding and the head.
 EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
-# The file of all weights, or the index of several files.
+# The file of all weights, or the index of several files of weights.
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Suffixes of files of weights, of all libraries.
+# Suffixes of the files in which various libraries keep weights.
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot"),
     *(".onnx", ".onnx_data", ".npz", ".tflite", ".pdparams"),
 )
-# Bytes of a file of weights.
+# Largest size of a file of weights, in bytes.
 _SHARD_BYTES = 4 * 10**9
-# Dtypes as safetensors names them. It has no numpy arrays of those of 8 bits.
+# Dtypes by their names in safetensors. The numpy interface of safetensors lacks those of 8 bits.
 _DTYPES = {
     "F64": jnp.float64,
     "F32": jnp.float32,
@@ -55,15 +55,12 @@ _DTYPES = {
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has more of a checkpoint than its configuration."""
+    """Whether a folder has weights or their index, and not only a configuration."""
     return (folder / WHOLE).exists() or (folder / _INDEX).exists()
 
 
 def shards(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint folder.
-
-    Args:
-      folder: the folder, with model.safetensors or model.safetensors.index.json.
 
     Raises:
       BackboneError: a file is missing, or the index is damaged or names files of other folders.
@@ -90,10 +87,8 @@ def shards(folder: Path) -> list[Path]:
 
 
 def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The header of a safetensors file.
-
-    Args:
-      path: the file. It begins with the length of its header (8 bytes) and the header (JSON).
+    """The header of a safetensors file, which begins with the length of the header (8 bytes) and
+    the header (JSON).
 
     Returns:
       The offset of the data in the file, and for each tensor its dtype, shape and data_offsets.
@@ -114,14 +109,14 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 class _Entry(NamedTuple):
-    """Where a tensor lies.
+    """A tensor in a file.
 
     Attributes:
-      path: its file.
+      path: the file.
       file: descriptor of the open file.
-      offset: of its first byte in the file.
-      dtype: its dtype as safetensors names it.
-      shape: its shape.
+      offset: index in the file of the tensor's first byte.
+      dtype: the tensor's dtype as safetensors names it.
+      shape: the tensor's shape.
     """
 
     path: Path
@@ -136,23 +131,19 @@ class CheckpointTensors:
 
     Attributes:
       folder: the folder.
-      names: the names of all tensors, in order. They are known within the context.
+      names: the names of all tensors, in order, within the context; empty before.
     """
 
     def __init__(self, folder: Path, is_tied: bool = False):
-        """Names the folder; its files are opened on entering the context.
-
-        Args:
-          folder: the folder.
-          is_tied: whether the head is the embedding. The files may then have their table under the
-            head's name alone; here it has the embedding's.
-        """
+        """Stores the folder; its files are opened on entering the context. If the head is the
+        embedding (`is_tied`), the files may have the table only under the head's name. It is then
+        renamed to the embedding."""
         self.folder, self.names, self._is_tied = folder, [], is_tied
         self._entries: dict[str, _Entry] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointTensors":
-        """Opens the files. BackboneError if one is missing or cannot be read."""
+        """Opens the files. Raises BackboneError if one is missing or cannot be read."""
         with ExitStack() as stack:
             for path in shards(self.folder):
                 # safetensors checks that sizes, dtypes and offsets agree.
@@ -160,7 +151,7 @@ class CheckpointTensors:
                     start, header = safetensors_header(path)
                     file = os.open(path, os.O_RDONLY)
                 stack.callback(os.close, file)
-                # If several files have a tensor, the last one counts, as in transformers.
+                # If several files have a tensor, the last file is used, as in transformers.
                 for name, tensor in header.items():
                     offset, shape = start + tensor["data_offsets"][0], tuple(tensor["shape"])
                     self._entries[name] = _Entry(path, file, offset, tensor["dtype"], shape)
@@ -183,23 +174,22 @@ class CheckpointTensors:
         return list(takewhile(lambda name: name.startswith(prefix), self.names[first:]))
 
     def by_file(self) -> dict[Path, list[str]]:
-        """By file, the names of the tensors that are read from it."""
+        """The names of the tensors that are read from each file."""
         names: dict[Path, list[str]] = {}
         for name, entry in self._entries.items():
             names.setdefault(entry.path, []).append(name)
         return names
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return self._entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """The dtype of a tensor as safetensors names it, for example "BF16"."""
+        """The dtype of a tensor, as safetensors names it, for example "BF16"."""
         return self._entry(name).dtype
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or consecutive rows (indices of its first axis) of it, into new memory.
-        Several threads may call it at the same time.
+        Several threads may call this at the same time.
 
         Raises:
           BackboneError: the dtype is unknown, or the file cannot be read.
@@ -221,11 +211,7 @@ class CheckpointTensors:
         return values
 
     def array_dtype(self, name: str) -> np.dtype:
-        """The dtype of the array that `read` returns.
-
-        Raises:
-          BackboneError: it is unknown.
-        """
+        """The dtype of the array that `read` returns; BackboneError if it is unknown."""
         if (dtype := self.dtype(name)) not in _DTYPES:
             raise BackboneError(f"{self.folder}: tensor {name} has the unknown dtype {dtype}")
         return np.dtype(_DTYPES[dtype])
@@ -250,8 +236,7 @@ def unreadable_named(path: Path) -> Iterator[None]:
 
 @contextmanager
 def unwritable_named(path: Path) -> Iterator[None]:
-    """Turns the error with which safetensors cannot write into an OSError that names a file or a
-    folder."""
+    """Turns an error of safetensors while it writes into an OSError that names a file or folder."""
     try:
         yield
     except SafetensorError as e:
@@ -260,14 +245,7 @@ def unwritable_named(path: Path) -> Iterator[None]:
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
     """Writes tensors into safetensors files of about 4 GB, with an index if there are several.
-
-    Args:
-      folder: folder of the files.
-      tensors: names and arrays, which are held in memory until their file is written.
-
-    Raises:
-      OSError: a file cannot be written.
-    """
+    Tensors are held in memory until their file is written. OSError if a file cannot be written."""
     weight_map: dict[str, int] = {}
     held: dict[str, jax.Array] = {}
     size = total = files = 0
@@ -301,25 +279,18 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
     """Writes the index of several files of weights.
 
     Args:
-      folder: folder of the files.
       weight_map: by name of the tensor, the name of its file.
       total_size: bytes of all tensors.
-
-    Raises:
-      OSError: it cannot be written.
     """
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
 
 def copy_other_files(folder: Path, target: Path) -> None:
-    """Copies what a checkpoint folder holds besides weights and their index: configurations,
-    tokenizers, chat templates, licences and code, also in folders of it. A folder in it that holds
-    weights is a model or a run of its own, and is not copied; hidden files are not, either.
-
-    Args:
-      folder: the checkpoint folder.
-      target: another folder, which may be in the first one.
+    """Copies the files of a checkpoint folder other than weights and their index: configurations,
+    tokenizers, chat templates, licences and code, including those in subfolders. Hidden files are
+    not copied, and neither is a subfolder that holds weights, which is another model or a run.
+    `target` may be in the folder.
 
     Raises:
       OSError: a file cannot be copied.
@@ -332,13 +303,13 @@ def copy_other_files(folder: Path, target: Path) -> None:
                 continue
         for path in files:
             if path.is_file() and not _is_weights(path):
-                place = target / path.relative_to(folder)
-                place.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, place)
+                copy = target / path.relative_to(folder)
+                copy.parent.mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(path, copy)
 
 
 def _is_weights(path: Path) -> bool:
-    """Whether a file has weights, tells where they are, or makes transformers look for those of an
-    adapter."""
+    """Whether a file has weights, is an index of weights, or makes transformers look for the
+    weights of an adapter."""
     name = path.name
     return path.suffix in _WEIGHTS or name.endswith(".index.json") or name == "adapter_config.json"

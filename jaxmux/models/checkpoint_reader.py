@@ -31,29 +31,29 @@ from .quantised.settings import WHAT_TO_DO
 from .quantised.stored_linear import StoredLinear
 from .tensor_names import HEAD, hf_name, module_path, tensor_shapes
 
-# Dtypes, as safetensors names them, of tensors that are the weights themselves.
+# Dtypes, as safetensors names them, of tensors that need no decoding.
 _FLOATING = ("BF16", "F16", "F32", "F64")
-# Scales of activations and of what is kept for inference; training needs none of them.
+# Ends of the names of scales that only inference needs: of activations, and of keys and values.
 _UNUSED = ("_scale", "_scale_ub", "_zero_point")
 # Most bytes of a tensor that a thread reads and copies to a device at a time.
 _PIECE_BYTES = 64 * 2**20
-# One thread brings 2 GB/s to an H200, eight bring 8 GB/s, and sixteen are not faster.
+# One thread copies 2 GB/s to an H200, eight copy 8 GB/s, and sixteen are not faster.
 _THREADS = 8
 # See `_short_turns`.
 _TURN_SECONDS = 0.0005
 
-# Called with the number of bytes of weights that have just come to the devices.
+# Called with the number of bytes of weights that have just arrived on the devices.
 Progress = Callable[[int], None]
 
 
 class _Part(NamedTuple):
-    """What one device keeps of a parameter, in the order of the file.
+    """The part of a parameter that one device keeps, in the order of the file.
 
     Attributes:
       device: the device; None for the default device.
       rows: indices of the tensor's first axis.
       columns: the slice of its second axis, if it has one.
-      shape: shape of the array on the device, with the axis of layers.
+      shape: shape of the array on the device, including the axis of layers.
     """
 
     device: jax.Device | None
@@ -66,27 +66,22 @@ class CheckpointReader:
     """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
 
     def __init__(self, folder: Path, config: BackboneConfig, progress: Progress | None = None):
-        """Creates a reader; its files are opened on entering the context.
-
-        Args:
-          folder: the folder.
-          config: the configuration in the folder.
-          progress: is called while `read` runs, in the same thread; None calls nothing.
-        """
+        """Creates a reader; its files are opened on entering the context. `read` calls `progress`
+        in the thread that calls `read`."""
         self._files = CheckpointTensors(folder, config.tie_word_embeddings)
         self._config = config
         self._progress = progress or (lambda count: None)
         self._threads = ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1))
-        # By name, the linears that are stored in other ways than as floating-point numbers.
+        # The linears that are not stored as floating-point numbers, by name.
         self._stored: dict[str, StoredLinear] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointReader":
-        """Opens the files. BackboneError if one cannot be read, or if a tensor is missing, has
-        another shape than config.json implies, or belongs to no parameter."""
+        """Opens the files. Raises BackboneError if one cannot be read, or if a tensor is missing,
+        has another shape than config.json implies, or belongs to no parameter."""
         with ExitStack() as stack:
             stack.enter_context(self._files)
-            # Before the files are closed, threads end their reading.
+            # Threads stop reading before the files are closed.
             stack.callback(self._threads.shutdown, cancel_futures=True)
             self._stored = dict(_stored_linears(self._files, self._config))
             self._check()
@@ -114,9 +109,9 @@ class CheckpointReader:
                 "part of the download is missing"
             )
         for name, shape in shapes.items():
-            if (found := self._files.shape(name)) != shape:
+            if (stored := self._files.shape(name)) != shape:
                 raise BackboneError(
-                    f"{folder}: tensor {name} has shape {list(found)}, "
+                    f"{folder}: tensor {name} has shape {list(stored)}, "
                     f"config.json implies {list(shape)}"
                 )
             if (dtype := self._files.dtype(name)) not in _FLOATING:
@@ -124,7 +119,7 @@ class CheckpointReader:
                     f"{folder}: tensor {name}: the dtype {dtype} needs scales, and none of the "
                     f"forms in which quantised checkpoints have them was found; {WHAT_TO_DO}"
                 )
-        # Old checkpoints have this constant; those with a tied head may have it a second time.
+        # Old checkpoints have this constant, and those with a tied head may have the head as well.
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
         if self._config.quantisation:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
@@ -135,10 +130,10 @@ class CheckpointReader:
     def read(
         self, wanted: Weights, first_layer: int = 0, shardings: Weights | None = None
     ) -> Weights:
-        """Reads weights, one parameter after the other, and of each only what devices keep.
+        """Reads weights, one parameter after the other, and only the parts that devices keep.
 
-        Threads read and copy pieces of a parameter ahead. Linears that are encoded or decoded when
-        they are read are read as a whole, one layer after the other.
+        Threads read and copy pieces of a parameter ahead. Linears that must be encoded or decoded
+        are read as a whole, one layer after the other.
 
         Args:
           wanted: shapes, dtypes and formats of the weights; its layers are consecutive layers of
@@ -168,10 +163,10 @@ class CheckpointReader:
             def linear(name: str) -> FrozenWeight:
                 return _linear_weight(self._files, name, self._stored.get(name), one)
 
-            found = self._ahead(linear, names, _nbytes(leaf))
+            linears = self._ahead(linear, names, _nbytes(leaf))
             if is_stack:
-                return _stacked(found, sharding)
-            (weight,) = found
+                return _stacked(linears, sharding)
+            (weight,) = linears
             return _placed(weight, sharding)
 
         trees = (wanted,) if shardings is None else (wanted, shardings)
@@ -182,13 +177,8 @@ class CheckpointReader:
         return weights
 
     def tensor(self, name: str, dtype: jnp.dtype) -> np.ndarray | FrozenWeight:
-        """A tensor, or, for the weight of a linear in a format that is no dtype, the weight [k, n]
-        in this format.
-
-        Args:
-          name: name of the tensor in a checkpoint that is not quantised.
-          dtype: dtype of all other weights.
-        """
+        """The tensor of this name in a checkpoint that is not quantised, in `dtype`. If it is the
+        weight of a linear in a format that is no dtype, the weight [k, n] in this format."""
         stored = self._stored.get(name.removesuffix(".weight"))
         linears = _linears_of_layer(self._config, dtype)
         return _tensor(self._files, name, stored, linears, dtype)
@@ -196,8 +186,8 @@ class CheckpointReader:
     def _array(
         self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, first_layer: int, sharding: Any
     ) -> jax.Array:
-        """A parameter that is stored as it is, in all its layers. Files have a kernel [k, n] as
-        [n, k], and devices transpose it: on the host this would take most of the time."""
+        """A parameter that needs no decoding, in all its layers. Files have a kernel [k, n] as
+        [n, k]. Devices transpose it: on the host this would take most of the time."""
         is_kernel, in_layers = path[-1] == "kernel", path[0] == "layers"
         layers = range(leaf.shape[0]) if in_layers else (None,)
         names = [hf_name(path, first_layer + layer if in_layers else None) for layer in layers]
@@ -215,7 +205,7 @@ class CheckpointReader:
             layer, rows = piece
             values = self._files.read(names[layer or 0], slice(rows.start, rows.stop))
             if values.dtype.itemsize > 4:
-                # JAX has no such numbers.
+                # JAX has no numbers of 8 bytes.
                 values = values.astype(leaf.dtype)
             copies = {
                 number: jax.device_put(values[:, *part.columns], part.device)
@@ -238,15 +228,10 @@ class CheckpointReader:
     def _ahead(
         self, function: Callable[[Any], Any], items: Sequence[Any], size: int
     ) -> Iterator[Any]:
-        """The results of a function of each item, in their order. Threads compute a few of them
-        ahead, when the first one is there: what that compiles is compiled once.
-
-        Args:
-          function: the function.
-          items: its arguments.
-          size: bytes of all results together on the devices, for `progress`.
-        """
-        # Threads do not inherit it.
+        """Yields the function's result for each item. Threads compute a few results ahead, once
+        the first result is there, so that programs are compiled only once. `size` is the number of
+        bytes of all results together on the devices, for `progress`."""
+        # Threads do not inherit this setting.
         device, waiting, left = jax.config.jax_default_device, deque(), iter(items)
 
         def compute(item: Any) -> Any:
@@ -269,13 +254,12 @@ def checkpoint_tensors(
     folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
 ) -> Callable[[str], np.ndarray]:
     """A function that reads a tensor of a checkpoint folder by its name, with the values that the
-    backbone computes with.
+    backbone computes with. The folder is read when the function is called.
 
     Args:
-      folder: the folder, as for `load_backbone`; it is read when the function is called.
       dtype: dtype of the backbone, to which values are rounded.
-      backbone_format: format in which the backbone stores the linears of its layers; None for that
-        of the checkpoint.
+      backbone_format: format in which the backbone stores the linears of its layers; None for the
+        format of the checkpoint.
 
     Returns:
       A function of a name. It returns float32 values, and raises BackboneError if there is no such
@@ -295,18 +279,18 @@ def checkpoint_tensors(
             if config.quantisation and (module or linear == HEAD):
                 stored = stored_linear(files, linear, _size(config, module), config.quantisation)
             linears = _linears_of_layer(config, dtype)
-            found = on_host(_tensor, files, name, stored, linears, dtype)
-            if is_weight(found):
-                found = np.asarray(on_host(_decoded, found)).T.astype(dtype)
-            return found.astype(np.float32)
+            tensor = on_host(_tensor, files, name, stored, linears, dtype)
+            if is_weight(tensor):
+                tensor = np.asarray(on_host(_decoded, tensor)).T.astype(dtype)
+            return tensor.astype(np.float32)
 
     return read
 
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Lets threads take turns often. Otherwise each of hundreds of pieces waits 5 ms several times
-    for the thread that compiles meanwhile."""
+    """Within this context, threads take turns often. Otherwise each of hundreds of pieces would
+    wait several times for 5 ms, while another thread compiles."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_SECONDS))
     try:
@@ -320,7 +304,6 @@ def _nbytes(tree: Any) -> int:
 
 
 def _cut(rows: range, row_bytes: int) -> Iterator[range]:
-    """Cuts rows into consecutive pieces of about equal size."""
     pieces = min(len(rows), -(-len(rows) * row_bytes // _PIECE_BYTES)) or 1
     for start, stop in pairwise(len(rows) * i // pieces for i in range(pieces + 1)):
         yield rows[start:stop]
@@ -329,12 +312,11 @@ def _cut(rows: range, row_bytes: int) -> Iterator[range]:
 def _parts_of_devices(
     shape: tuple[int, ...], is_kernel: bool, in_layers: bool, sharding: Any
 ) -> list[_Part]:
-    """What each device of this process keeps of a parameter.
+    """The part of a parameter that each device of this process keeps.
 
     Args:
-      shape: shape of the parameter.
       is_kernel: whether its last two axes are those of the tensor in the file, transposed.
-      in_layers: whether its first axis is that of the layers, which is not divided.
+      in_layers: whether its first axis is the axis of the layers, which is not divided.
       sharding: how the devices divide it; None for the default device.
     """
     if sharding is None:
@@ -353,16 +335,15 @@ def _parts_of_devices(
 
 @partial(jax.jit, static_argnames=("dtype", "is_kernel"))
 def _as_kept(values: Array, dtype: jnp.dtype, is_kernel: bool) -> Array:
-    """Rows of a tensor as devices keep them: [rows, k] of a kernel as [k, rows]."""
+    """Rows of a tensor in the layout on devices: [rows, k] of a kernel become [k, rows]."""
     return (values.T if is_kernel else values).astype(dtype)
 
 
 @partial(jax.jit, donate_argnums=0)
 def _written(array: Array, values: Array, start: Sequence[Array]) -> Array:
-    """Writes values at the index `start` of an array, which may have a leading axis of layers more.
-
-    A program of its own: XLA takes nine times as long on a CPU if it transposes while it writes.
-    """
+    """Writes values at the index `start` of an array, which may have an additional leading axis of
+    layers. This is not part of `_as_kept`, because XLA takes nine times as long on a CPU if it
+    transposes while it writes."""
     values = values.reshape((1,) * (array.ndim - values.ndim) + values.shape)
     return jax.lax.dynamic_update_slice(array, values, start)
 
@@ -387,7 +368,7 @@ def _stored_linears(
 
 
 def _module_of(name: str) -> str | None:
-    """The linear of a layer to which a weight belongs, by the tensor's name; None for others."""
+    """The linear of a layer to which the tensor of a weight belongs; None for other tensors."""
     return next((module for module in MODULES if name.endswith(f".{module}.weight")), None)
 
 
@@ -417,26 +398,21 @@ def _tensor(
 def _linear_weight(
     files: CheckpointTensors, name: str, stored: StoredLinear | None, wanted: FrozenWeight
 ) -> FrozenWeight:
-    """The weight of one linear, as it is stored if that is what is wanted.
-
-    Args:
-      files: the tensors of the checkpoint.
-      name: name of the linear.
-      stored: how it is stored; None for a tensor of floating-point numbers.
-      wanted: shapes, dtypes and format.
-    """
+    """The weight of one linear, in the shapes, dtypes and format of `wanted`. It stays as it is
+    stored if this is possible. `stored` is None for a tensor of floating-point numbers."""
     if stored is None:
-        found = (FrozenWeight.of(jnp.asarray(files.read(f"{name}.weight")).T),)
+        forms = (FrozenWeight.of(jnp.asarray(files.read(f"{name}.weight")).T),)
     else:
-        found = weights_of(files, name, stored)
-    for weight in found:
+        forms = weights_of(files, name, stored)
+    for weight in forms:
         for same in (weight, weight.divisible()):
             if wanted.rounding is None and wanted.format == same.format:
-                # The codes of the format that the user asks for, without what decodes them there.
+                # The codes in the format that the user asks for, without the rounding that the
+                # checkpoint's own decoder applies.
                 same = dataclasses.replace(same, rounding=None)
             if jax.tree.structure(same) == jax.tree.structure(wanted):
                 return same
-    return _converted(found[0], wanted.format, wanted.is_divisible)
+    return _converted(forms[0], wanted.format, wanted.is_divisible)
 
 
 @partial(jax.jit, static_argnames=("format", "divisible"))
@@ -460,15 +436,15 @@ def _placed(weight: FrozenWeight, shardings: FrozenWeight | None) -> FrozenWeigh
     if shardings is None:
         return weight
     return jax.tree.map(
-        lambda leaf, own: jax.make_array_from_callback(leaf.shape, own, leaf.__getitem__),
+        lambda x, sharding: jax.make_array_from_callback(x.shape, sharding, x.__getitem__),
         weight,
         shardings,
     )
 
 
 def _stacked(layers: Iterator[FrozenWeight], shardings: FrozenWeight | None) -> FrozenWeight:
-    """The stack of the weights of layers. Each layer is divided among the devices before the next
-    one is read."""
+    """The stacked weights of layers. Each layer is divided among the devices before the next layer
+    is read."""
     if shardings is None:
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
@@ -488,7 +464,7 @@ def _stacked(layers: Iterator[FrozenWeight], shardings: FrozenWeight | None) -> 
 
 
 def _parts(leaf: Array, sharding: jax.sharding.Sharding) -> list[Array]:
-    """What each device of this process keeps of one layer of a stack."""
+    """The parts of one layer of a stack that the devices of this process keep."""
     indices = sharding.addressable_devices_indices_map((1, *leaf.shape))
     return [jax.device_put(leaf[index[1:]], device) for device, index in indices.items()]
 

@@ -1,4 +1,4 @@
-"""The exception of a backbone that cannot be used."""
+"""The error of a backbone that cannot be used."""
 
 from jaxmux.errors import InputError
 

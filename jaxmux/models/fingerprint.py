@@ -18,18 +18,18 @@ from jaxmux.package_files import cache_folder
 from .architectures import BackboneConfig
 from .checkpoint_files import safetensors_header, shards, unreadable_named
 
-# Digits of a fingerprint.
+# Number of hexadecimal digits of a fingerprint.
 _DIGITS = 32
 # Bytes that a thread reads at a time.
 _BLOCK_BYTES = 16 * 2**20
 _THREADS = 16
-# Digests of smaller files are not kept: they take less time than the file of digests.
+# Digests of smaller files are not kept: to compute them takes less time than to read kept ones.
 _LEAST_KEPT_BYTES = 64 * 2**20
-# A file that was changed later than this before it was read may change again without another time
+# A file that changed less than this time before it was read may change again with the same time
 # stamp, so its digests are not kept.
 _SETTLED_NS = 2 * 10**9
 
-# By name of a tensor, its dtype, shape and digest as a text.
+# By name of a tensor, a text with its dtype, shape and digest.
 _Digests = dict[str, str]
 
 
@@ -44,9 +44,6 @@ def backbone_fingerprint(folder: str | Path) -> str:
     cache folder and used as long as the file's size, inode and times of change stay the same; every
     write changes a time, also one that leaves the modification time as it was.
 
-    Args:
-      folder: Hugging Face checkpoint folder with config.json and safetensors.
-
     Returns:
       32 hexadecimal digits.
 
@@ -56,7 +53,7 @@ def backbone_fingerprint(folder: str | Path) -> str:
     folder = Path(folder)
     config = dataclasses.asdict(BackboneConfig.from_folder(folder).plain)
     for key in ("backbone_format", "quantisation", "kept"):
-        # The tensors tell how linears are stored.
+        # How linears are stored is covered by the hash of the tensors.
         del config[key]
     tensors: _Digests = {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
@@ -69,18 +66,13 @@ def backbone_fingerprint(folder: str | Path) -> str:
 
 
 def may_be_the_same(one: str, other: str) -> bool:
-    """Whether two fingerprints may be of the same backbone. Those that jaxmux 0.1 recorded cover a
-    sample of the weights and have 16 digits; they cannot be compared with others.
-
-    Args:
-      one: a fingerprint; empty for one that is not known.
-      other: another one.
-    """
+    """Whether two fingerprints may be of the same backbone. An empty one is unknown. Those that
+    jaxmux 0.1 recorded cover a sample of the weights and have 16 digits; they cannot be compared
+    with others."""
     return one == other or len(one) != len(other)
 
 
 def _digests(path: Path, threads: ThreadPoolExecutor) -> _Digests:
-    """The digests of the tensors of a safetensors file."""
     with unreadable_named(path):
         before, began = path.stat(), time.time_ns()
         kept = _kept_file(path) if before.st_size >= _LEAST_KEPT_BYTES else None
@@ -93,7 +85,7 @@ def _digests(path: Path, threads: ThreadPoolExecutor) -> _Digests:
         after = path.stat()
     settled = began - before.st_ctime_ns > _SETTLED_NS
     if kept and settled and _identity(before) == _identity(after):
-        # Without a cache the file is read again next time.
+        # If the cache folder cannot be written, the next call reads the file again.
         with suppress(OSError):
             kept.parent.mkdir(parents=True, exist_ok=True)
             record = {"file": _identity(after), "tensors": digests}
@@ -114,13 +106,13 @@ def _digest(file: int, start: int, tensor: dict) -> str:
 
 
 def _kept_file(path: Path) -> Path:
-    """The file that keeps the digests of the tensors of a file."""
+    """The file in the cache folder with the digests of the tensors of a file."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     return cache_folder("digests") / f"{name}.json"
 
 
 def _read_kept(kept: Path, stat: os.stat_result) -> _Digests | None:
-    """The digests that are kept of a file; None if there are none, or if it has changed."""
+    """The digests in the cache folder; None if there are none, or if the file has changed."""
     try:
         record = json.loads(kept.read_text())
         digests, is_same = record["tensors"], record["file"] == _identity(stat)

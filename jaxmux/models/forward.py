@@ -1,5 +1,5 @@
-"""The forward pass of the backbone over one microbatch: embedding, layers and final norm, together
-or in parts."""
+"""The forward pass of the backbone over one microbatch: embedding, layers and final norm. A caller
+can run all of it or each of these parts."""
 
 import math
 from collections.abc import Sequence
@@ -37,7 +37,7 @@ from .weight_sharding import UNDIVIDED, WeightSharding, embedded
 
 
 class SlotTable(NamedTuple):
-    """The numbers of each task's adapter that a forward pass takes as data, besides its factors.
+    """The numbers of each task's adapter that a forward pass takes as data, besides its arrays.
 
     A slot is the index of a task's adapter in the stacked adapters of all T slots. In slots without
     a task all numbers are 0.
@@ -63,18 +63,18 @@ class ForwardOptions(NamedTuple):
         "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens). `pick_implementation` chooses.
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
-      remat: the values that a layer keeps from its forward to its backward pass; all else is
-        computed again. One policy for all layers, or a tuple with one for each. From most to least
-        memory: "none" keeps everything, "norms" recomputes neither norms nor matrix products,
-        "dots" recomputes norms but no matrix product, "lean" also recomputes the products of the
-        MLP's gate and up, "full" keeps only each layer's input.
+      remat: a policy that names the values that a layer keeps from its forward to its backward
+        pass; the backward pass computes all others again. One policy for all layers, or a tuple
+        with one for each. From most to least memory: "none" keeps everything, "norms" recomputes
+        neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
+        also recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
       unroll: False runs the layers in a scan. True compiles the program of every layer, which takes
         longer but copies nothing into or out of a scan's stacked arrays.
       dropout: False if no task uses dropout; the program then has no code for it.
       max_sequences: most samples in a row. With 1, attention on GPU runs on dense rows, which is
         faster.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
-      adapter_ops: the adapter kinds in use other than low-rank ones, and what they compute.
+      adapter_ops: the operations of the adapter kinds in use, other than low-rank ones.
       norm: implementation of the norms of the residual stream, see `residual_norm`; None picks.
       in_order: whether chunk i of every microbatch belongs to slot i (see `Routing.order`).
     """
@@ -110,33 +110,27 @@ def hidden_states(
     microbatch are divided into *chunks*, each of which belongs to one slot.
 
     Args:
-      config: configuration of the backbone.
       weights: weights of the backbone (`Backbone.weights`).
       adapters: by name of the adapter kind, its arrays for L layers and T slots. "lora" is always
         there and may be empty: by path of a linear within a layer ("mlp.up_proj"), the factors a
         [L, T, k, R] and b [L, T, R, n], for input width k, output width n and the largest rank R.
       accumulators: gradients of the adapters summed over earlier microbatches, float32, with the
         structure of `adapters`. They are returned unchanged, but the function is differentiable
-        with respect to them in an unusual sense: if they are given as their own cotangents, their
-        gradient is the sum with this microbatch added, see `grouped_lora_linear`. None where no
+        with respect to them in an unusual sense: if they are also passed as their own cotangents,
+        their gradient is the sum with this microbatch added, see `grouped_lora_linear`. None if no
         gradients are wanted.
-      microbatch: tokens, samples and owners of chunks.
-      slots: scale and dropout of each slot.
-      options: choices that are fixed when the program is compiled: the implementations of attention
-        and of the linears with adapters, the remat policies, the most samples in a row, and whether
-        layers are unrolled.
-      at_head: the adapters of the head, from `head_adapters`, if its result is also given to
-        `microbatch_losses`. Where head and embedding are one table, gradients of both places then
-        meet.
+      at_head: the adapters of the head, from `head_adapters`, if its result is also passed to
+        `microbatch_losses`. If head and embedding are one table, the gradients from both uses are
+        then added.
 
     Returns:
       A triple: the hidden states [N, d] after the final norm, in the dtype of the embedding; the
-      accumulators; and a bool array [chunks], False where a non-finite value was found in a chunk's
+      accumulators; and a bool array [chunks], False if a chunk has a non-finite value among its
       inputs of attention, in any layer, or in its hidden states. The hidden states of such a chunk
       must not be used.
 
     Raises:
-      ValueError: a remat policy is unknown, their number is not that of the layers, or an
+      ValueError: a remat policy is unknown, there is not one policy for each layer, or an
         implementation in `options` cannot serve the call.
     """
     x, accumulators = embed(weights, adapters, accumulators, microbatch, options, at_head)
@@ -154,24 +148,25 @@ def embed(
     options: ForwardOptions,
     at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None]:
-    """What enters the first layer: the embeddings of a microbatch's tokens, changed by adapters.
-
-    Args:
-      weights: `Backbone.weights`; only the embedding is read.
-      adapters, accumulators, options, at_head: as for `hidden_states`.
-      microbatch: the tokens.
-
-    Returns:
-      The residual stream before the first layer; and the accumulators.
-    """
+    """The residual stream before the first layer: the embeddings of a microbatch's tokens, changed
+    by adapters. Also returns the accumulators. Arguments as for `hidden_states`; of the weights,
+    only the embedding is read."""
     tokens = microbatch.tokens.reshape(-1)
     x = jax.lax.stop_gradient(embedded(weights["embed_tokens"]["weight"], tokens, options.sharding))
     points = (EMBEDDING,) if at_head else (EMBEDDING, TIED)
     of_chunks = tokens.reshape(len(microbatch.chunk_slot), -1)
-    given = adapters, accumulators, microbatch.chunk_slot, 0, points, of_chunks
-    own, accumulators = layer_adapters(options.adapter_ops, *given)
-    x = own.apply("embedding_output", EMBEDDING, x, tokens=of_chunks)
-    return (at_head or own).apply("embedding_output", TIED, x, tokens=of_chunks), accumulators
+    in_stream, accumulators = layer_adapters(
+        options.adapter_ops,
+        adapters,
+        accumulators,
+        microbatch.chunk_slot,
+        layer=0,
+        outside=points,
+        tokens=of_chunks,
+    )
+    x = in_stream.apply("embedding_output", EMBEDDING, x, tokens=of_chunks)
+    at_tied = at_head or in_stream
+    return at_tied.apply("embedding_output", TIED, x, tokens=of_chunks), accumulators
 
 
 def run_layers(
@@ -190,7 +185,7 @@ def run_layers(
     The arguments are those of `hidden_states`, except:
 
     Args:
-      config: configuration of the backbone, with the number of these layers.
+      config: configuration of the backbone, with `num_layers` for these layers.
       layers: the stacked weights of these layers. `adapters`, `accumulators` and `options.remat`
         have the same layers.
       x: the residual stream before the first of these layers, in the compute dtype.
@@ -198,14 +193,11 @@ def run_layers(
 
     Returns:
       A triple: the residual stream after the last of these layers; the accumulators; and a bool
-      array [chunks], False where an input of attention was not finite.
-
-    Raises:
-      ValueError: as `hidden_states`.
+      array [chunks], False if an input of attention was not finite.
     """
     chunks = len(microbatch.chunk_slot)
-    # The last rows take the first turn: the backward pass takes turns in the opposite order, and
-    # gradients are to be added up in the order of the rows, wherever a task's rows lie.
+    # The last rows are computed first. The backward pass computes the parts in the opposite order,
+    # so it adds up gradients in the order of the rows, whichever rows belong to a task.
     parts = _parts(microbatch, options.sharding)
     streams = [stream_of(config, part, slots, options, first_layer) for part in reversed(parts)]
     block = min(microbatch.tokens.size // chunks, microbatch.tokens.shape[1])
@@ -214,9 +206,9 @@ def run_layers(
         attention, options.grouped_lora, options.sharding, options.adapter_ops, options.norm
     )
 
-    # XLA gathers weights early, to hide it behind kernels. It does not know how long those of
-    # Pallas take, and would hold the weights of many layers: those of a layer are gathered when
-    # the layer before begins.
+    # XLA gathers weights early, so that communication runs beside kernels. It does not know how
+    # long Pallas kernels take, and would hold the weights of many layers at a time. So the weights
+    # of a layer are gathered when the layer before it begins.
     gathers_ahead = options.unroll and options.sharding.fsdp > 1
 
     def stepper(policy: str):
@@ -224,14 +216,15 @@ def run_layers(
             partial(decoder_layer, config, layer_options), policy, in_scan=not options.unroll
         )
         if options.unroll:
-            # Layers differ only in their index: under one jit they are traced and lowered once.
+            # Layers differ only in their index. Under one jit they are traced and lowered once.
             function = jax.jit(function)
 
         def step(carry, layer):
-            xs, accumulators, before = carry
-            given = layers, adapters, streams, xs, accumulators, layer, before
+            xs, accumulators, behind = carry
             before = _begin_of(xs) if gathers_ahead else None
-            xs, accumulators, finite = function(*given)
+            xs, accumulators, finite = function(
+                layers, adapters, streams, xs, accumulators, layer, behind
+            )
             of_chunks = jnp.concatenate(finite[::-1]).reshape(chunks, -1).all(axis=1)
             return (xs, accumulators, before), of_chunks
 
@@ -257,22 +250,19 @@ def finish(
     microbatch: Microbatch,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
-    """Applies the final norm.
+    """Applies the final norm; arguments as for `hidden_states`, except:
 
     Args:
-      config: configuration of the backbone, with the number of the layers of `adapters`.
-      weights: `Backbone.weights`; only the final norm is read.
-      adapters, accumulators, options: as for `hidden_states`; those of the last layer are read.
+      config: configuration of the backbone, with `num_layers` for the layers of `adapters`.
       x: the residual stream after the last layer.
       finite: False for chunks in which a value was not finite before.
-      microbatch: the owners of the chunks.
 
     Returns:
       The hidden states; the accumulators; and `finite` with False also for chunks whose hidden
       states are not finite.
     """
     x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps, options.norm)
-    own, accumulators = layer_adapters(
+    at_norm, accumulators = layer_adapters(
         options.adapter_ops,
         adapters,
         accumulators,
@@ -280,13 +270,13 @@ def finish(
         config.num_layers - 1,
         (FINAL_NORM,),
     )
-    h = own.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
+    h = at_norm.apply("norm_output", FINAL_NORM, x, h, eps=config.rms_norm_eps)
     return h, accumulators, finite & jnp.isfinite(h).reshape(len(finite), -1).all(axis=1)
 
 
 def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
-    """Runs `stepper(policy)(carry, layer)` for all layers; returns the last carry, and the logical
-    and of the second results."""
+    """Runs `stepper(policy)(carry, layer)` for all layers. Returns the last carry, and the logical
+    "and" of the second results."""
     everything, layer = True, 0
     for policy, group in groupby(policies):
         step, layers = stepper(policy), range(layer, layer + len(list(group)))
@@ -302,13 +292,13 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
 
 
 def _begin_of(xs: Sequence[Float[Array, "n d"]]) -> list[Float[Array, "1 1"]]:
-    """A number of each stream, which is known when the stream is."""
+    """One number of each stream, for use as a dependency: it is known when the stream is."""
     return [jax.lax.stop_gradient(x[:1, :1]) for x in xs]
 
 
 def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
-    """The parts of a microbatch that take turns in every layer: two, about equal, where sums over
-    devices run beside kernels. Neither a row nor a chunk is divided."""
+    """The parts of a microbatch that every layer computes in turns: two parts of about equal size
+    if sums over devices run beside kernels, else one. Neither a row nor a chunk is divided."""
     whole = math.gcd(len(microbatch.tokens), len(microbatch.chunk_slot))
     if whole == 1 or not sums_run_beside_kernels(sharding.tp):
         return [microbatch]

@@ -27,17 +27,15 @@ def microbatch_losses(
       weights: `Backbone.weights`; only the head is read.
       hidden: the hidden states after the final norm.
       finite: False for chunks in which a value was not finite.
-      microbatch: the targets and their weights.
-      sharding: how weights are divided among devices.
       at_head: the adapters of the head; None if there are none.
 
     Returns:
       The results of `chunk_losses`, and NaN for chunks that are not finite.
     """
-    divided, ops, own = sharding.split_vocabulary, (), None
+    divided, ops, arrays = sharding.split_vocabulary, (), None
     if at_head:
-        ops, own = at_head.ops, at_head.own
-        own = enter_head(own, sharding) if divided else own
+        ops, arrays = at_head.ops, at_head.own
+        arrays = enter_head(arrays, sharding) if divided else arrays
     losses = chunk_losses(
         enter(hidden, sharding) if divided else hidden,
         head_kernel(weights, sharding),
@@ -46,7 +44,7 @@ def microbatch_losses(
         microbatch.chunk_slot,
         TP if divided else None,
         ops,
-        own,
+        arrays,
     )
     return jnp.where(finite, losses, jnp.nan)
 
@@ -65,21 +63,20 @@ def logits_of(
     logits = head_kernel(weights).matmul(hidden, jnp.float32)
     if at_head is None:
         return logits
-    by_chunk = (x.reshape(at_head.chunks, -1, x.shape[-1]) for x in (hidden, logits))
-    return changed_logits(at_head.ops, at_head.own, *by_chunk, 0).reshape(logits.shape)
+
+    def by_chunk(x: Array) -> Array:
+        return x.reshape(at_head.chunks, -1, x.shape[-1])
+
+    changed = changed_logits(
+        at_head.ops, at_head.own, by_chunk(hidden), by_chunk(logits), first_token=0
+    )
+    return changed.reshape(logits.shape)
 
 
 def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> FrozenWeight:
-    """The weight of the language-model head, for `chunk_losses` or to compute logits.
-
-    Args:
-      weights: weights of the backbone (`Backbone.weights`).
-      sharding: how weights are divided among devices.
-
-    Returns:
-      The weight [d, vocab] (model width, size of the vocabulary, or of the part of it that this
-      device has). If the head is tied to the embedding, it is the embedding's transpose.
-    """
+    """The weight [d, vocab] of the language-model head, for `chunk_losses` or to compute logits. If
+    the head is tied to the embedding, it is the embedding's transpose. If `sharding` divides the
+    vocabulary, it has the tokens of this device."""
     if "lm_head" in weights:
         return gathered(weights["lm_head"]["kernel"], 0, sharding)
     return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)

@@ -1,9 +1,9 @@
-"""What adapters do at the head: they change the logits of their tasks' chunks.
+"""Adapters at the head, which change the logits of their tasks' chunks.
 
-The loss computes logits block by block, so the arrays of the chunks' owners are gathered before,
-and go into it as arguments. Where embedding and head are one table, what changes it acts at both
-places. Its arrays are then gathered once, so that the gradients of both places are added up within
-a chunk, before those of chunks are added up in the order of the stream.
+The loss computes logits block by block. So the arrays of the chunks' owners are gathered before the
+loss, and are arguments of it. If embedding and head are one table, an adapter of the table changes
+both. Its arrays are then gathered once, so that the gradients from both uses are added up within a
+chunk, before the gradients of chunks are added up in the order of the stream.
 """
 
 from typing import Any
@@ -26,7 +26,7 @@ from .adapter_ops import (
 )
 from .weight_sharding import WeightSharding, enter
 
-# The head among the linears of the first layer, in dropout's hash.
+# The index of the head in the dropout hash, in which layer 0 has the linears of the first layer.
 _HEAD_MODULE = 1 << 16
 # By name of the kind and point, the arrays of every chunk's owner.
 HeadArrays = dict[str, dict[str, Any]]
@@ -40,28 +40,22 @@ def head_adapters(
     dropout: Dropout | None = None,
 ) -> tuple[LayerAdapters | None, AllAdapters | None]:
     """The adapters of the head for the chunks of a stream, None if no kind has arrays there; and
-    the accumulators. They are read before the embedding, see `embed`.
-
-    Args:
-      ops: what the kinds compute, by name of the kind.
-      adapters, accumulators: as for `hidden_states`.
-      chunk_slot: owner slot of each chunk.
-      dropout: dropout of the slots and tokens; None if no task uses it.
-    """
+    the accumulators. The arrays are read before those of the embedding, see `embed`. `dropout` is
+    None if no task uses it; other arguments are as for `layer_adapters`."""
     if not any(point in adapters[name] for name, _ in ops for point in AT_HEAD):
         return None, accumulators
-    found, accumulators = layer_adapters(ops, adapters, accumulators, chunk_slot, 0, AT_HEAD)
+    at_head, accumulators = layer_adapters(ops, adapters, accumulators, chunk_slot, 0, AT_HEAD)
     if dropout is None:
-        return found, accumulators
+        return at_head, accumulators
     slot = jnp.maximum(chunk_slot, 0)
     owner = jnp.repeat(slot, len(dropout.position) // len(slot))
     counters = token_counters(dropout, owner, 0, _HEAD_MODULE).reshape(len(slot), -1)
     dropped = {COUNTERS: counters, RATE: dropout.rate[slot]}
-    own = dict(found.own)
+    arrays = dict(at_head.own)
     for name, op in ops:
-        if op.low_rank and HEAD in own[name]:
-            own[name] = {**own[name], HEAD: {**own[name][HEAD], **dropped}}
-    return found._replace(own=own), accumulators
+        if op.low_rank and HEAD in arrays[name]:
+            arrays[name] = {**arrays[name], HEAD: {**arrays[name][HEAD], **dropped}}
+    return at_head._replace(own=arrays), accumulators
 
 
 def changed_logits(
@@ -71,13 +65,8 @@ def changed_logits(
     logits: Float[Array, "chunks l vocab"],
     first_token: Int[Array, ""] | int,
 ) -> Float[Array, "chunks l vocab"]:
-    """The logits of chunks with what their owners' adapters change.
-
-    Args:
-      ops: what the kinds compute, by name of the kind.
-      own: the arrays of the chunks' owners, `LayerAdapters.own`.
-      hidden, logits, first_token: as for `AdapterOp.logits`.
-    """
+    """The logits of chunks with the changes of their owners' adapters. `own` is
+    `LayerAdapters.own`; other arguments are as for `AdapterOp.logits`."""
     for name, op in ops:
         for point in AT_HEAD:
             if point in own[name]:
@@ -85,42 +74,28 @@ def changed_logits(
     return logits
 
 
-def differentiable(own: HeadArrays) -> HeadArrays:
-    """The arrays with None in place of those of integers, which have no gradient."""
-    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, own)
+def differentiable(arrays: HeadArrays) -> HeadArrays:
+    """The arrays, with None for each array of integers, which has no gradient."""
+    return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, arrays)
 
 
-def with_others(floats: HeadArrays, own: HeadArrays) -> HeadArrays:
-    """The inverse of `differentiable`.
-
-    Args:
-      floats: the arrays that have gradients.
-      own: all arrays; those that have none are taken from here.
-    """
+def with_others(floats: HeadArrays, arrays: HeadArrays) -> HeadArrays:
+    """The inverse of `differentiable`: `floats`, with the other arrays taken from `arrays`."""
     return jax.tree.map(
-        lambda x, other: other if x is None else x, floats, own, is_leaf=lambda x: x is None
+        lambda x, other: other if x is None else x, floats, arrays, is_leaf=lambda x: x is None
     )
 
 
-def enter_head(own: HeadArrays, sharding: WeightSharding) -> HeadArrays:
+def enter_head(arrays: HeadArrays, sharding: WeightSharding) -> HeadArrays:
     """The arrays on a device that has some tokens of the head: their gradients are summed over the
-    devices.
-
-    Args:
-      own: the arrays.
-      sharding: how weights are divided.
-    """
-    floats = jax.tree.map(lambda x: enter(x, sharding), differentiable(own))
-    return with_others(floats, own)
+    devices."""
+    floats = jax.tree.map(lambda x: enter(x, sharding), differentiable(arrays))
+    return with_others(floats, arrays)
 
 
 def bytes_at_head(adapters: AllAdapters, chunks: int) -> int:
-    """Bytes of the arrays of the chunks' owners at the head, and of their gradients.
-
-    Args:
-      adapters: arrays of all slots, or their shapes and dtypes.
-      chunks: number of chunks of a microbatch.
-    """
+    """Bytes of the arrays at the head, and of their gradients, for a microbatch of `chunks` chunks.
+    `adapters` are the arrays of all slots, or their shapes and dtypes."""
     leaves = jax.tree.leaves(
         [tree[point] for tree in adapters.values() for point in AT_HEAD if point in tree]
     )

@@ -9,13 +9,8 @@ import jax
 
 
 def on_host(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function of arrays, computed on the CPU, or on the default device where JAX
-    was told not to use the CPU; that is said once.
-
-    Args:
-      function: the function.
-      args: its arguments.
-    """
+    """The result of a function of arrays, computed on the CPU. If JAX was told not to use the CPU,
+    it is computed on the default device, with one warning."""
     with jax.default_device(_host()):
         return function(*args)
 

@@ -31,12 +31,9 @@ def kept_bytes(
     adapters only. The result is the difference between a model of two layers and a model of one.
 
     Args:
-      config: configuration of the backbone.
       options: static choices of the forward pass; `options.remat` is one policy for all layers.
-      weights: weights of the backbone.
       adapters: adapters of all layers and tasks, as in `hidden_states`.
-      microbatch: a microbatch of the shape in question.
-      slots: scale and dropout of each task's adapter.
+      microbatch: a microbatch; only its shape counts.
     """
 
     def residual_bytes(layers: int) -> int:
@@ -44,12 +41,13 @@ def kept_bytes(
 
         def residuals(weights, adapters, accumulators, microbatch, slots):
             def forward(accumulators):
-                arguments = (weights, adapters, accumulators, microbatch, slots)
-                return hidden_states(part, *arguments, options)
+                return hidden_states(
+                    part, weights, adapters, accumulators, microbatch, slots, options
+                )
 
             return jax.tree.leaves(jax.vjp(forward, accumulators)[1])
 
-        # All but integers may have gradients.
+        # Arrays of integers have no gradients.
         trained = jax.tree.map(
             lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, adapters
         )

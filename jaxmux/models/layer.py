@@ -20,15 +20,7 @@ from .weight_sharding import UNDIVIDED, WeightSharding, enter, layer_weights, ow
 
 
 class LayerOptions(NamedTuple):
-    """Static choices.
-
-    Attributes:
-      attention: static choices of the attention.
-      grouped_lora: implementation of the grouped LoRA linear; None picks the fastest.
-      sharding: how the weights are divided among devices.
-      adapter_ops: the adapter kinds in use, other than low-rank ones.
-      norm: implementation of the norms; None picks the fastest for many tokens.
-    """
+    """Static choices, with the meaning that they have in `ForwardOptions`."""
 
     attention: AttentionOptions
     grouped_lora: str | None
@@ -46,7 +38,7 @@ class Stream(NamedTuple):
       segments: the sequences of every row.
       dispatch: owners and dropout of the tokens.
       cached: the layer's cache of earlier tokens; None if the microbatch holds whole sequences and
-        keeps nothing.
+        nothing is cached.
     """
 
     cos: Float[Array, "rows row_len half"]
@@ -56,13 +48,13 @@ class Stream(NamedTuple):
     cached: CachedTokens | None = None
 
 
-# What attention tells beside its outputs: for every token whether its inputs were finite, or with a
-# cache, the cache with the new tokens.
+# The second result of attention: for every token whether its inputs were finite, or with a cache,
+# the cache with the new tokens.
 Attended = Bool[Array, "rows row_len"] | KeysValues
 
 
 class _Turn(NamedTuple):
-    """What a stream has computed in its turn.
+    """The last result of one stream's attention or MLP, which is not yet in the residual stream.
 
     Attributes:
       stream: index of the stream.
@@ -89,56 +81,72 @@ def decoder_layer(
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
     Tokens may come in two streams, which do not depend on each other. They take turns, first with
-    their attention and then with their MLP. Where several devices sum up their outputs, the sum of
+    their attention and then with their MLP. If several devices sum up their outputs, the sum of
     one stream can then run beside the products of the other (MuxTune 3.4.2). The last sum of a
-    layer has such products beside it only if the compiler begins the next layer early; with
+    layer runs beside products only if the compiler begins the next layer early; with
     rematerialisation it does not do so in the backward pass.
 
     Args:
-      config: configuration of the backbone.
-      options: static choices.
       weights: weights of all layers.
       adapters: by name of the kind, the arrays of all layers and slots.
-      streams: properties of the tokens of each stream.
-      xs: the residual stream of each, in the compute dtype.
+      xs: the residual stream of each of `streams`, in the compute dtype.
       accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
-      layer: index of this layer.
       behind: arrays that are computed before the layer's weights are gathered (`layer_weights`).
 
     Returns:
-      The residual streams; the accumulators; and of each stream, for every token, whether its
-      attention inputs were finite (see `attention.attend`), or its cache with the new tokens.
+      The residual streams; the accumulators; and for each stream, whether the attention inputs of
+      every token were finite (see `attention.attend`), or the cache with the new tokens.
     """
     eps, sharding = config.rms_norm_eps, options.sharding
     weights = layer_weights(weights, layer, sharding, behind)
     xs, attended, others = list(xs), [], []
     for stream in streams:
         slots = stream.dispatch.routing.chunk_slot
-        own, accumulators = layer_adapters(
+        of_stream, accumulators = layer_adapters(
             options.adapter_ops, adapters, accumulators, slots, layer
         )
-        others.append(own)
+        others.append(of_stream)
     factors = adapters[LOW_RANK_KIND]
     sums = None if accumulators is None else accumulators[LOW_RANK_KIND]
 
     def attention(i, h, residual, sums):
-        given = weights["self_attn"], factors, sums, streams[i], layer, others[i]
-        y, sums, beside = _attention(config, options, *given, h, residual)
+        y, sums, beside = _attention(
+            config,
+            options,
+            weights["self_attn"],
+            factors,
+            sums,
+            streams[i],
+            layer,
+            others=others[i],
+            h=h,
+            residual=residual,
+        )
         attended.append(beside)
         return y, sums
 
     def mlp(i, h, residual, sums):
-        given = weights["mlp"], factors, sums, streams[i].dispatch, layer
-        return adapted_mlp(h, *given, options.grouped_lora, residual, sharding, others[i])
+        return adapted_mlp(
+            h,
+            weights["mlp"],
+            factors,
+            sums,
+            streams[i].dispatch,
+            layer,
+            options.grouped_lora,
+            residual,
+            sharding,
+            others=others[i],
+        )
 
     def join(turn: _Turn) -> None:
         block, linear = turn.module.split(".")
-        own, before = others[turn.stream], xs[turn.stream]
-        bias = None if own.touch(turn.module) else weights[block][linear].get("bias")
-        if own.touch(block):
+        of_stream, before = others[turn.stream], xs[turn.stream]
+        bias = None if of_stream.touch(turn.module) else weights[block][linear].get("bias")
+        if of_stream.touch(block):
             h = joined(turn.output, None, bias, layer, sharding)
             h = checkpoint_name(h, BLOCK_OUTPUT)
-            x = before + own.apply("block_output", block, before, h)
+            x = before + of_stream.apply("block_output", block, before, h)
         else:
             x = joined(turn.output, before, bias, layer, sharding)
         xs[turn.stream] = checkpoint_name(x, MIDDLE) if block == "self_attn" else x
@@ -157,8 +165,8 @@ def decoder_layer(
             h = others[i].apply("norm_output", norm, xs[i], h, eps=eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
-                # The products of this turn begin after those of the last one, and before its sum
-                # is needed. The gradients take their turns in the opposite order.
+                # The products of this turn begin after those of the last turn, and before the sum
+                # of the last turn is needed. Gradients are computed in the opposite order.
                 h, output = jax.lax.optimization_barrier((h, last.output))
                 join(last._replace(output=output))
             residual = None if others[i].touch(module.split(".")[0]) else xs[i]
@@ -182,20 +190,17 @@ def _attention(
     h: Float[Array, "n d"],
     residual: Float[Array, "n d"] | None,
 ) -> tuple[Float[Array, "n d"], Adapters | None, Attended]:
-    """Attention with the linears before and after it.
+    """Attention with the linears before and after it; arguments as for `decoder_layer`, except:
 
     Args:
-      config, options, layer: as for `decoder_layer`.
       weights: weights of the block, of all layers.
       adapters: factors of all layers and slots.
-      accumulators: their accumulators, or None.
-      stream: properties of the tokens.
       others: the adapters of the layer that are not low-rank.
       h: the normed residual stream.
       residual: the residual stream, to which the output is added; None adds nothing.
 
     Returns:
-      The output for `joined`; the accumulators; and what attention tells beside its outputs.
+      The output for `joined`; the accumulators; and the second result of attention.
     """
     sharding = options.sharding
 
@@ -234,8 +239,7 @@ def _attention(
     if stream.cached is None:
         out, beside = attend(q, k, v, stream.segments, options.attention)
     else:
-        given = stream.cached, stream.segments, options.attention
-        out, beside = attend_cached(q, k, v, *given)
+        out, beside = attend_cached(q, k, v, stream.cached, stream.segments, options.attention)
     out = out.reshape(h.shape[0], -1)
     (y,), accumulators = linears(out, accumulators, "o_proj", residual=residual)
     return y, accumulators, beside

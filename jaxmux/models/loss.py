@@ -26,22 +26,20 @@ _LEAST_BLOCK_TOKENS = 128
 
 
 def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
-    """Bytes that `chunk_losses` needs for its largest temporary arrays.
-
-    It computes float32 logits for one block of tokens at a time. A block has at most 1024 tokens,
-    or one chunk if that is longer and adapters change its logits. The result counts the logits of a
-    block and their gradient.
+    """Bytes that `chunk_losses` needs for its largest temporary arrays, the float32 logits of one
+    block of tokens and their gradient.
 
     Args:
       vocab_size: number of tokens in the vocabulary.
-      chunk_len: tokens in a chunk (consecutive tokens of one task) with adapters at the head.
+      chunk_len: tokens in a chunk (consecutive tokens of one task). A block has at most 1024
+        tokens, or one chunk if that is longer and adapters change its logits.
     """
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
 def _pieces(chunk_len: int) -> int:
-    """The number of equal pieces into which a chunk is cut so that each is at most a block; 1 if it
-    cannot be cut."""
+    """The number of equal pieces into which a chunk is cut so that no piece exceeds a block; 1 if
+    it cannot be cut."""
     most = chunk_len // _LEAST_BLOCK_TOKENS
     for pieces in range(-(-chunk_len // _BLOCK_TOKENS), most + 1):
         if chunk_len % pieces == 0:
@@ -76,9 +74,9 @@ def chunk_losses(
       chunk_slot: an array [chunks] (`Microbatch.chunk_slot`). Only its length is used: the number
         of chunks.
       vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
-        head of other tokens of the vocabulary, in order, and computes a summand of the gradient of
+        head for some tokens of the vocabulary, in order, and computes a summand of the gradient of
         `hidden` and `own`. None if `head` has all tokens.
-      ops: what the kinds compute that change logits, by name of the kind; empty if none does.
+      ops: operations of the kinds that change logits, by name of the kind; empty if none does.
       own: by name of the kind and point, the arrays [chunks, ...] of every chunk's owner at the
         head (`LayerAdapters.own`); None without `ops`.
 
@@ -97,32 +95,32 @@ def chunk_losses(
     return losses
 
 
-def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, own):
+def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, arrays):
     block_losses = partial(_block_losses, vocabulary_axis, ops)
-    losses, d_hidden, d_own = _per_block(
-        block_losses, hidden, head, targets, loss_weight, chunk_slot, own
+    losses, d_hidden, d_arrays = _per_block(
+        block_losses, hidden, head, targets, loss_weight, chunk_slot, arrays
     )
-    return losses, (d_hidden.reshape(hidden.shape), d_own)
+    return losses, (d_hidden.reshape(hidden.shape), d_arrays)
 
 
 def _backward(vocabulary_axis, ops, gradients, cotangent):
-    d_hidden, d_own = gradients
+    d_hidden, d_arrays = gradients
     per_token = jnp.repeat(cotangent, len(d_hidden) // len(cotangent))
     d_hidden *= per_token[:, None].astype(d_hidden.dtype)
-    d_own = jax.tree.map(lambda x: x * cotangent.reshape(-1, *[1] * (x.ndim - 1)), d_own)
-    return d_hidden, None, None, None, None, d_own
+    d_arrays = jax.tree.map(lambda x: x * cotangent.reshape(-1, *[1] * (x.ndim - 1)), d_arrays)
+    return d_hidden, None, None, None, None, d_arrays
 
 
 chunk_losses.defvjp(_forward, _backward)
 
 
-def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, own):
-    """Applies `block_function`, `_block_losses` or its first results, to blocks of whole chunks,
-    one after another; concatenates the results of all chunks. A chunk that is longer than a block
-    is cut into pieces."""
+def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, arrays):
+    """Applies `block_function`, which is `_block_losses` or its first result, to blocks of whole
+    chunks, one after another, and concatenates the results of all chunks. A chunk that is longer
+    than a block is cut into pieces."""
     whole_chunks = len(chunk_slot)
-    # Adapters at the head have arrays of whole chunks.
-    pieces = _pieces(len(hidden) // whole_chunks) if own is None else 1
+    # Adapters at the head have arrays for whole chunks.
+    pieces = _pieces(len(hidden) // whole_chunks) if arrays is None else 1
     chunks = whole_chunks * pieces
     chunk_len = len(hidden) // chunks
     chunks_per_block = min(chunks, max(1, _BLOCK_TOKENS // chunk_len))
@@ -139,7 +137,7 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, o
     streams = [blocks(x) for x in (hidden, targets, loss_weight)]
     result = jax.lax.map(
         lambda block: block_function(block[0], head, *block[1:]),
-        [*streams, jax.tree.map(blocks_of_chunks, own)],
+        [*streams, jax.tree.map(blocks_of_chunks, arrays)],
     )
     result = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
     if pieces == 1:
@@ -150,14 +148,14 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, o
     return losses.sum(axis=1), *gradients
 
 
-def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, own):
+def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, arrays):
     """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradients of
-    their sum with respect to `hidden` and `own`, or this device's summands of them."""
+    their sum with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
     chunks, chunk_len, d = hidden.shape
     flat = hidden.reshape(-1, d)
     logits = head.matmul(flat, jnp.float32)
     if ops:
-        logits, change_backward = _changed(vocabulary_axis, ops, own, hidden, logits)
+        logits, change_backward = _changed(vocabulary_axis, ops, arrays, hidden, logits)
     target = targets.reshape(-1, 1)
     if vocabulary_axis is None:
         log_total = jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -174,40 +172,36 @@ def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, own):
     d_logits = jnp.where(
         counted[:, None], weight[:, None] * (jnp.exp(logits - log_total) - is_target), 0
     )
-    d_own, d_added = None, 0
+    d_arrays, d_added = None, 0
     if ops:
-        d_own, d_added, d_logits = change_backward(d_logits)
+        d_arrays, d_added, d_logits = change_backward(d_logits)
     d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype)).reshape(hidden.shape)
-    return losses, d_hidden + d_added if ops else d_hidden, d_own
+    return losses, d_hidden + d_added if ops else d_hidden, d_arrays
 
 
-def _changed(vocabulary_axis, ops, own, hidden, logits):
-    """The logits [N, vocab] with what adapters change; and a function that returns, from their
-    gradient, those of `own`, `hidden` and the logits before."""
+def _changed(vocabulary_axis, ops, arrays, hidden, logits):
+    """The logits [N, vocab] with the changes of adapters; and a function that computes from their
+    gradient the gradients of `arrays`, of `hidden` and of the unchanged logits."""
 
     def change(floats, hidden, logits):
         by_chunk = logits.reshape(*hidden.shape[:2], -1)
         first = lax.axis_index(vocabulary_axis) * logits.shape[1] if vocabulary_axis else 0
-        changed = changed_logits(ops, with_others(floats, own), hidden, by_chunk, first)
+        changed = changed_logits(ops, with_others(floats, arrays), hidden, by_chunk, first)
         return changed.reshape(logits.shape)
 
-    return jax.vjp(change, differentiable(own), hidden, logits)
+    return jax.vjp(change, differentiable(arrays), hidden, logits)
 
 
 def _over_vocabulary(
-    logits: Float[Array, "N own"], target: Int[Array, "N 1"], axis: str
+    logits: Float[Array, "N device_vocab"], target: Int[Array, "N 1"], axis: str
 ) -> tuple[Float[Array, "N 1"], Float[Array, "N 1"]]:
     """The logarithm of the sum of exponentials over the whole vocabulary, and the target's logit.
-
-    Args:
-      logits: logits of the tokens that this device has.
-      target: index of the target among them, outside of them for targets of other devices.
-      axis: mesh axis of the devices.
-    """
+    A device has the logits of some tokens. `target` is an index among these tokens, or outside of
+    their range if another device has the target."""
     largest = lax.pmax(logits.max(axis=-1, keepdims=True), axis)
-    # As `logsumexp` does, so that the exponents of infinite logits are not NaN.
+    # As in `logsumexp`, so that the exponents of infinite logits are not NaN.
     largest = jnp.where(jnp.isfinite(largest), largest, 0)
     total = lax.psum(jnp.exp(logits - largest).sum(axis=-1, keepdims=True), axis)
-    is_own = (target >= 0) & (target < logits.shape[1])
-    own = jnp.take_along_axis(logits, jnp.where(is_own, target, 0), axis=-1)
-    return jnp.log(total) + largest, lax.psum(jnp.where(is_own, own, 0), axis)
+    is_here = (target >= 0) & (target < logits.shape[1])
+    logit = jnp.take_along_axis(logits, jnp.where(is_here, target, 0), axis=-1)
+    return jnp.log(total) + largest, lax.psum(jnp.where(is_here, logit, 0), axis)

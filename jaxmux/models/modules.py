@@ -23,7 +23,7 @@ Weights = dict[str, Any]
 
 
 class Linear(nnx.Module):
-    """The linears `y = x kernel + bias` of one name in all layers: a `FrozenWeight` [L, k, n] and
+    """The linears `y = x kernel + bias` of one name, in all layers: a `FrozenWeight` [L, k, n] and
     biases [L, n]."""
 
     def __init__(self, c: BackboneConfig, name: str, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -90,7 +90,7 @@ class DecoderLayers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder with its language-model head, which is absent if it is tied to the
+    """A Llama-family decoder with its language-model head; the head is absent if it is tied to the
     embedding."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -104,13 +104,11 @@ class Decoder(nnx.Module):
 def random_weights(
     config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32
 ) -> Weights:
-    """The weights of a random backbone, made on the default device in one program.
+    """The weights of a random backbone, made on the default device in one program. Matrices are
+    normal with standard deviation 0.02, weights of norms are 1, and biases 0.
 
     Args:
-      config: configuration of the backbone.
-      seed: seed of the matrices, which are normal with standard deviation 0.02. Weights of norms
-        are 1 and biases 0.
-      dtype: dtype of all parameters but those of linears with a `config.backbone_format`.
+      dtype: dtype of all parameters except linears with a `config.backbone_format`.
 
     Raises:
       BackboneError: a linear cannot be stored in `config.backbone_format`.
@@ -127,18 +125,17 @@ def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> 
     """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated.
 
     Args:
-      config: configuration of the backbone.
-      dtype: dtype of all parameters but those of linears with a `config.backbone_format`, and of
-        those in `config.kept`.
+      dtype: dtype of all parameters except linears with a `config.backbone_format` and linears in
+        `config.kept`.
 
     Raises:
       BackboneError: a linear cannot be stored in `config.backbone_format`.
     """
-    # Callers may change the dicts.
+    # A copy of the dicts, because callers may change them.
     return jax.tree.map(lambda leaf: leaf, _abstract_weights(config, jnp.dtype(dtype)))
 
 
-# Making the modules takes 10 ms, and they are asked for again and again.
+# Making the modules takes 10 ms, and callers ask for the same ones often.
 @functools.lru_cache(16)
 def _abstract_weights(config: BackboneConfig, dtype: jnp.dtype) -> Weights:
     weights = jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
@@ -152,11 +149,7 @@ def _abstract_weights(config: BackboneConfig, dtype: jnp.dtype) -> Weights:
 
 def compute_dtype(weights: Weights) -> jnp.dtype:
     """The dtype of the residual stream, of all activations and of their gradients. It is the dtype
-    of the embedding, whatever dtypes the weights of linears are stored in.
-
-    Args:
-      weights: weights of the backbone (`Backbone.weights`).
-    """
+    of the embedding; the weights of linears may be stored in other dtypes."""
     return weights["embed_tokens"]["weight"].dtype
 
 
@@ -166,11 +159,7 @@ def is_weight(node: Any) -> bool:
 
 
 def layer_linears(weights: Weights) -> dict[str, FrozenWeight]:
-    """The weights of the layers' linears, by their names in `MODULES`.
-
-    Args:
-      weights: weights of the backbone.
-    """
+    """The weights of the layers' linears, by their names in `MODULES`."""
     paths = {module: module.split(".") for module in MODULES}
     return {
         module: weights["layers"][block][linear]["kernel"]
@@ -179,25 +168,24 @@ def layer_linears(weights: Weights) -> dict[str, FrozenWeight]:
 
 
 def divisible_weights(weights: Weights) -> Weights:
-    """The weights in formats of which each device of a mesh can have a part (see
+    """The weights in formats that can be divided among the devices of a mesh (see
     `FrozenWeight.divisible`)."""
 
-    def own(node: Any) -> Any:
+    def divisible(node: Any) -> Any:
         return node.divisible() if is_weight(node) else node
 
-    return jax.tree.map(own, weights, is_leaf=is_weight)
+    return jax.tree.map(divisible, weights, is_leaf=is_weight)
 
 
 def split(decoder: Decoder) -> Weights:
-    """The nested dict of a module's parameters."""
     return nnx.to_pure_dict(nnx.split(decoder)[1])
 
 
 def _random_stack(
     rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype, format: str | None
 ) -> FrozenWeight:
-    """Random weights of all layers. In a format that is no dtype they are made layer by layer, so
-    that the whole stack never exists in `dtype`."""
+    """Random weights of all layers. In a format that is no dtype, the weights of each layer are
+    made and encoded separately, so that the whole stack never exists in `dtype`."""
     if format is None:
         return FrozenWeight.of(_normal(rngs, shape, dtype))
 

@@ -3,9 +3,9 @@ other values are computed again.
 
 The backbone is frozen, so the backward pass needs few values: the inputs of adapted linears, the
 rank-r intermediates, and the values on which the gradients of attention, norms and the gate depend.
-A layer gives a checkpoint name to those whose recomputation takes a matrix product or a pass over
-memory, and each policy lists the names that it keeps. The remaining values are elementwise; kernels
-recompute them at little cost.
+Some of these values take a matrix product or a pass over memory to recompute. A layer gives them
+checkpoint names, and each policy lists the names that it keeps. The remaining values are
+elementwise, and kernels recompute them at little cost.
 """
 
 from jax import checkpoint, checkpoint_policies
@@ -14,14 +14,14 @@ from jax.ad_checkpoint import checkpoint_name as checkpoint_name
 from jaxmux.pallas_kernels.grouped_lora import GATE, LOW_RANK, UP
 from jaxmux.pallas_kernels.short_attention import TOTALS
 
-# Checkpoint names of: norms of the stream; outputs of q/k/v, where norms of heads need them; inputs
-# of attention; its output; the stream between attention and MLP.
+# Checkpoint names of: norms of the stream; outputs of q/k/v, if there are norms of heads that read
+# them; inputs of attention; its output; the stream between attention and MLP.
 NORMED = "normed"
 HEADS = "heads"
 ATTENTION_INPUT = "attention_input"
 ATTENTION_OUTPUT = "attention_output"
 MIDDLE = "middle"
-# Products of linears that an adapter scales afterwards; those of gate and up have their own names.
+# Products of linears, other than gate and up, that an adapter scales afterwards.
 SCALED = "scaled"
 # Outputs of sub-blocks that an adapter reads.
 BLOCK_OUTPUT = "block_output"
@@ -45,15 +45,9 @@ NAMED_POLICIES = REMAT_POLICIES[1:]
 
 
 def leaner(policies: tuple[str, ...]) -> tuple[str, ...] | None:
-    """The next choice of policies that needs less memory: the layers that recompute least take the
-    next policy.
-
-    Args:
-      policies: the remat policy of every layer.
-
-    Returns:
-      The remat policy of every layer; None if all layers recompute everything already.
-    """
+    """The next choice of policies that needs less memory: layers with the policy that recomputes
+    least get the next policy. None if all layers recompute everything already. `policies` has the
+    remat policy of every layer."""
     least = min(policies, key=REMAT_POLICIES.index)
     if least == REMAT_POLICIES[-1]:
         return None
@@ -62,11 +56,7 @@ def leaner(policies: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The remat policy of every layer.
-
-    Args:
-      remat: one policy for all layers, or one for each.
-      layers: number of layers.
+    """The remat policy of every layer, from one policy for all layers or one for each.
 
     Raises:
       ValueError: an unknown policy, or not one for each layer.
@@ -84,8 +74,8 @@ def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """The remat policy for which the planner has costs, in place of the policy that is used.
 
     A remat policy says which values a layer keeps from its forward to its backward pass. Costs are
-    known for all policies but "none" (keep everything), whose time and memory are close to those of
-    "norms".
+    known for all policies except "none" (keep everything), whose time and memory are close to those
+    of "norms".
 
     Args:
       remat: one policy for all layers; a tuple with one policy for each layer, none of them "none"
@@ -98,16 +88,8 @@ def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
 
 
 def rematerialised(layer, policy: str, *, in_scan: bool):
-    """The layer function under a remat policy.
-
-    Args:
-      layer: the function of one layer.
-      policy: "none" keeps every intermediate; "norms" recomputes neither norms nor matrix products;
-        "dots" recomputes no matrix product; "lean" recomputes, of the matrix products, those of
-        gate and up, which save most bytes for their time; "full" keeps only each layer's input.
-      in_scan: whether the layer is the body of a scan. Outside a scan, the compiler must be kept
-        from merging the recomputation with the forward pass.
-    """
+    """The layer function under a remat policy, which `ForwardOptions.remat` describes. Outside a
+    scan, the compiler must be kept from merging the recomputation with the forward pass."""
     names = _KEPT[policy]
     if names is None:
         return layer

@@ -1,4 +1,4 @@
-"""Rotary position embeddings (half-split, as Hugging Face), with Llama 3.1's frequency scaling."""
+"""Rotary position embeddings, half-split as in Hugging Face, with Llama 3.1's frequency scaling."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -10,15 +10,8 @@ from .architectures import BackboneConfig
 def rotary_angles(
     config: BackboneConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
-    """Cosines and sines of the rotary angles, float32.
-
-    Args:
-      config: configuration of the backbone.
-      positions: int32, position of each token in its sequence.
-
-    Returns:
-      For each token, half = head_dim / 2 cosines and as many sines.
-    """
+    """Cosines and sines of the rotary angles, float32: for each token, half = head_dim / 2 of each.
+    `positions` is int32, the position of each token in its sequence."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
     return jnp.cos(angles), jnp.sin(angles)
 
@@ -29,13 +22,8 @@ def rotate(
     sin: Float[Array, "*tokens half"],
 ) -> Float[Array, "*tokens heads head_dim"]:
     """Rotates queries or keys by their positions (RoFormer, arXiv 2104.09864, equation 34). The
-    result has the dtype of `x` and is computed in float32.
-
-    Args:
-      x: queries or keys.
-      cos: cosines, from `rotary_angles`.
-      sin: sines, from `rotary_angles`.
-    """
+    result has the dtype of `x` and is computed in float32. `cos` and `sin` come from
+    `rotary_angles`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)

@@ -17,8 +17,8 @@ def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weig
     """Weights made of the tensors of a Hugging Face checkpoint.
 
     Args:
-      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters;
-        its layers are those from the first one on.
+      wanted: shapes and dtypes of the weights, from `abstract_weights` or some of its parameters.
+        It may have fewer layers than the checkpoint; they begin with layer 0.
       tensors: function of a tensor's name that returns its values.
     """
 
@@ -38,22 +38,18 @@ def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weig
 
 @cache
 def tensor_names(config: BackboneConfig) -> tuple[str, ...]:
-    """The names of the tensors of a Hugging Face checkpoint that is not quantised.
-
-    Args:
-      config: configuration of the backbone.
-    """
+    """The names of the tensors of a Hugging Face checkpoint that is not quantised."""
     return tuple(tensor_shapes(config))
 
 
 def module_path(key_path: jax.tree_util.KeyPath) -> tuple[str, ...]:
-    """The keys of the nested dict that lead to a leaf; "values" of a `FrozenWeight` is left out."""
+    """The keys of the nested dict that lead to a leaf, without "values" of a `FrozenWeight`."""
     return tuple(key.key for key in key_path if isinstance(key, jax.tree_util.DictKey))
 
 
 def hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
-    """`("layers", "self_attn", "q_proj", "kernel")`, 3 →
-    `model.layers.3.self_attn.q_proj.weight`."""
+    """The name of a parameter in checkpoints: ("layers", "self_attn", "q_proj", "kernel") in layer
+    3 is `model.layers.3.self_attn.q_proj.weight`."""
     *modules, leaf = path
     if modules[0] == "layers":
         modules = ["layers", str(layer), *modules[1:]]
@@ -62,11 +58,7 @@ def hf_name(path: tuple[str, ...], layer: int | None = None) -> str:
 
 
 def tensor_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
-    """By name, the shapes of the tensors of a Hugging Face checkpoint that is not quantised.
-
-    Args:
-      config: configuration of the backbone.
-    """
+    """By name, the shapes of the tensors of a Hugging Face checkpoint that is not quantised."""
     shapes = {}
     for key_path, leaf in jax.tree.leaves_with_path(abstract_weights(config.plain, jnp.float32)):
         path = module_path(key_path)

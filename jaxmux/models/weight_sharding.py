@@ -2,16 +2,16 @@
 
 The code of the model runs inside `jax.shard_map`, where a device sees its own part of each weight.
 With tensor parallelism (mesh axis "tp"; Megatron-LM, Shoeybi et al. 2019) the devices train the
-same samples. A *column-parallel* linear (q, k, v, gate, up) is divided by its output columns, a
-*row-parallel* one (o, down) by its input columns, so that a device's part of o or down reads what
-its parts of the linears before it have computed. Each device thus has some heads and some features
-of the MLP. The outputs of a row-parallel linear are summed over the devices.
+same samples. A *column-parallel* linear (q, k, v, gate, up) is divided along its output columns, a
+*row-parallel* one (o, down) along its input columns. So a device's part of o or down reads the
+outputs of its parts of the linears before it. Each device thus has some heads and some features of
+the MLP. The outputs of a row-parallel linear are summed over the devices.
 
-LoRA follows its linear. A column-parallel linear has the whole A and some columns of B, a
-row-parallel one some rows of A and the whole B. A row-parallel low-rank product is linear in the
-rank-r values x A, so each device adds its partial x A B to its partial x W, and one sum over the
-devices adds up both. The gradient of a whole factor is partial on each device; it is summed once
-for an update.
+LoRA factors are divided like their linear. A column-parallel linear has the whole A and some
+columns of B, a row-parallel one some rows of A and the whole B. A row-parallel low-rank product is
+linear in the rank-r values x A, so each device adds its partial x A B to its partial x W, and one
+sum over the devices adds up both. The gradient of a whole factor is partial on each device; it is
+summed once for an update.
 
 With fully sharded data parallelism (mesh axis "fsdp"; Zhao et al. 2023, ZeRO-3) the devices train
 different samples, and gather the weights of a layer when they need them. The weights are frozen, so
@@ -43,10 +43,10 @@ class WeightSharding(NamedTuple):
       tp: number of tensor-parallel devices. It divides the attention heads and the width of the
         MLP.
       fsdp: number of devices of fully sharded data parallelism. It divides the model width.
-      whole_keys: True if `tp` exceeds the key heads: then every device has the whole k and v, and
-        computes with the key head of its own query heads. `tp` is a multiple of the key heads.
+      whole_keys: True if `tp` exceeds the number of key heads. Then every device has the whole k
+        and v, and computes with the one key head that belongs to its query heads. `tp` is a
+        multiple of the number of key heads.
       split_vocabulary: whether the embedding and the head are divided by tokens of the vocabulary
-        among the tensor-parallel devices. Otherwise each of them has all tokens.
     """
 
     tp: int = 1
@@ -55,24 +55,16 @@ class WeightSharding(NamedTuple):
     split_vocabulary: bool = False
 
     def divided_axis(self, module: str) -> str | None:
-        """The axis by which a linear is divided for tensor parallelism: "input", "output", or None
-        if every device has the whole linear.
-
-        Args:
-          module: path of the linear, or its last component.
-        """
+        """The axis along which tensor parallelism divides a linear (its path, or the last component
+        of it): "input", "output", or None if every device has the whole linear."""
         name = module.split(".")[-1]
         if self.tp == 1 or (self.whole_keys and name in _KEYS):
             return None
         return "input" if _is_row_parallel(name) else "output"
 
     def mesh_axes(self, module: str) -> dict[str, str | None]:
-        """The mesh axes that divide the "input" and the "output" of a linear: "tp" one of them, and
-        "fsdp" the other one, which is the model width.
-
-        Args:
-          module: path of the linear, or its last component.
-        """
+        """The mesh axes that divide the "input" and the "output" of a linear: one of these is the
+        model width, which "fsdp" divides; "tp" divides the other. `module` as in `divided_axis`."""
         width, other = ("output", "input") if _is_row_parallel(module) else ("input", "output")
         return {width: FSDP, other: TP if self.divided_axis(module) else None}
 
@@ -114,27 +106,15 @@ _leave.defvjp(lambda x: (lax.psum(x, TP), None), lambda _, gradient: (gradient,)
 
 
 def first_column(width: int, sharding: WeightSharding, module: str) -> Int[Array, ""] | int:
-    """Index in a linear's whole input of the first column that this device has.
-
-    Args:
-      width: number of columns that this device has.
-      sharding: how weights are divided.
-      module: path of the linear.
-    """
+    """Index in a linear's whole input of the first of the `width` columns that this device has."""
     return lax.axis_index(TP) * width if sharding.divided_axis(module) == "input" else 0
 
 
 def own_key_heads(
     k: Float[Array, "rows row_len K D"], query_heads: int, sharding: WeightSharding
-) -> Float[Array, "rows row_len own D"]:
-    """The key or value heads of this device's query heads.
-
-    Args:
-      k: all key or value heads if `sharding.whole_keys`, else those of this device, which are
-        returned.
-      query_heads: number of this device's query heads.
-      sharding: how weights are divided.
-    """
+) -> Float[Array, "rows row_len device_K D"]:
+    """The key or value heads for this device's query heads. `k` has all key or value heads if
+    `sharding.whole_keys`, else only those of this device, which are returned."""
     if not sharding.whole_keys:
         return k
     per_key = sharding.tp * query_heads // k.shape[2]
@@ -152,13 +132,11 @@ def layer_weights(
 
     Args:
       layers: this device's part of the stacked weights of all layers.
-      layer: index of the layer.
-      sharding: how weights are divided.
       behind: arrays that are computed before weights are gathered; None for none.
 
     Returns:
-      `layers`, or with fully sharded data parallelism, stacks of one layer in place of those that
-      are divided (`FrozenWeight.stack_index`).
+      `layers`; with fully sharded data parallelism, linears that are divided are replaced by stacks
+      of one layer (`FrozenWeight.stack_index`).
     """
     if sharding.fsdp == 1:
         return layers
@@ -169,53 +147,40 @@ def layer_weights(
         if "kernel" in linear
     }
     parts, _ = lax.optimization_barrier((parts, behind))
-    found = {block: dict(linears) for block, linears in layers.items()}
+    gathered_layers = {block: dict(linears) for block, linears in layers.items()}
     for (block, name), part in parts.items():
         whole = partial(_whole, axes=sharding.mesh_axes(name))
-        found[block][name] = layers[block][name] | {"kernel": part.map_axes(whole)}
-    return found
+        gathered_layers[block][name] = layers[block][name] | {"kernel": part.map_axes(whole)}
+    return gathered_layers
 
 
 def embedded(
     weight: Float[Array, "vocab d"], tokens: Int[Array, " N"], sharding: WeightSharding
 ) -> Float[Array, "N D"]:
-    """The embeddings of tokens.
-
-    Args:
-      weight: this device's part of the embedding.
-      tokens: the tokens of this device.
-      sharding: how weights are divided.
-
-    Returns:
-      The whole embeddings, D = d · `sharding.fsdp` wide.
-    """
+    """The whole embeddings of this device's tokens, D = d · `sharding.fsdp` wide, from this
+    device's part of the embedding table."""
     if sharding.fsdp == 1:
         return _look_up(weight, tokens, sharding)
-    # Tokens are smaller than weights: every device looks up all devices' tokens in its columns.
+    # Tokens are smaller than weights, so each device looks up all devices' tokens in its columns.
     columns = _look_up(weight, lax.all_gather(tokens, FSDP), sharding)
     return lax.all_to_all(columns, FSDP, split_axis=0, concat_axis=2, tiled=True)[0]
 
 
 def gathered(weight: Any, axis: int, sharding: WeightSharding) -> Any:
-    """A weight that fully sharded data parallelism divides, put together from all devices.
-
-    Args:
-      weight: this device's part, an array or a `FrozenWeight`.
-      axis: the axis by which it is divided.
-      sharding: how weights are divided.
-    """
+    """A weight that fully sharded data parallelism divides along `axis`, gathered from all devices.
+    `weight` is this device's part, an array or a `FrozenWeight`."""
     return weight if sharding.fsdp == 1 else jax.tree.map(partial(_gather, axis=axis), weight)
 
 
 def _whole(leaf: Array, names: tuple[str | None, ...], axes: dict[str, str | None]) -> Array:
-    """A stack of one layer with the whole array of which a device has a part.
+    """The whole array of a layer's values or scales, of which a device has the part `leaf`, as a
+    stack of one layer.
 
     Args:
-      leaf: the part of a layer's values or scales.
-      names: the names of its axes, see `FrozenWeight.map_axes`.
-      axes: by name, the mesh axis that divides them, see `WeightSharding.mesh_axes`.
+      names: the names of the part's axes, see `FrozenWeight.map_axes`.
+      axes: the mesh axis that divides each of them, see `WeightSharding.mesh_axes`.
     """
-    divided = [i for i, own in enumerate(names) if axes.get(own) == FSDP]
+    divided = [i for i, name in enumerate(names) if axes.get(name) == FSDP]
     return _gather(leaf, *divided)[None] if divided else leaf[None]
 
 
@@ -226,6 +191,6 @@ def _gather(leaf: Array, axis: int) -> Array:
 def _look_up(weight: Array, tokens: Array, sharding: WeightSharding) -> Array:
     if not sharding.split_vocabulary:
         return weight[tokens]
-    own = tokens - lax.axis_index(TP) * len(weight)
-    is_own = (own >= 0) & (own < len(weight))
-    return lax.psum(jnp.where(is_own[..., None], weight[jnp.where(is_own, own, 0)], 0), TP)
+    index = tokens - lax.axis_index(TP) * len(weight)
+    is_here = (index >= 0) & (index < len(weight))
+    return lax.psum(jnp.where(is_here[..., None], weight[jnp.where(is_here, index, 0)], 0), TP)

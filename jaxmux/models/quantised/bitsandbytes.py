@@ -23,22 +23,22 @@ from jaxmux.pallas_kernels.number_formats import (
 from .settings import WHAT_TO_DO
 from .stored_linear import LinearTensors, StoredLinear
 
-# The name of a tensor with a JSON object ends in the library and the table of codes.
+# Start of the name of a tensor that holds a JSON object. The name ends in the table of codes.
 STATE = "weight.quant_state.bitsandbytes__"
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
-# Bytes can be stored as other dtypes, for the sake of FSDP.
+# The bytes of the codes can be stored as other dtypes, which FSDP in torch needs.
 _STORAGE = ("U8", "BF16", "F16", "F32")
 
 
 class _State(NamedTuple):
-    """The JSON object beside a weight of 4 bits.
+    """The JSON object that belongs to a weight of 4 bits.
 
     Attributes:
       quant_type: "nf4" or "fp4".
-      blocksize: weights that share a scale.
-      dtype: to which decoded weights are rounded.
-      nested_blocksize: scales that share a scale of their own.
-      nested_offset: what is added to the scales; None if these are not quantised.
+      blocksize: number of weights that share a scale.
+      dtype: dtype to which decoded weights are rounded.
+      nested_blocksize: number of scales that share a scale, if scales are quantised too.
+      nested_offset: number that is added to the scales; None if these are not quantised.
     """
 
     quant_type: str
@@ -49,11 +49,8 @@ class _State(NamedTuple):
 
 
 def stored_in_8_bits(tensors: LinearTensors) -> StoredLinear:
-    """Describes a linear with one scale for an output channel.
-
-    Raises:
-      BackboneError: a tensor is missing or not as it should be.
-    """
+    """Describes a linear with codes of 8 bits and one scale for each output channel. Raises
+    BackboneError if a tensor is missing or does not fit the others."""
     n, k = tensors.size
     tensors.require("weight", ("I8",), (n, k))
     tensors.require("SCB", ("F32",), (n,), (1, n), (n, 1))
@@ -63,17 +60,14 @@ def stored_in_8_bits(tensors: LinearTensors) -> StoredLinear:
 
 
 def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
-    """Describes a linear with codes of 4 bits and one scale for a block.
-
-    Raises:
-      BackboneError: a tensor is missing or not as it should be.
-    """
+    """Describes a linear with codes of 4 bits and one scale for each block. Raises BackboneError if
+    a tensor is missing or does not fit the others."""
     (n, k), state = tensors.size, _state(tensors)
     blocks = math.ceil(n * k / state.blocksize)
     tensors.require("weight", _STORAGE)
-    found = math.prod(tensors.shape("weight")) * tensors.dtype("weight").itemsize
-    if found != math.ceil(n * k / 2):
-        raise tensors.refused("weight", f"has {found} bytes; {n} x {k} codes need {n * k // 2}")
+    size = math.prod(tensors.shape("weight")) * tensors.dtype("weight").itemsize
+    if size != math.ceil(n * k / 2):
+        raise tensors.refused("weight", f"has {size} bytes; {n} x {k} codes need {n * k // 2}")
     tensors.require("weight.quant_map", ("F32",), (16,))
     parts = ["weight", "weight.absmax", "weight.quant_map"]
     is_double = state.nested_offset is not None
@@ -86,7 +80,7 @@ def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
     is_nf4 = state.blocksize == NF4_BLOCK and k % 2 == 0
     is_nf4 &= np.array_equal(tensors.read("weight.quant_map"), NF4_TABLE)
     if is_nf4 and is_double and state.nested_blocksize == ABSMAX_BLOCK:
-        # The last bits of the map depend on the machine on which torch has made it.
+        # The last bits of the map depend on the machine on which torch has computed it.
         is_known = np.array_equal(tensors.read("weight.nested_quant_map"), DYNAMIC_MAP)
         weights = _double_nf4 if is_known else _nf4
     else:
@@ -98,19 +92,16 @@ def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
 
 
 def numbers_of(tensors: LinearTensors) -> dict[str, np.ndarray]:
-    """The numbers beside the tensors of a linear of 4 bits: "offset", what is added to scales.
-
-    Raises:
-      BackboneError: the tensor with its JSON object is damaged.
-    """
+    """The "offset" that is added to scales of a linear of 4 bits; it is in no tensor but in the
+    JSON object. Raises BackboneError if this is damaged."""
     return {"offset": np.float32(_state(tensors).nested_offset or 0)}
 
 
 def _state(tensors: LinearTensors) -> _State:
     states = [part for part in tensors.parts if part.startswith(STATE)]
     if len(states) != 1:
-        found = "is missing" if not states else f"is there {len(states)} times"
-        raise tensors.refused(f"{STATE}nf4", found)
+        problem = "is missing" if not states else f"is there {len(states)} times"
+        raise tensors.refused(f"{STATE}nf4", problem)
     try:
         facts = json.loads(tensors.read(states[0]).tobytes())
         offset = facts["nested_offset"] if set(_NESTED) & tensors.parts else None
@@ -156,7 +147,7 @@ def _nf4(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, 
 
 
 def _from_table(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
-    """The weight in float32. Its blocks go on from one row to the next."""
+    """The weight in float32. A block of weights may extend over several rows."""
     n, k = stored.size
     absmax = _absmax(arrays, stored)
     numbers = arrays["weight.quant_map"][unpacked(_bytes(arrays["weight"]))][: n * k]
@@ -167,7 +158,7 @@ def _from_table(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenW
 
 
 def _absmax(arrays: dict[str, Array], stored: StoredLinear) -> Float32[Array, " blocks"]:
-    """The scales of blocks, decoded as `number_formats.decode_absmax` does it, from any map."""
+    """The scales of blocks. They are decoded as in `number_formats.decode_absmax`, with any map."""
     absmax = arrays["weight.absmax"].reshape(-1)
     if "weight.nested_absmax" not in arrays:
         return absmax
@@ -181,12 +172,8 @@ def _bytes(array: Array) -> UInt8[Array, " N"]:
 
 
 def state_of(weight: FrozenWeight, dtype: str) -> dict[str, Any]:
-    """The JSON object that bitsandbytes writes beside a weight in nf4.
-
-    Args:
-      weight: the weight of one linear, on the host.
-      dtype: to which it is rounded when it is decoded.
-    """
+    """The JSON object that bitsandbytes writes beside the nf4 weight of one linear, which is on the
+    host. `dtype` is the dtype to which bitsandbytes rounds the decoded weight."""
     state = {
         "quant_type": "nf4",
         "blocksize": NF4_BLOCK,

@@ -15,7 +15,7 @@ from .settings import Quantisation
 from .stored_linear import LinearTensors, StoredLinear
 
 _ABSMAX = "weight.absmax"
-# Ends of names that tensors have in quantised checkpoints only, also of libraries that are refused.
+# Ends of names that occur only in quantised checkpoints, including those that are not supported.
 _ONLY_QUANTISED = (
     *(f".{scale}" for scale in SCALES),
     *(".SCB", f".{_ABSMAX}", ".weight_packed", ".qweight", ".qzeros"),
@@ -25,16 +25,11 @@ _ONLY_QUANTISED = (
 def stored_linear(
     files: CheckpointTensors, name: str, size: tuple[int, int], quantisation: Quantisation
 ) -> StoredLinear | None:
-    """How the weight of a linear is stored.
+    """How the weight of a linear is stored; None if it is not quantised.
 
     Args:
-      files: the tensors of the checkpoint.
       name: name of the linear, for example "model.layers.0.mlp.up_proj".
       size: n and k, its output and input width.
-      quantisation: what config.json says.
-
-    Returns:
-      None if there are no such tensors beside the weight.
 
     Raises:
       BackboneError: a tensor is missing, has another dtype or shape than the others imply, or is
@@ -54,27 +49,15 @@ def stored_linear(
 
 
 def quantised_tensors(files: CheckpointTensors) -> list[str]:
-    """The names of tensors that show that a checkpoint is quantised.
-
-    Args:
-      files: the tensors of the checkpoint.
-    """
+    """The names of tensors that show that a checkpoint is quantised."""
     return [name for name in files.names if name.endswith(_ONLY_QUANTISED)]
 
 
 def weights_of(
     files: CheckpointTensors, name: str, stored: StoredLinear
 ) -> tuple[FrozenWeight, ...]:
-    """Reads the weight [k, n] of a linear.
-
-    Args:
-      files: the tensors of the checkpoint.
-      name: name of the linear.
-      stored: the result of `stored_linear`.
-
-    Returns:
-      See `StoredLinear.weights`.
-    """
+    """Reads the weight [k, n] of a linear in each format in which it can be kept, see
+    `StoredLinear.weights`."""
     tensors = LinearTensors(files, name, stored.size)
     arrays = {part: tensors.read(part) for part in stored.parts}
     if _ABSMAX in arrays:
@@ -89,21 +72,16 @@ def kept_linears(
     layers: int,
     backbone_format: str | None,
 ) -> dict[str, FrozenWeight]:
-    """The linears that stay as they are stored. They are stored alike in all layers.
+    """The linears that stay in their format, which is the same in all layers.
 
     Args:
-      files: the tensors of the checkpoint.
-      quantisation: what config.json says.
       sizes: n and k, output and input width of each linear of a layer, by its name.
       layers: number of layers.
-      backbone_format: the format in which linears are to stay; None for any format whose products
-        decode the weights.
+      backbone_format: the format in which linears must be to stay; None for any format whose
+        products decode the weights.
 
     Returns:
       By name, shapes, dtypes and format of the weight in one layer.
-
-    Raises:
-      BackboneError: as `stored_linear`.
     """
     kept = {}
     for module, size in sizes.items():
@@ -122,14 +100,14 @@ def kept_linears(
 
 
 def layer_name(module: str, layer: int) -> str:
-    """The name that a linear of a layer, for example "mlp.up_proj", has in checkpoints."""
+    """The name in checkpoints of a linear of a layer, for example "mlp.up_proj"."""
     return f"model.layers.{layer}.{module}"
 
 
 def _formats(
     files: CheckpointTensors, name: str, size: tuple[int, int], quantisation: Quantisation
 ) -> tuple[FrozenWeight, ...]:
-    """What `weights_of` would return, as shapes and dtypes."""
+    """The shapes and dtypes of the result of `weights_of`; empty if the linear is not quantised."""
     stored = stored_linear(files, name, size, quantisation)
     if stored is None:
         return ()

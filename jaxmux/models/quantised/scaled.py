@@ -1,4 +1,4 @@
-"""Linears that are stored as codes times scales: those of compressed-tensors, and fp8."""
+"""Linears that are stored as codes and scales: those of compressed-tensors, and fp8."""
 
 import math
 
@@ -15,17 +15,14 @@ from .stored_linear import LinearTensors, StoredLinear
 
 SCALES = ("weight_scale", "weight_scale_inv")
 _ZERO, _ORDER = "weight_zero_point", "weight_g_idx"
-# Dtypes of scales, and to which the library rounds weights then.
+# By dtype of the scales, the dtype to which the library rounds decoded weights.
 _ROUNDING = {"F32": None, "BF16": "bfloat16", "F16": "float16", "F8_E8M0": None}
 _BITS = (4, 8)
 
 
 def stored_with_scales(tensors: LinearTensors, quantisation: Quantisation) -> StoredLinear:
-    """Describes a linear with codes in int8 or e4m3, one in each number of the tensor.
-
-    Raises:
-      BackboneError: a tensor is missing or not as it should be.
-    """
+    """Describes a linear with codes in int8 or e4m3, one in each element of the tensor. Raises
+    BackboneError if a tensor is missing or does not fit the others."""
     tensors.require("weight", ("F8_E4M3", "I8"), tensors.size)
     scale = next(part for part in SCALES if part in tensors.parts)
     rounding = _check_scale(tensors, scale, quantisation)
@@ -37,11 +34,8 @@ def stored_with_scales(tensors: LinearTensors, quantisation: Quantisation) -> St
 
 
 def stored_in_words(tensors: LinearTensors, quantisation: Quantisation) -> StoredLinear:
-    """Describes a linear with codes of 4 or 8 bits in integers of 32.
-
-    Raises:
-      BackboneError: a tensor is missing or not as it should be.
-    """
+    """Describes a linear with codes of 4 or 8 bits in integers of 32 bits. Raises BackboneError if
+    a tensor is missing or does not fit the others."""
     (n, k), part = tensors.size, "weight_packed"
     tensors.require(part, ("I32",), *((n, _words(k, bits)) for bits in _BITS))
     bits = next(bits for bits in _BITS if tensors.shape(part) == (n, _words(k, bits)))
@@ -54,14 +48,14 @@ def stored_in_words(tensors: LinearTensors, quantisation: Quantisation) -> Store
         tensors.require(_ZERO, ("I32", "I8"), (_words(n, bits), groups), scales)
         parts += (_ZERO,)
     if _ORDER in tensors.parts:
-        own, groups = tensors.read(_ORDER), tensors.shape("weight_scale")[-1]
-        if not (np.array_equal(own, np.arange(k) // (k // groups)) or np.all(own == -1)):
+        order, groups = tensors.read(_ORDER), tensors.shape("weight_scale")[-1]
+        if not (np.array_equal(order, np.arange(k) // (k // groups)) or np.all(order == -1)):
             raise tensors.refused(_ORDER, f"groups in another order than columns; {WHAT_TO_DO}")
     return StoredLinear(_in_words, tensors.size, parts, rounding, quantisation.block)
 
 
 def _check_scale(tensors: LinearTensors, part: str, quantisation: Quantisation) -> str | None:
-    """Checks the scales, and returns the dtype to which weights are rounded with them."""
+    """Checks the scales, and returns the dtype to which the library rounds decoded weights."""
     dtype, shape = tensors.require(part, tuple(_ROUNDING)), tensors.shape(part)
     blocks = shape if len(shape) == 2 else (math.prod(shape), 1)
     for axis, (size, number) in enumerate(zip(tensors.size, blocks, strict=True)):
@@ -76,11 +70,11 @@ def _check_scale(tensors: LinearTensors, part: str, quantisation: Quantisation) 
 def _scaled(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
     codes, zero = arrays["weight"], arrays.get(_ZERO)
     scales = _scales(arrays[stored.parts[1]], zero, stored)
-    found = FrozenWeight(codes, scales, "scaled", stored.rounding)
+    weight = FrozenWeight(codes, scales, "scaled", stored.rounding)
     if codes.dtype != jnp.float8_e4m3fn or zero is not None or scales.scale.shape[1] > 1:
-        return (found,)
+        return (weight,)
     rows = jnp.repeat(scales.scale[:, 0], stored.size[0] // scales.scale.shape[0])
-    return found, FrozenWeight(codes, rows.astype(jnp.float32), "float8")
+    return weight, FrozenWeight(codes, rows.astype(jnp.float32), "float8")
 
 
 def _in_words(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWeight, ...]:
@@ -91,13 +85,14 @@ def _in_words(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWei
         zero = _codes(zero.T, n, bits).T.astype(jnp.int8) - 2 ** (bits - 1)
     scales = _scales(arrays["weight_scale"], zero, stored)
     codes = _codes(words, k, bits)
-    # `Scaled` has codes of 4 bits with 8 added, as they are here.
+    # In `Scaled`, 8 is added to codes of 4 bits, and so it is in the words.
     values = packed(codes) if bits == 4 else (codes ^ 128).view(jnp.int8)
     return (FrozenWeight(values, scales, "scaled", stored.rounding),)
 
 
 def _scales(scale: Array, zero: Array | None, stored: StoredLinear) -> Scaled:
-    """The scales, of blocks that divide rows and columns evenly."""
+    """The scales. If the blocks do not divide rows and columns evenly, each scale is repeated for
+    smaller blocks that do."""
 
     def of_blocks(array: Array) -> Array:
         array = array.reshape(-1, 1) if array.ndim != 2 else array
@@ -115,13 +110,13 @@ def _scales(scale: Array, zero: Array | None, stored: StoredLinear) -> Scaled:
 
 
 def _words(count: int, bits: int) -> int:
-    """Integers of 32 bits that hold so many codes."""
+    """The number of integers of 32 bits that hold `count` codes."""
     return -(-count * bits // 32)
 
 
 def _codes(words: Array, count: int, bits: int) -> UInt8[Array, "rows N"]:
-    """The codes that rows of words hold, the lowest bits first."""
-    held = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(len(words), -1)
+    """The codes in rows of words, the lowest bits first."""
+    codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(len(words), -1)
     if bits == 4:
-        held = jnp.stack([held & 15, held >> 4], axis=-1).reshape(len(words), -1)
-    return held[:, :count]
+        codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(len(words), -1)
+    return codes[:, :count]

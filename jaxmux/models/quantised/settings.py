@@ -1,13 +1,13 @@
-"""What config.json says of a quantised checkpoint."""
+"""The settings of a quantised checkpoint in its config.json."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from ..errors import BackboneError
 
-# Values of quant_method in config.json.
+# Supported values of quant_method in config.json.
 METHODS = ("bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8")
-# Values of format in config.json, for compressed-tensors.
+# Supported values of format in config.json, for compressed-tensors.
 COMPRESSIONS = (
     "dense",
     "float-quantized",
@@ -20,16 +20,16 @@ WHAT_TO_DO = (
     "use the original checkpoint with fine_tune.backbone_format, or let transformers decode this "
     "one and save it (model.dequantize(), model.save_pretrained())"
 )
-# Keys of config.json with what `quantisation_of` reads.
+# The keys of config.json that `quantisation_of` reads.
 SETTINGS = ("quantization_config", "compression_config")
 
 
 class Quantisation(NamedTuple):
-    """What config.json says of a quantised checkpoint.
+    """The settings of a quantised checkpoint.
 
     Attributes:
       method: one of `METHODS`.
-      block: rows and columns of a weight that share a scale; None if the shapes of scales tell.
+      block: rows and columns of a weight that share a scale; None if the shapes of scales tell it.
     """
 
     method: str
@@ -37,18 +37,9 @@ class Quantisation(NamedTuple):
 
 
 def quantisation_of(raw: Mapping[str, Any], where: str) -> Quantisation | None:
-    """Reads how a checkpoint is quantised.
-
-    Args:
-      raw: the contents of config.json.
-      where: name of the file, for errors.
-
-    Returns:
-      None if it is not quantised.
-
-    Raises:
-      BackboneError: it is quantised in a way that jaxmux cannot read; the message says what to do.
-    """
+    """Reads how a checkpoint is quantised from `raw`, the contents of the config.json with the name
+    `where`; None if it is not. Raises BackboneError if jaxmux cannot read the checkpoint; the
+    message says what to do instead."""
     settings: dict[str, Any] = {}
     for key in SETTINGS:
         settings = settings or _section(raw, key, where)
@@ -67,7 +58,7 @@ def quantisation_of(raw: Mapping[str, Any], where: str) -> Quantisation | None:
 
 
 def _method_without_name(settings: Mapping[str, Any]) -> str | None:
-    """Old files do not name their library."""
+    """The library that wrote an old file, which does not name it."""
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return "compressed-tensors" if "format" in settings else None
@@ -85,23 +76,24 @@ def _block_of_compressed(settings: Mapping[str, Any], where: str) -> Any:
         raise BackboneError(f"{where}: transform_config is not supported; {WHAT_TO_DO}")
     groups = _section(settings, "config_groups", where)
     weights = [_section(_section(groups, name, where), "weights", where) for name in groups]
-    return next((own["block_structure"] for own in weights if own.get("block_structure")), None)
+    structures = (section.get("block_structure") for section in weights)
+    return next((structure for structure in structures if structure), None)
 
 
 def _section(settings: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
     """The object under a key; an empty one if there is none."""
-    found = settings.get(key) or {}
-    if not isinstance(found, dict):
-        raise BackboneError(f"{where}: {key} should be an object, found {found!r}")
-    return found
+    section = settings.get(key) or {}
+    if not isinstance(section, dict):
+        raise BackboneError(f"{where}: {key} should be an object, found {section!r}")
+    return section
 
 
-def _block(found: Any, where: str) -> tuple[int, int] | None:
-    if found is None:
+def _block(setting: Any, where: str) -> tuple[int, int] | None:
+    if setting is None:
         return None
-    sizes = found
-    if isinstance(found, str):
-        sizes = [int(size) if size.isdecimal() else size for size in found.split("x")]
+    sizes = setting
+    if isinstance(setting, str):
+        sizes = [int(size) if size.isdecimal() else size for size in setting.split("x")]
     if (
         not isinstance(sizes, list | tuple)
         or len(sizes) != 2
@@ -109,7 +101,7 @@ def _block(found: Any, where: str) -> tuple[int, int] | None:
     ):
         raise BackboneError(
             f"{where}: blocks of weights should be given as rows and columns, such as [128, 128], "
-            f"found {found!r}"
+            f"found {setting!r}"
         )
     rows, columns = sizes
     return rows, columns

@@ -1,4 +1,4 @@
-"""One linear of a quantised checkpoint: its tensors, and what is known of how they are stored."""
+"""One linear of a quantised checkpoint: its tensors, and how they are stored."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,14 +17,14 @@ class StoredLinear(NamedTuple):
     """How a checkpoint stores the weight of one linear.
 
     Attributes:
-      weights: function of the arrays of `parts` and this description, which returns the weight
-        [k, n] in each format in which it can be kept, the first of them one that is decoded for
-        products; or, if there is none, in float32. JAX can trace it.
+      weights: a function of the arrays of `parts` and this description, which JAX can trace. It
+        returns the weight [k, n] in each format in which it can be kept, first in a format that is
+        decoded for products; in float32 if there is no such format.
       size: n and k, output and input width.
-      parts: the tensors that it needs, by the part of their names behind that of the linear.
+      parts: the tensors that `weights` needs, by the part of their names after the linear's name.
       rounding: see `FrozenWeight.rounding`.
-      block: rows and columns that share a scale; None if the shapes of scales tell.
-      nested_block: of 4 bits, scales that share a scale of their own.
+      block: rows and columns that share a scale; None if the shapes of scales tell it.
+      nested_block: number of scales that share a scale, for codes of 4 bits.
     """
 
     weights: Callable[[dict[str, Array], "StoredLinear"], tuple[FrozenWeight, ...]]
@@ -40,32 +40,21 @@ class LinearTensors:
 
     Attributes:
       size: n and k, output and input width.
-      parts: the rest of their names.
+      parts: the parts of their names after "P.".
     """
 
     def __init__(self, files: CheckpointTensors, name: str, size: tuple[int, int]):
-        """Finds the tensors of the linear of this name."""
+        """Collects the names of the linear's tensors."""
         self._files, self._name, self.size = files, name, size
-        self.parts = {own.removeprefix(f"{name}.") for own in files.of_module(name)}
+        self.parts = {tensor.removeprefix(f"{name}.") for tensor in files.of_module(name)}
 
     def refused(self, part: str, reason: str) -> BackboneError:
-        """The error that a tensor cannot be used."""
+        """The error for a tensor that cannot be used."""
         return BackboneError(f"{self._files.folder}: tensor {self._name}.{part}: {reason}")
 
     def require(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> str:
-        """Checks a tensor.
-
-        Args:
-          part: the part of its name.
-          dtypes: those that it may have.
-          *shapes: those that it may have.
-
-        Returns:
-          Its dtype as safetensors names it.
-
-        Raises:
-          BackboneError: it is missing, or has another dtype or shape.
-        """
+        """Checks that a tensor is there with one of these dtypes and, if any are given, one of
+        these shapes. Returns its dtype as safetensors names it. Raises BackboneError."""
         if part not in self.parts:
             raise self.refused(part, "is missing")
         dtype, shape = self._files.dtype(f"{self._name}.{part}"), self.shape(part)
@@ -77,13 +66,11 @@ class LinearTensors:
         return dtype
 
     def shape(self, part: str) -> tuple[int, ...]:
-        """The shape of a tensor."""
         return self._files.shape(f"{self._name}.{part}")
 
     def dtype(self, part: str) -> np.dtype:
-        """The dtype of what `read` returns."""
+        """The dtype of the array that `read` returns."""
         return self._files.array_dtype(f"{self._name}.{part}")
 
     def read(self, part: str) -> np.ndarray:
-        """A tensor."""
         return self._files.read(f"{self._name}.{part}")

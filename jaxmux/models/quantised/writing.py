@@ -1,8 +1,8 @@
-"""Writes checkpoints whose linears are quantised, as other libraries write and read them.
+"""Writes checkpoints whose linears are quantised, in the layouts of other libraries.
 
-float8 is written as compressed-tensors has it (channels of weights, tokens of activations), int8
-and nf4 as bitsandbytes has them. In the dtype for which it was written, such a checkpoint gives the
-same numbers as the one from which it was made.
+float8 is written as compressed-tensors does it (scales for channels of weights and for tokens of
+activations), int8 and nf4 as bitsandbytes does it. In the dtype for which it was written, such a
+checkpoint gives the same numbers as the checkpoint from which it was made.
 """
 
 import fcntl
@@ -36,7 +36,7 @@ from .settings import SETTINGS
 
 _log = logging.getLogger("jaxmux")
 
-# To be raised when an encoder gives other numbers than before.
+# Increase this when an encoder's results change, so that older cached checkpoints are not used.
 _VERSION = 2
 
 _CHANNELS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
@@ -62,48 +62,48 @@ _NF4 = {
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_quant_storage": "uint8",
 }
-# By format, what config.json says.
+# By format, the quantization_config for config.json.
 _SETTINGS: dict[str, dict[str, Any]] = {"float8": _FLOAT8, "int8": _INT8, "nf4": _NF4}
 
 
 def cached_checkpoint(
     folder: str | Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path
 ) -> Path:
-    """The checkpoint of a backbone in a format, which is made when it is first asked for.
+    """The checkpoint of a backbone in a format, which is made when it is first requested.
 
     Args:
       folder: the backbone's checkpoint folder.
-      dtype: dtype of all weights but those of the layers' linears.
-      backbone_format: format of these, one of `BACKBONE_FORMATS`.
-      cache: folder of such checkpoints. Their names hold the fingerprint of the backbone.
+      dtype: dtype of all weights except the layers' linears.
+      backbone_format: format of the layers' linears, one of `BACKBONE_FORMATS`.
+      cache: folder of such checkpoints. Their names contain the fingerprint of the backbone.
 
     Returns:
       The folder of the quantised checkpoint.
 
     Raises:
       BackboneError: as `load_backbone`.
-      ValueError: there is no format.
-      OSError: it cannot be written.
+      ValueError: `backbone_format` is None.
+      OSError: the checkpoint cannot be written.
     """
     if backbone_format is None:
         raise ValueError(f"a cache of backbones, {cache}, needs a backbone_format")
     cache = Path(cache)
     cache.mkdir(parents=True, exist_ok=True)
     fingerprint, name = backbone_fingerprint(folder), np.dtype(dtype).name
-    found = cache / f"{fingerprint}-{backbone_format}-{name}-v{_VERSION}"
+    target = cache / f"{fingerprint}-{backbone_format}-{name}-v{_VERSION}"
     # Other processes wait here until the first one has written the checkpoint.
-    with (cache / f".{found.name}.lock").open("w") as lock:
+    with (cache / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if found.exists() and (problem := _damage(found, backbone_format)):
-            _log.warning("%s: damaged, so it is made again (%s)", found, problem)
-            shutil.rmtree(found)
-        if not found.exists():
-            write_quantised(folder, found, dtype, backbone_format)
-    return found
+        if target.exists() and (problem := _damage(target, backbone_format)):
+            _log.warning("%s: damaged, so it is made again (%s)", target, problem)
+            shutil.rmtree(target)
+        if not target.exists():
+            write_quantised(folder, target, dtype, backbone_format)
+    return target
 
 
 def _damage(folder: Path, backbone_format: str) -> str | None:
-    """What is wrong with the files of a kept checkpoint; None if nothing is."""
+    """Why a cached checkpoint cannot be used; None if it can."""
     try:
         with CheckpointReader(folder, BackboneConfig.from_folder(folder, backbone_format)):
             return None
@@ -118,18 +118,8 @@ def reader_of(
     cache: str | Path | None,
     progress: Progress | None = None,
 ) -> CheckpointReader:
-    """The reader of a backbone's checkpoint, or of the one that a cache holds in its place.
-
-    Args:
-      folder: the backbone's checkpoint folder.
-      dtype: as for `cached_checkpoint`.
-      backbone_format: as for `cached_checkpoint`; None for that of the checkpoint.
-      cache: as for `cached_checkpoint`; None for none.
-      progress: as for `CheckpointReader`.
-
-    Raises:
-      BackboneError, ValueError, OSError: as `cached_checkpoint`.
-    """
+    """The reader of a backbone's checkpoint, or of a quantised checkpoint in `cache`; arguments and
+    errors are those of `load_backbone`."""
     source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
     config = BackboneConfig.from_folder(source, backbone_format)
     return CheckpointReader(source, config, progress)
@@ -150,12 +140,12 @@ def write_quantised(
 
     Raises:
       BackboneError: as `load_backbone`.
-      OSError: it cannot be written.
+      OSError: the checkpoint cannot be written.
     """
     folder, target = Path(folder), Path(target)
     config = BackboneConfig.from_folder(folder, backbone_format)
     partial = target.with_name(f".{target.name}.partial")
-    # A process that was killed has left it.
+    # A process that was killed may have left this folder.
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
@@ -188,7 +178,7 @@ def _tensors(
 
 
 def _parts(weight: FrozenWeight, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The tensors of one linear, by the part of their names behind that of the linear."""
+    """The tensors of one linear, by the part of their names after the linear's name."""
     match weight.format:
         case "float8":
             return {"weight": weight.values, "weight_scale": weight.scales[:, None]}
