@@ -1,5 +1,5 @@
 """Kernels of multi-LoRA training: one folder for each op, with one public function and several
 implementations.
 
-The functions take arrays and tables of chunk owners. They know nothing of models, tasks or engines.
+The functions take arrays and tables of chunk owners; they do not depend on models or engines.
 """

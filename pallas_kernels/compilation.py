@@ -1,9 +1,9 @@
 """Makes programs with many Mosaic GPU kernels compile quickly.
 
-Python takes about 0.2 s to lower a kernel and XLA about 0.5 s to compile it, one after the other. A
-model's layers call few different kernels many times. `traced_once` lets equal calls share one
-trace, so that each kernel is lowered and compiled once; `compiled` compiles different kernels in
-parallel.
+Python takes about 0.2 s to lower a kernel and XLA about 0.5 s to compile it, one kernel at a time.
+The layers of a model call few different kernels many times. `traced_once` lets equal calls share
+one trace, so that each kernel is lowered and compiled once; `compiled` compiles different kernels
+in parallel.
 """
 
 from collections.abc import Callable
@@ -25,11 +25,9 @@ Kernel = tuple[tuple[str, bytes | bool], ...]
 def traced_once(*static: str) -> Callable[[Callable], Callable]:
     """Decorator for a function that calls a kernel: calls with equal shapes share one trace.
 
-    JAX lowers equal traces once. Without the decorator every call would be another kernel, also for
-    the compiler, because Pallas numbers the kernels that it lowers.
-
-    Args:
-      static: names of the arguments that are not arrays; their values must be hashable.
+    JAX lowers equal traces once. Without the decorator, every call would be a different kernel for
+    the compiler, because Pallas numbers the kernels that it lowers. `static` names the arguments
+    that are not arrays; their values must be hashable.
     """
     # Inlined, so that the caller's program is the same as without the decorator.
     return partial(jax.jit, static_argnames=static, inline=True)
@@ -38,9 +36,9 @@ def traced_once(*static: str) -> Callable[[Callable], Callable]:
 def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
     """Compiles a lowered function as `lowered.compile()` does, but its kernels in parallel.
 
-    XLA caches compiled kernels by their hash within the process. Each kernel is therefore first
-    compiled in a program of its own; when the whole program is compiled, its kernels are found in
-    the cache. Later calls of the lowered function with the same shapes are not compiled again.
+    Within the process, XLA caches compiled kernels by their hash. So each kernel is first compiled
+    in a program with nothing else; when the whole program is compiled, its kernels are in the
+    cache. Later calls of the lowered function with the same shapes are not compiled again.
     """
     if kernels := kernels_of(lowered):
         # One thread for each kernel: a thread is blocked while XLA waits for its kernel, so fewer

@@ -1,8 +1,8 @@
 """Dropout from a hash of integer counters, so that every implementation computes the same mask.
 
 A mask bit is a pure function of (task key at its step, layer, module, sample id, position, column).
-It does not depend on where in a microbatch a sample lies or which tasks share the microbatch, and
-no mask is ever stored.
+It does not depend on the sample's position in a microbatch or on other tasks in it, and no mask is
+ever stored.
 
 The columns are divided into groups of eight. One hash of token and group gives a random number
 ("draw") to each member of the group: the hash times M, M², …, M⁸. M is the multiplier of a linear
@@ -10,9 +10,9 @@ congruential generator whose eight successive values cover the unit cube evenly 
 "Tables of linear congruential generators of different sizes and good lattice structure"). A draw
 thus costs one multiplication. The members of a group are the columns that one thread holds in
 registers during a Hopper matrix product: c and c + 1 for an even c, and the columns 8, 16 and 24
-after them.
+after these.
 
-A feature is dropped with the task's rate rounded to a multiple of 2^-16; with rate 0, never.
+With rate 0, no feature is dropped; other rates are rounded to a multiple of 2^-16.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-# The pattern of group members repeats after this number of columns.
+# The columns of a group have the same pattern in every such number of columns.
 PERIOD = 32
 # All draws are below this threshold.
 KEEP_ALL = 1 << 15
@@ -38,12 +38,12 @@ class Dropout(NamedTuple):
       key: uint32, the task's key at its current step.
       sample_id: uint32, identity of the sample to which a token belongs.
       position: int32, position of the token in its sequence.
-      first_layer: index in the model of the first layer of the stacked arrays. It is not 0 where
-        the layers of a model are divided among devices.
-      first_column: index in the linear's whole input of the first column that the call is given; a
-        multiple of `PERIOD`. It is not 0 where the columns of an input are divided among devices.
-        None stands for 0 and adds no code to a program. A number 0 would: it becomes an array
-        where a `Dropout` is an argument of a traced function.
+      first_layer: index in the model of the first layer of the stacked arrays. It is not 0 if the
+        layers of a model are divided among devices.
+      first_column: index in the linear's whole input of the first column of the call's input; a
+        multiple of `PERIOD`. It is not 0 if the columns of an input are divided among devices.
+        None stands for 0 and adds no code to a program. A number 0 would add code, because it
+        becomes an array if a `Dropout` is an argument of a traced function.
     """
 
     rate: Float[Array, " T"]
@@ -61,10 +61,9 @@ def token_counters(
     layer: Int[Array, ""] | int,
     module: Int[Array, ""] | int,
 ) -> UInt32[Array, " N"]:
-    """Hashes everything but the column into one counter for each token.
+    """Hashes everything except the column into one counter for each token.
 
     Args:
-      dropout: keys of the slots and identities of the tokens.
       token_slot: slot of each token.
       layer: index of the layer in the stacked arrays.
       module: index of the linear in the layer.
@@ -88,8 +87,7 @@ def keep_mask(
     Args:
       counters: the `token_counters`.
       rate: dropout rate of each token.
-      columns: number of the features.
-      first_column: index of the first of them; None for 0.
+      first_column: index of the first of the features; None for 0.
     """
     column = jnp.arange(columns, dtype=jnp.int32)
     if first_column is not None:
@@ -99,20 +97,20 @@ def keep_mask(
 
 
 def keep_threshold(rate: Float[Array, "*rates"]) -> Int[Array, "*rates"]:
-    """A feature is kept if the upper half of its draw, as a signed number, is below this one."""
+    """A feature is kept if the upper half of its draw, as a signed number, is below this number."""
     return KEEP_ALL - (rate * (1 << 16) + 0.5).astype(jnp.int32)
 
 
 def salts(counters: UInt32[Array, "*tokens"]) -> UInt32[Array, "*tokens"]:
-    """A second hash of every token. Without it, tokens whose counters differ by a multiple of the
-    step between groups would have the same draws at other columns."""
+    """A second hash of every token. Without it, if the counters of two tokens differ by a multiple
+    of the step between groups, they would have the same draws at different columns."""
     return (counters ^ (counters >> 15)) * jnp.uint32(0xC2B2AE35)
 
 
 def counters_from(
     counters: UInt32[Array, "*tokens"], first_column: Int[Array, ""] | int
 ) -> UInt32[Array, "*tokens"]:
-    """Counters for which column 0 is `first_column` of the given ones, a multiple of `PERIOD`."""
+    """Counters whose column 0 is column `first_column` of `counters`; a multiple of `PERIOD`."""
     first_group = jnp.asarray(first_column, jnp.int32) >> 3
     return counters + first_group.astype(jnp.uint32) * jnp.uint32(_GOLDEN)
 
@@ -125,7 +123,7 @@ def draws(
     The function is elementwise, so that kernels can call it on a tile. A compiler that knows the
     bits of `column` then computes one hash for all members of a group.
     """
-    # Kernels compute one of the two summands for each thread and the other at compile time.
+    # Kernels compute one of the summands for each thread and the other one at compile time.
     h = counters + ((column >> 1) & 3).astype(jnp.uint32) * jnp.uint32(_GOLDEN)
     h += (column >> 5).astype(jnp.uint32) * jnp.uint32(4 * _GOLDEN & 0xFFFFFFFF)
     h = (h ^ (h >> 16) ^ salts) * jnp.uint32(0x85EBCA6B)

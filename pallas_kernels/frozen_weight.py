@@ -3,17 +3,17 @@
 The model code multiplies by a weight only through `FrozenWeight`, and a kernel reads `values` only
 after it has checked `format`, or after `plain_weights` has decoded one layer for it. A new number
 format is therefore added in `number_formats` and in the kernels that support it, and nowhere else.
-The *compute dtype*, that of activations and gradients, is independent of the format: it is the
-dtype of the activation that a product is given.
+The *compute dtype*, the dtype of activations and gradients, is independent of the format: a product
+is computed in the dtype of its activation.
 
 A weight whose format is not a dtype of activations is decoded right before each product, forward
-and backward, and the decoded layer is dropped behind it. Both decode the same array, so XLA would
-decode once and keep the result from the forward to the backward pass; an optimization barrier ties
-each decoding to the activation of its product.
+and backward, and the decoded layer is freed after it. Both passes decode the same array, so XLA
+would decode it once and keep the result from the forward to the backward pass. To prevent this, an
+optimization barrier makes each decoding depend on the activation of its product.
 
 Weights in float8 are not decoded. Activations and gradients are encoded too, with one scale for
 each token, so that no token's numbers depend on another's. The scales of output channels leave the
-sum of `x W`, and are folded into `dy` before it is encoded for `dy W^T`.
+sum of `x W`, and are multiplied into `dy` before it is encoded for `dy W^T`.
 """
 
 import dataclasses
@@ -28,29 +28,29 @@ from jaxtyping import Array, Float, Int
 
 from . import number_formats
 
-# In these formats the stored values are the weights themselves, in the dtype of the same name.
+# In these formats the stored values are the weights, in the dtype of the same name.
 PLAIN_FORMATS = ("bfloat16", "float16", "float32")
 FORMATS = (*PLAIN_FORMATS, *number_formats.FORMATS)
-# Products with weights in this format are computed in it.
+# Products with weights in this format are computed in float8.
 FLOAT8 = "float8"
 
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class FrozenWeight:
-    """The weight matrix W [k, n] of one linear, or a stack [L, k, n] of those of all layers.
+    """The weight matrix W [k, n] of one linear, or the stack [L, k, n] of all layers.
 
     It is a pytree of `values` and `scales`, so that transformations, shardings and slices of stacks
     apply to it leaf by leaf. Convert to another format with `encoded` or `astype`, not by mapping
-    over leaves, which would leave `format` as it was.
+    over leaves, which would not change `format`.
 
     Attributes:
-      values: the stored numbers, [k, n] or [L, k, n], in formats of `number_formats` of the shape
-        that is said there; a `jax.ShapeDtypeStruct` in abstract weights.
-      scales: what the format needs beside the values to decode them; None in formats without it.
+      values: the stored numbers, [k, n] or [L, k, n]; in the formats of `number_formats`, of the
+        shape described there. A `jax.ShapeDtypeStruct` in abstract weights.
+      scales: the numbers besides the values that decoding needs; None if the format has none.
       format: name of the number format, one of `FORMATS`.
-      rounding: dtype to which decoded weights are rounded before any other conversion, as it is
-        done by the library that has encoded them; None for none.
+      rounding: dtype to which decoded weights are rounded before any other conversion, as the
+        library rounds them that has encoded them; None for none.
     """
 
     values: Any
@@ -60,11 +60,8 @@ class FrozenWeight:
 
     @classmethod
     def of(cls, values: Float[Array, "*L k n"]) -> "FrozenWeight":
-        """A weight that is stored as it is given.
-
-        Raises:
-          ValueError: the dtype of `values` is not one of `PLAIN_FORMATS`.
-        """
+        """A weight that is stored in the dtype of `values`; ValueError if the dtype is not one of
+        `PLAIN_FORMATS`."""
         name = str(values.dtype)
         if name not in PLAIN_FORMATS:
             raise ValueError(f"weights stored as {name}; known: {', '.join(PLAIN_FORMATS)}")
@@ -72,11 +69,8 @@ class FrozenWeight:
 
     @classmethod
     def encoded(cls, values: Float[Array, "*L k n"], format: str | None) -> "FrozenWeight":
-        """A weight that is stored in a format of `number_formats`; None for the dtype of `values`.
-
-        Raises:
-          ValueError: there is no such format, or it cannot store weights of this shape.
-        """
+        """A weight that is stored in a format of `number_formats`, or for None in the dtype of
+        `values`. ValueError if there is no such format, or if it cannot store this shape."""
         if format is None:
             return cls.of(values)
         if format not in number_formats.FORMATS:
@@ -94,7 +88,7 @@ class FrozenWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the values are the weights themselves."""
+        """Whether the values are the weights, so that nothing is decoded."""
         return self.format in PLAIN_FORMATS
 
     @property
@@ -115,8 +109,8 @@ class FrozenWeight:
         return self.shape[-1]
 
     def stack_index(self, layer: Int[Array, ""] | int) -> Int[Array, ""] | int:
-        """Index of a layer in a stack [L, k, n]. A stack of a single layer holds the layer that is
-        computed, whichever it is."""
+        """Index of a layer in a stack [L, k, n]. A stack of a single layer always holds the layer
+        that is computed, whatever its index in the model."""
         return layer if self.shape[0] > 1 else 0
 
     def at_layer(self, layer: Int[Array, ""] | int) -> "FrozenWeight":
@@ -130,11 +124,7 @@ class FrozenWeight:
 
     def decoded(self, dtype: Any = None) -> Float[Array, "*L k n"]:
         """The weights as floating-point numbers of a dtype; None for the dtype of a plain format,
-        and float32 for others.
-
-        Raises:
-          ValueError: the format is not one of `FORMATS`.
-        """
+        and for float32 in other formats. ValueError if the format is not one of `FORMATS`."""
         weights = self.values
         if not self.is_plain:
             weights = self._format().decode(self.values, self.scales)
@@ -146,14 +136,14 @@ class FrozenWeight:
 
     @property
     def is_divisible(self) -> bool:
-        """Whether each part of the linear's input or output has its own values and scales."""
+        """Whether each part of the linear's input or output has separate values and scales."""
         return not isinstance(self.scales, number_formats.DoubleQuantised)
 
     def divisible(self) -> "FrozenWeight":
-        """The same weights, stored so that they can be divided (see `is_divisible`). In nf4 the
-        scales are then in float32, which takes 9% more memory; twice as much memory if the linear's
-        input is no multiple of 64, with a scale for so few weights that four devices can divide
-        it."""
+        """The same weights, stored so that they can be divided (see `is_divisible`). For nf4 the
+        scales become float32, which takes 9% more memory. If the linear's input is no multiple of
+        64, it takes twice as much memory: there is then a scale for so few weights that four
+        devices can divide the input."""
         if self.is_divisible:
             return self
         absmax = number_formats.decode_absmax(self.scales)
@@ -161,13 +151,14 @@ class FrozenWeight:
         return dataclasses.replace(self, scales=scales)
 
     def map_axes(self, function: Callable[[Any, tuple[str | None, ...]], Any]) -> "FrozenWeight":
-        """A weight with the results of a function of each array and the names of its axes but L:
-        "input" or "output" if it is divided together with the linear's input or output, else
-        None."""
+        """The weight with each array replaced by the result of a function. The function gets the
+        array and the names of its axes except L: "input" or "output" if the axis is divided
+        together with the linear's input or output, else None."""
         if self.is_plain:
             return dataclasses.replace(self, values=function(self.values, ("input", "output")))
-        arrays = (self.values, self.scales)
-        values, scales = jax.tree.map(function, arrays, self._format().axes(*arrays))
+        values, scales = jax.tree.map(
+            function, (self.values, self.scales), self._format().axes(self.values, self.scales)
+        )
         return dataclasses.replace(self, values=values, scales=scales)
 
     def matmul(
@@ -180,9 +171,9 @@ class FrozenWeight:
 
         Args:
           x: activations, in the compute dtype.
-          dtype: of the result and of the sums; None for that of `x`.
-          layer: index of a layer, if this is a stack. For the backward pass, the product then keeps
-            no copy of what is stored of the layer.
+          dtype: dtype of the result and of the sums; None for that of `x`.
+          layer: index of a layer, if this is a stack. No copy of the layer's stored numbers is then
+            kept for the backward pass.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
@@ -201,9 +192,10 @@ class FrozenWeight:
         """`dy W^T`, in plain XLA: the gradient of `matmul` by `x`.
 
         Args:
-          dy: gradients of outputs, in the compute dtype, which is also that of the result.
+          dy: gradients of outputs, in the compute dtype, which is also the dtype of the result.
           layer: index of a layer, if this is a stack.
-          row_scales: of the rows of `dy` in float8, from `shared_row_scales`; None for their own.
+          row_scales: scales of the rows of `dy` in float8, from `shared_row_scales`; None to
+            compute them from `dy`.
 
         Raises:
           ValueError: the format is not one of `FORMATS`.
@@ -233,15 +225,14 @@ def plain_weights(
     """The weights of a layer for kernels that read values in the dtype of the activations.
 
     Args:
-      x: what the weights are multiplied by; to be used in place of the argument, so that weights
-        are not decoded before it is there.
+      x: the activations that the weights multiply. Use the returned `x` instead, so that weights
+        are not decoded before the activations are computed.
       weights: stacks [L, k, n].
-      layer: index of the layer.
       kept: a format that the kernel reads, besides the plain ones.
 
     Returns:
-      `x`, and each weight as it is if its format is plain or `kept`, else a stack of this one layer
-      (see `FrozenWeight.stack_index`) in the dtype of `x`.
+      `x`, and each weight: unchanged if its format is plain or `kept`, else a stack of this one
+      layer (see `FrozenWeight.stack_index`) in the dtype of `x`.
     """
 
     def is_read(weight: FrozenWeight) -> bool:
@@ -257,15 +248,12 @@ def shared_row_scales(
     weights: Sequence[FrozenWeight],
     layer: Int[Array, ""] | int,
 ) -> Float[Array, " N"] | None:
-    """The scales of rows in float8 with which several products `dy W^T` can be added up.
+    """The scales of rows in float8 with which several products `dy W^T` can be added up: for each
+    row the largest scale of all terms; None if the weights are in another format.
 
     Args:
       dys: gradients of the outputs of linears that read the same input.
       weights: stacks [L, k, n] of these linears.
-      layer: index of the layer.
-
-    Returns:
-      For each row the largest scale of all terms; None if the weights are in another format.
     """
     if weights[0].format != FLOAT8:
         return None
@@ -274,15 +262,15 @@ def shared_row_scales(
 
 
 def unknown_format(name: str) -> str | None:
-    """Why no weight can be stored in the format of this name; None if one can."""
+    """Why no weight can be stored in the format of this name; None if weights can be."""
     if name in FORMATS:
         return None
     return f"unknown weight format {name!r}; known: {', '.join(FORMATS)}"
 
 
 def _tied(x: Array, weights: tuple[FrozenWeight, ...]) -> tuple[Array, tuple[FrozenWeight, ...]]:
-    """The arguments, such that nothing is computed of the weights before `x` is known; as they are
-    if all formats are plain."""
+    """The arguments, with a barrier so that weights are decoded only after `x` is computed; without
+    a barrier if all formats are plain."""
     if all(weight.is_plain for weight in weights):
         return x, weights
     return lax.optimization_barrier((x, weights))
@@ -290,10 +278,10 @@ def _tied(x: Array, weights: tuple[FrozenWeight, ...]) -> tuple[Array, tuple[Fro
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _product(dtype, x, weight, layer):
-    """`x W`, of which nothing decoded is kept for the backward pass."""
+    """`x W`; no decoded weights are kept for the backward pass."""
     if weight.format == FLOAT8:
-        own = weight if layer is None else weight.at_layer(layer)
-        return _float8_product(x, own).astype(x.dtype if dtype is None else dtype)
+        of_layer = weight if layer is None else weight.at_layer(layer)
+        return _float8_product(x, of_layer).astype(x.dtype if dtype is None else dtype)
     x, values = _tied_values(x, weight, layer)
     return jnp.matmul(x, values, preferred_element_type=dtype)
 
@@ -330,6 +318,6 @@ def _float8_matmul(x, values, axis: int):
 
 
 def _tied_values(x, weight, layer):
-    """`x`, and the weights of a layer in its dtype, decoded only when `x` is known."""
+    """`x`, and the weights of a layer in the dtype of `x`, decoded only after `x` is computed."""
     x, (weight,) = _tied(x, (weight,))
     return x, (weight if layer is None else weight.at_layer(layer)).decoded(x.dtype)

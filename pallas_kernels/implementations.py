@@ -6,18 +6,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 # By name, in order of preference: the function, and its refusal. A refusal takes the arguments of a
-# call and returns why the function cannot serve it, or None if it can.
+# call and returns the reason why the function cannot serve the call, or None if it can.
 Implementations = Mapping[str, tuple[Callable[..., Any], Callable[..., str | None]]]
 
 
 def choose(
     op: str, implementations: Implementations, wanted: str | None, arguments: tuple, call: str
 ) -> Callable[..., Any]:
-    """The function of the wanted implementation, or of the first that does not refuse the call.
+    """The function of the wanted implementation, or of the first one that does not refuse the call.
 
     Args:
       op: name of the public function, for errors.
-      implementations: those to choose from.
       wanted: name of an implementation; None takes the first that does not refuse, and logs which
         one and why.
       arguments: arguments for the refusals.
@@ -43,8 +42,8 @@ def choose(
 
 
 def _reasons(refusals: dict[str, str | None]) -> str:
-    found = [f"{name} cannot serve it: {reason}" for name, reason in refusals.items() if reason]
-    return "; ".join(found)
+    reasons = [f"{name} cannot serve it: {reason}" for name, reason in refusals.items() if reason]
+    return "; ".join(reasons)
 
 
 @functools.cache  # Logs a choice once, not once for each layer.

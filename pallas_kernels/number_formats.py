@@ -1,17 +1,17 @@
 """Number formats in which frozen weights are stored with scales: float8, int8, nf4 and scaled.
 
-The weight matrix W [k, n] of a linear, or a stack [L, k, n] of those of all layers, is encoded when
-it is loaded, as `values` of 4 or 8 bits and `scales`. Every layer of a stack gets the numbers that
-it would get alone. int8 and nf4 are those of bitsandbytes 0.50.2 on the CPU, bit for bit.
+The weight matrix W [k, n] of a linear, or the stack [L, k, n] of all layers, is encoded when it is
+loaded, as `values` of 4 or 8 bits and `scales`. Every layer of a stack gets the same numbers as it
+would get alone. int8 and nf4 are bit for bit those of bitsandbytes 0.50.2 on the CPU.
 
 - float8: e4m3, one scale for an output channel. Its products can be computed in float8
-  (`quantised_rows` encodes activations), and therefore the values lie with k last.
+  (`quantised_rows` encodes activations), and therefore k is the last axis of the values.
 - int8: one scale for an output channel (LLM.int8(), Dettmers et al. 2022, section 2.1).
 - nf4: 16 quantiles of the normal distribution, one scale for 64 values along k; the scales are
   themselves stored in 8 bits (QLoRA, Dettmers et al. 2023, section 3). If k is no multiple of 64,
-  blocks go on from one row of W^T to the next, and the last one of a layer is padded.
+  blocks extend over several rows of W^T, and the last block of a layer is padded.
 - scaled: integers of 4 or 8 bits or e4m3, one scale for a block of any size. It holds the weights
-  of checkpoints that are quantised already, and nothing is encoded in it.
+  of checkpoints that are already quantised; jaxmux encodes no weights in it.
 """
 
 import functools
@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 FLOAT8_MAX = 448.0
 INT8_MAX = 127.0
 
-# Weights along k that share a scale in nf4, and such scales that share a scale of their own.
+# Number of weights along k that share a scale in nf4, and of such scales that share a scale.
 NF4_BLOCK = 64
 ABSMAX_BLOCK = 256
 
@@ -41,8 +41,8 @@ NF4_TABLE = np.float32(
     """.split()
 )
 
-# The positive numbers of the "dynamic map" of bitsandbytes but 1: for every power of ten from 1e-6
-# to 1, 2^i equally spaced ones below it, as torch rounds them.
+# The positive numbers of the "dynamic map" of bitsandbytes except 1: for every power of ten from
+# 1e-6 to 1, 2^i equally spaced numbers below it, as torch rounds them.
 _DYNAMIC_MAGNITUDES = np.float32(
     """
     5.5000004e-07 3.2500002e-06 7.75e-06 2.1249998e-05 4.375e-05 6.625e-05 8.875e-05 0.00015625001
@@ -63,13 +63,13 @@ _DYNAMIC_MAGNITUDES = np.float32(
     0.9507812 0.96484375 0.9789063 0.99296874
     """.split()
 )
-# The number that an 8-bit code of an nf4 scale stands for, in a block whose largest is 1.
+# The number that an 8-bit code of an nf4 scale stands for, in a block whose largest number is 1.
 DYNAMIC_MAP = np.float32([*-_DYNAMIC_MAGNITUDES[::-1], 0.0, *_DYNAMIC_MAGNITUDES, 1.0])
 
-# bitsandbytes looks up the 8-bit code of a number in [-1, 1] in a table with so many entries.
+# bitsandbytes looks up the 8-bit code of a number in [-1, 1] in a table of this many entries.
 _DYNAMIC_BINS = 65536
 
-# Factors of the least scale of a channel in float8, of which `encode_float8` takes the best.
+# Factors by which `encode_float8` multiplies the least scale of a channel, to find the best scale.
 _FACTORS = np.float32(2) ** (np.arange(16, dtype=np.float32) / 16)
 
 _SMALLEST_NORMAL = np.finfo(np.float32).tiny
@@ -79,8 +79,8 @@ class DoubleQuantised(NamedTuple):
     """The scales of nf4, in 8 bits: `DYNAMIC_MAP[absmax] * nested + offset`.
 
     Attributes:
-      absmax: codes of the largest magnitudes of all blocks of 64 weights, less their mean. Where
-        blocks go on from one row to the next, there is one row of codes: [*L, 1, blocks].
+      absmax: codes of the largest magnitudes of all blocks of 64 weights, less their mean. If
+        blocks extend over several rows, there is one row of codes: [*L, 1, blocks].
       nested: the scale of 256 consecutive codes; those of a layer are counted row by row.
       offset: mean of the largest magnitudes of all blocks of a layer.
     """
@@ -91,11 +91,12 @@ class DoubleQuantised(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The scales of blocks: a weight is `(code - zero) * scale`, with those of its block.
+    """The scales of blocks: a weight is `(code - zero) * scale`, with the scale and zero of its
+    block.
 
     Attributes:
-      scale: of the blocks, in any floating-point dtype. n and k are multiples of the numbers of
-        blocks.
+      scale: scales of the blocks, in any floating-point dtype. The numbers of blocks divide n and
+        k.
       zero: the code that stands for 0; None if it is 0.
     """
 
@@ -107,13 +108,15 @@ class NumberFormat(NamedTuple):
     """How the weights W [k, n] of a linear, or of a stack [L, k, n], are stored.
 
     Attributes:
-      encode: weights [*L, k, n] of any floating-point dtype to (values, scales); None if weights
-        are only read in this format.
-      decode: (values, scales) to float32 weights [*L, k, n], exactly those that are stored.
-      shape: `values` to the shape of the weights, (*L, k, n).
-      axes: (values, scales) to a tree like it, which names the axes of each array but L: "input" or
-        "output" if the array is divided together with the linear's input or output, else None.
-      least_multiple: k has to be a multiple of it.
+      encode: function from weights [*L, k, n] of any floating-point dtype to (values, scales); None
+        if weights are only read in this format.
+      decode: function from (values, scales) to float32 weights [*L, k, n], exactly those that are
+        stored.
+      shape: function from `values` to the shape of the weights, (*L, k, n).
+      axes: function from (values, scales) to a similar tree with the names of each array's axes
+        except L: "input" or "output" if the axis is divided together with the linear's input or
+        output, else None.
+      least_multiple: k has to be a multiple of this.
     """
 
     encode: Callable[[Float[Array, "*L k n"]], tuple[Array, Any]] | None
@@ -129,15 +132,15 @@ def row_scales(x: Float[Array, "*N k"]) -> Float32[Array, "*N"]:
 
 
 def scales_of_largest(largest: Float32[Array, "*N"]) -> Float32[Array, "*N"]:
-    """The scales in float8 of rows with these largest magnitudes: see `row_scales`."""
+    """The scales in float8 of rows with these largest magnitudes, see `row_scales`."""
     return jnp.maximum(largest * _reciprocal(FLOAT8_MAX), 1e-30)
 
 
 def quantised_rows(
     x: Float[Array, "*N k"], scales: Float32[Array, "*N"]
 ) -> Float8e4m3fn[Array, "*N k"]:
-    """`x / scales` in float8. A row that holds a NaN or an infinity, and has the scale that
-    `row_scales` gives it, becomes NaN, and no other row is changed by it."""
+    """`x / scales` in float8. A row that holds a NaN or an infinity, and has its scale from
+    `row_scales`, becomes NaN; no other row is changed."""
     return _as_float8(x.astype(jnp.float32) / scales[..., None])
 
 
@@ -146,11 +149,11 @@ def encode_float8(
 ) -> tuple[Float8e4m3fn[Array, "*L n k"], Float32[Array, "*L n"]]:
     """Encodes weights in e4m3 with one scale for an output channel.
 
-    Doubling a scale changes only what is too small for e4m3, but in between, the numbers of a
-    channel fall closer to or farther from those of e4m3. Of 16 scales from the least one to twice
-    it, the one with the smallest sum of squared errors is taken. In a channel of 64 weights that
-    are normally distributed this sum is 23% smaller than with the least scale, and in one of 4096
-    weights 5%.
+    Doubling a scale changes only the numbers that are too small for e4m3. With scales in between,
+    the numbers of a channel fall closer to or farther from numbers of e4m3. Of 16 scales from the
+    least one to twice that, the one with the smallest sum of squared errors is used. For normally
+    distributed weights, this sum is 23% smaller than with the least scale in a channel of 64
+    weights, and 5% smaller in a channel of 4096.
 
     Returns:
       values: `W^T / scales`.
@@ -164,10 +167,10 @@ def encode_float8(
 
 
 def _best_factors(channels: Float32[Array, "*L n k"]) -> Float32[Array, "*L n"]:
-    """By channel, with numbers up to 448, the factor of its scale with the smallest error.
+    """For each channel, with numbers up to 448, the factor of its scale with the smallest error.
 
     Errors are added as integers, so that the sum, and with it the choice, does not depend on the
-    order of the terms. An error of e4m3 is at most 16, so it does not exceed 2^30.
+    order of the terms. An error of e4m3 is at most 16, so the sum does not exceed 2^30.
     """
     resolution = 2**22 / channels.shape[-1]
 
@@ -180,8 +183,8 @@ def _best_factors(channels: Float32[Array, "*L n k"]) -> Float32[Array, "*L n"]:
     def better(i, best):
         factors, least = best
         factor = jnp.asarray(_FACTORS)[i]
-        found = error(factor)
-        return jnp.where(found < least, factor, factors), jnp.minimum(found, least)
+        total = error(factor)
+        return jnp.where(total < least, factor, factors), jnp.minimum(total, least)
 
     ones = jnp.ones(channels.shape[:-1])
     return lax.fori_loop(1, len(_FACTORS), better, (ones, error(1.0)))[0]
@@ -205,7 +208,7 @@ def encode_int8(
     """
     weights = weights.astype(jnp.float32)
     absmax = jnp.max(jnp.abs(weights), axis=-2)
-    # bitsandbytes multiplies by the reciprocal, rounded, and its codes depend on that.
+    # bitsandbytes multiplies by the rounded reciprocal, and its codes depend on that.
     factor = (1.0 / absmax) * INT8_MAX
     factor = jnp.where(jnp.isfinite(factor), factor, 0.0)
     return jnp.rint(weights * factor[..., None, :]).astype(jnp.int8), absmax
@@ -224,7 +227,7 @@ def encode_nf4(
     """Encodes weights in nf4, blocks of 64 along k, with doubly quantised scales.
 
     Returns:
-      values: two codes in a byte, the first of them in its upper half; [*L, n, k / 2].
+      values: [*L, n, k / 2], two codes in a byte, the first one in the upper half.
       scales: see `encode_absmax`.
 
     Raises:
@@ -237,13 +240,8 @@ def encode_nf4(
 def decode_nf4(
     values: UInt8[Array, "*L n bytes"], scales: DoubleQuantised | Float32[Array, "*L rows blocks"]
 ) -> Float32[Array, "*L k n"]:
-    """The weights that `encode_nf4` stored.
-
-    Args:
-      values: see `encode_nf4`.
-      scales: doubly quantised, or plain float32 as `encode_blocks` or `absmax_of_rows` returns
-        them.
-    """
+    """The weights that `encode_nf4` stored. `scales` are doubly quantised, or plain float32 from
+    `encode_blocks` or `absmax_of_rows`."""
     absmax = decode_absmax(scales) if isinstance(scales, DoubleQuantised) else scales
     absmax = absmax_of_rows(absmax, values.shape)
     codes = unpacked(values)
@@ -260,8 +258,8 @@ def encode_blocks(
 
     Returns:
       values: see `encode_nf4`.
-      absmax: the largest magnitude of every block, [*L, n, k / 64]; [*L, 1, n k / 64], rounded up,
-        if k is no multiple of 64.
+      absmax: the largest magnitude of every block, [*L, n, k / 64]. If k is no multiple of 64:
+        [*L, 1, n k / 64], rounded up.
 
     Raises:
       ValueError: k is odd.
@@ -285,15 +283,16 @@ def encode_blocks(
 def absmax_of_rows(
     absmax: Float32[Array, "*L rows blocks"], shape: tuple[int, ...], finer: int = 1
 ) -> Float32[Array, "*L n parts"]:
-    """The scales of nf4, so many for each row of W^T that none of them is of two rows.
+    """The scales of nf4, repeated so that each scale belongs to weights of only one row of W^T.
 
     Args:
       absmax: from `encode_blocks`. If k is a multiple of 64, it is returned.
       shape: the shape of the values, [*L, n, k / 2].
-      finer: how many scales there are in place of one, so that rows can be divided.
+      finer: how often each scale is repeated, so that rows can be divided.
 
     Returns:
-      Otherwise the scale of every g = gcd(k, 64) / `finer` consecutive weights of a row, but of no
+      If k is no multiple of 64, the scale of every g = gcd(k, 64) / `finer` consecutive weights of
+      a row, but of at least the 2 weights of a byte: [*L, n, k / g].
       fewer than the 2 of a byte: [*L, n, k / g].
     """
     *stack, n, packed_k = shape
@@ -306,12 +305,8 @@ def absmax_of_rows(
 
 
 def absmax_of_blocks(absmax: Float32[Array, "n parts"], k: int) -> Float32[Array, " blocks"]:
-    """The scales of the blocks of a layer, from those of `absmax_of_rows`.
-
-    Args:
-      absmax: the scales of rows of k weights.
-      k: the input width of the linear.
-    """
+    """The inverse of `absmax_of_rows` for one layer: the scales of blocks, from those of rows of k
+    weights."""
     return absmax.reshape(-1)[:: NF4_BLOCK * absmax.shape[-1] // k]
 
 
@@ -322,8 +317,8 @@ def encode_absmax(
 
     Args:
       absmax: the largest magnitudes of blocks of weights.
-      offset: what is subtracted from `absmax`; None for their mean. bitsandbytes takes the mean,
-        whose last bit depends on the order of the sum.
+      offset: the number that is subtracted from `absmax`; None for the mean. bitsandbytes subtracts
+        the mean, whose last bit depends on the order of the sum.
     """
     *stack, _, _ = absmax.shape
     flat = absmax.reshape(*stack, -1)
@@ -332,7 +327,7 @@ def encode_absmax(
     groups = _in_groups(flat - offset[..., None])
     nested = jnp.max(jnp.abs(groups), axis=-1)
     scaled = groups * (1.0 / jnp.maximum(nested, _SMALLEST_NORMAL))[..., None]
-    # bitsandbytes divides [-1, 1] into bins, and all numbers of a bin get the code of its middle.
+    # bitsandbytes divides [-1, 1] into bins, and all numbers of a bin get the code of its center.
     middle = (jnp.clip(scaled, -1.0, 1.0) + 1.0) * 0.5 * (_DYNAMIC_BINS - 1) + 0.5
     codes = jnp.asarray(_codes_of_bins()).at[middle.astype(jnp.int32)].get(mode="clip")
     codes = jnp.where(nested[..., None] == 0, 0, codes).reshape(*stack, -1)
@@ -346,19 +341,15 @@ def decode_absmax(scales: DoubleQuantised) -> Float32[Array, "*L rows blocks"]:
     per_code = jnp.repeat(nested, ABSMAX_BLOCK, axis=-1)[..., : n * blocks]
     numbers = jnp.asarray(DYNAMIC_MAP).at[codes].get(mode="promise_in_bounds")
     product = numbers * per_code.reshape(codes.shape)
-    # The maximum changes nothing, but compilers may not join a product and a sum around it to one
-    # operation, which rounds once where bitsandbytes rounds twice.
+    # The maximum changes no number. It prevents that compilers fuse the product and the sum into
+    # one operation, which rounds once where bitsandbytes rounds twice.
     return jnp.maximum(product, np.finfo(np.float32).min) + offset[..., None, None]
 
 
 def decode_scaled(values: Array, scales: Scaled) -> Float32[Array, "*L k n"]:
-    """The weights that are stored in blocks.
-
-    Args:
-      values: codes [*L, n, k] in int8 or e4m3; or in uint8 [*L, n, k / 2] two codes in a byte, the
-        first of them in its upper half and 8 larger than it is.
-      scales: those of the blocks.
-    """
+    """The weights that are stored in blocks, with the scales of the blocks. The codes are
+    [*L, n, k] in int8 or e4m3; or uint8 [*L, n, k / 2] with two codes in a byte, the first one in
+    the upper half, and 8 added to each code."""
     if values.dtype == jnp.uint8:
         codes = unpacked(values).astype(jnp.float32) - 8
     else:
@@ -377,13 +368,13 @@ def decode_scaled(values: Array, scales: Scaled) -> Float32[Array, "*L k n"]:
 
 
 def packed(codes: UInt8[Array, "*N codes"]) -> UInt8[Array, "*N bytes"]:
-    """Bytes of two codes of 4 bits each, the first of them in the upper half."""
+    """Bytes of two codes of 4 bits each, the first one in the upper half."""
     pairs = codes.reshape(*codes.shape[:-1], -1, 2)
     return (pairs[..., 0] << 4) | pairs[..., 1]
 
 
 def unpacked(values: UInt8[Array, "*N bytes"]) -> UInt8[Array, "*N codes"]:
-    """The codes of 4 bits that `packed` has put into bytes."""
+    """The codes of 4 bits in the bytes from `packed`."""
     halves = (values[..., None] >> jnp.array([4, 0], jnp.uint8)) & 15
     return halves.reshape(*values.shape[:-1], -1)
 
@@ -393,18 +384,18 @@ def _channels(weights: Float[Array, "*L k n"]) -> Float32[Array, "*L n k"]:
 
 
 def _reciprocal(number: float) -> np.float32:
-    """1 / number in float32. XLA turns division by a constant into a product with it, and code that
-    asks for the product has the same bits wherever it runs."""
+    """1 / number in float32. XLA turns division by a constant into a product with the reciprocal;
+    an explicit product has the same bits wherever it runs."""
     return np.float32(1) / np.float32(number)
 
 
 def _as_float8(scaled: Float32[Array, "*N"]) -> Float8e4m3fn[Array, "*N"]:
-    # A scale rounded down leaves numbers beyond the largest, of which a cast alone makes NaN.
+    # A scale that was rounded down leaves numbers beyond the largest; a mere cast makes them NaN.
     return jnp.clip(scaled, -FLOAT8_MAX, FLOAT8_MAX).astype(jnp.float8_e4m3fn)
 
 
 def _nearest(numbers: Float32[Array, "*N"], table: np.ndarray) -> UInt8[Array, "*N"]:
-    """Index of the entry of a small ascending table that is nearest; the lower one of two."""
+    """Index of the nearest entry of a small ascending table; of two equally near, the lower one."""
     midpoints = (table[1:] + table[:-1]) / 2
     return sum((numbers > midpoint).astype(jnp.uint8) for midpoint in midpoints)
 
@@ -418,20 +409,20 @@ def _codes_of_bins() -> np.ndarray:
 
 
 def _in_groups(flat: Float32[Array, "*L blocks"]) -> Float32[Array, "*L groups 256"]:
-    """Groups of 256 numbers, the last one filled up with zeros."""
+    """Groups of 256 numbers; the last group is filled up with zeros."""
     padding = [(0, 0)] * (flat.ndim - 1) + [(0, -flat.shape[-1] % ABSMAX_BLOCK)]
     return jnp.pad(flat, padding).reshape(*flat.shape[:-1], -1, ABSMAX_BLOCK)
 
 
 def _mean(numbers: Float32[Array, "*L N"]) -> Float32[Array, "*L"]:
-    """Mean along the last axis. Adding halves is accurate and gives the same bits everywhere."""
+    """The mean along the last axis. Adding halves is accurate, with the same bits everywhere."""
     count = numbers.shape[-1]
     while (length := numbers.shape[-1]) > 1:
         half = (length + 1) // 2
         second = jnp.pad(numbers[..., half:], [(0, 0)] * (numbers.ndim - 1) + [(0, length % 2)])
         numbers = numbers[..., :half] + second
     total = numbers[..., 0]
-    # XLA would turn division by a constant into a product with its reciprocal, which rounds twice.
+    # XLA would turn division by a constant into a product with the reciprocal, which rounds twice.
     return total / (count + 0.0 * total)
 
 
@@ -454,15 +445,15 @@ _TRANSPOSED = ("output", "input")
 
 def _axes_of_nf4(values: Any, scales: Any) -> tuple[Any, Any]:
     if isinstance(scales, DoubleQuantised):
-        # The groups of 256 scales lie across rows, so that no part of a weight has its own.
+        # A group of 256 scales can belong to several rows, so a weight's parts share groups.
         return (None, None), DoubleQuantised((None, None), (None,), ())
     return _TRANSPOSED, _TRANSPOSED
 
 
 def _axes_of_blocks(values: Any, scales: Scaled) -> tuple[Any, Any]:
     sizes = scales.scale.shape[-2:]
-    own = tuple(axis if size > 1 else None for axis, size in zip(_TRANSPOSED, sizes, strict=True))
-    return _TRANSPOSED, Scaled(own, None if scales.zero is None else own)
+    axes = tuple(axis if size > 1 else None for axis, size in zip(_TRANSPOSED, sizes, strict=True))
+    return _TRANSPOSED, Scaled(axes, None if scales.zero is None else axes)
 
 
 FORMATS: dict[str, NumberFormat] = {

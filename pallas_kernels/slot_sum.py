@@ -12,22 +12,15 @@ def add_to_slots(
     per_chunk: Float[Array, " chunks *value"],
     chunk_slot: Int[Array, " chunks"],
 ) -> Float[Array, " T *value"]:
-    """Adds each chunk's value to its owner's accumulator; empty chunks (slot -1) are left out.
+    """Adds each chunk's value to its owner's accumulator. Chunks without an owner (slot -1) are
+    left out.
 
     Values are selected and never multiplied by a mask, so a NaN in one task's chunk reaches no
-    other slot. The order of the sum is fixed. On CPU it is a strict left fold over the chunks that
-    starts from the accumulator, so a task's sum has the same bits however its chunks are spread
-    over microbatches and whichever tasks own the chunks between them. On a GPU this holds for
-    single numbers, such as losses. Arrays are first summed within the microbatch there, in an order
-    that depends on where the chunks lie.
-
-    Args:
-      accumulators: one value for each slot.
-      per_chunk: one value for each chunk.
-      chunk_slot: int32, owner slot of each chunk.
-
-    Returns:
-      The new accumulators.
+    other slot. The order of the sum is fixed. On CPU the chunks are added to the accumulator one
+    after another, so a task's sum has the same bits however its chunks are divided among
+    microbatches, and whichever tasks own the chunks between them. On a GPU this holds for single
+    numbers, such as losses. Arrays are first summed within the microbatch on a GPU, in an order
+    that depends on the positions of the chunks.
     """
     elsewhere = _unrolled_left_fold if per_chunk.ndim == 1 else _select_and_reduce
     return jax.lax.platform_dependent(

@@ -1,4 +1,4 @@
-"""Gives every chunk the values of the slot that owns it, and collects their gradients."""
+"""Gathers for every chunk the values of the slot that owns it, and sums up their gradients."""
 
 from typing import Any
 
@@ -15,19 +15,18 @@ def values_of_chunks(
     chunk_slot: Int[Array, " chunks"],
     layer: Int[Array, ""] | int,
 ) -> tuple[Any, Any | None]:
-    """The values that each chunk's owner has in one layer (MuxTune 3.2: Dispatch).
+    """The values of each chunk's owner in one layer (MuxTune 3.2: Dispatch).
 
-    What is computed from them is differentiable by JAX as usual. Their gradients are added to
+    JAX differentiates computations with these values as usual. Their gradients are added to
     accumulators, in the unusual sense of `grouped_lora_linear`: the accumulators are returned
-    unchanged, and if they are given as their own cotangents, their gradient is the sum with this
-    call's gradients added, in the order of the chunks. `values` themselves get no gradient.
+    unchanged, and if they are also passed as their own cotangents, their gradient is the sum with
+    this call's gradients added, in the order of the chunks. `values` themselves get no gradient.
 
     Args:
       values: tree of arrays [L, T, ...], for L layers and T slots.
       accumulators: tree like `values`, float32, with None in place of arrays that are not trained;
-        None where no gradients are wanted.
+        None if no gradients are wanted.
       chunk_slot: int32, owner slot of each chunk; -1 for an empty chunk.
-      layer: index of the layer.
 
     Returns:
       A tree like `values` of arrays [chunks, ...], zero for empty chunks; and the accumulators.
@@ -71,7 +70,7 @@ def rows_of_tokens(
 ) -> tuple[Any, Any | None]:
     """`values_of_chunks` for tables with a row for every token: only the rows of the tokens are
     read. A chunk's gradients are first summed for each different token, and then added to the
-    accumulators, one chunk after another, so sums have one order on a GPU too.
+    accumulators, one chunk after another, so the order of sums is fixed on a GPU too.
 
     Args:
       tables: tree of arrays [1, T, vocab, r] for T slots.
@@ -114,16 +113,16 @@ def _rows_backward(residuals, cotangents):
             precision="highest",
             preferred_element_type=jnp.float32,
         )
-        # Rows behind the last one are dropped; all differ.
+        # Indices beyond the table are dropped. They differ, because indices must be unique.
         beyond = accumulator.shape[2] + jnp.arange(tokens.shape[1])
-        places = jnp.where(counts, tokens, beyond)
+        indices = jnp.where(counts, tokens, beyond)
 
         def add_chunk(sums, chunk):
-            slot, place, total = chunk
-            added = sums.at[0, slot, place].add(total, mode="drop", unique_indices=True)
+            slot, index, total = chunk
+            added = sums.at[0, slot, index].add(total, mode="drop", unique_indices=True)
             return added, None
 
-        return jax.lax.scan(add_chunk, accumulator, (chunk_slot, places, totals))[0]
+        return jax.lax.scan(add_chunk, accumulator, (chunk_slot, indices, totals))[0]
 
     accumulators = jax.tree.map(add, accumulators, rows, is_leaf=lambda leaf: leaf is None)
     return None, accumulators, None, None

@@ -9,7 +9,7 @@ from ..frozen_weight import FrozenWeight
 from ..implementations import Implementations, choose
 from . import base, mosaic_gpu, triton
 
-# A tree without arrays: it is part of the program and not of its data.
+# A tree without arrays, so that it is static in a program.
 IN_ORDER: tuple[()] = ()
 
 
@@ -24,7 +24,7 @@ class Routing(NamedTuple):
       scale: float32 [T], factor of each slot's low-rank product (alpha / r; rsLoRA: alpha /
         sqrt(r)), without the factor 1 / (1 - rate) of dropout.
       order: `IN_ORDER` promises that chunk i belongs to slot i, for all slots. Nothing has to be
-        gathered then, which counts where chunks have few tokens.
+        gathered then, which saves time if chunks have few tokens.
     """
 
     chunk_slot: Int[Array, " chunks"]
@@ -33,11 +33,11 @@ class Routing(NamedTuple):
 
 
 class Factors(NamedTuple):
-    """The two LoRA factors of one linear: for all L layers and T slots (places of tasks in the
+    """The two LoRA factors of one linear, for all L layers and T slots (indices of tasks in the
     stacked adapters), or without the axis T for a single task.
 
     Gradient accumulators and optimizer moments have the same form. A description of arrays has a
-    `LeafSpec` in place of each array.
+    `LeafSpec` for each array.
 
     Attributes:
       a: [L, T, k, r] or [L, k, r], for input width k and rank r.
@@ -49,14 +49,13 @@ class Factors(NamedTuple):
 
 
 class Projection(NamedTuple):
-    """One frozen linear of all L layers, and the LoRA factors of all T slots (places of tasks in
-    the stacked adapters) for it.
+    """One frozen linear of all L layers, and its LoRA factors of all T slots (indices of tasks in
+    the stacked adapters).
 
     Attributes:
       weight: [L, k, n], for input width k and output width n. It never gets a gradient.
-      factors: a [L, T, k, r] and b [L, T, r, n]. They are cast to the dtype of the activations
-        where they are used. In slots of a lower rank, the unused columns of `a` and rows of `b` are
-        zero.
+      factors: a [L, T, k, r] and b [L, T, r, n]. They are cast to the dtype of the activations when
+        they are used. In slots of a lower rank, the unused columns of `a` and rows of `b` are zero.
     """
 
     weight: FrozenWeight
@@ -82,8 +81,8 @@ def grouped_lora_linear(
     implementation: str | None = None,
     residual: Float[Array, "N n"] | None = None,
 ) -> tuple[tuple[Float[Array, "N _"], ...], tuple[Factors, ...] | None]:
-    """Applies linears that read the same input, and adds to each chunk of tokens the LoRA of its
-    task.
+    """Applies linears that read the same input, and adds to each chunk of tokens the low-rank
+    product of its task.
 
     For a token of slot t: `y = x W + scale[t] · dropout(x) A[t] B[t]`. The N tokens are divided
     into *chunks* of equal length that belong to one task each; a *slot* is a task's index in the
@@ -92,17 +91,17 @@ def grouped_lora_linear(
     **Gradients.** The function is differentiable with respect to `x` and `residual` and, in an
     unusual sense, with respect to `accumulators`, which are gradients of the factors summed over
     earlier microbatches. The forward pass returns the accumulators unchanged. The backward pass
-    takes the cotangent that arrives for them, adds the gradients of the factors in this call, and
-    returns the sum as their gradient. To use it, pass the accumulators through all calls of a
-    model, and give them to `jax.vjp`'s function as their own cotangents: the next accumulators come
-    out, in float32 and without a second tree of gradients. Weights and factors get zero cotangents.
+    takes the cotangent of the accumulators, adds the gradients of the factors in this call, and
+    returns the sum as their gradient. To use this, pass the accumulators through all calls of a
+    model, and pass them to `jax.vjp`'s function as their own cotangents: the results are the next
+    accumulators, in float32 and without a second tree of gradients. Weights and factors get zero
+    cotangents.
 
     Args:
       x: [N, k], the activations. N is a multiple of the number of chunks.
       projections: the linears that read `x` (q/k/v together, gate/up together).
       accumulators: float32, for each projection an array for each of its factors, of the same
-        shape; None where no gradient of the factors is wanted.
-      routing: the slot of every chunk and the scale of every slot.
+        shape; None if no gradient of the factors is wanted.
       dropout: rates and keys of the slots, and the sample and position of every token, from which
         the masks are computed. None if no task uses dropout. Only the input of the low-rank product
         is dropped, never that of the frozen linear.
@@ -117,7 +116,7 @@ def grouped_lora_linear(
 
     Returns:
       A pair: one array [N, n] for each projection, in the dtype of `x` and zero on empty chunks;
-      and the accumulators as they were given.
+      and the accumulators, unchanged.
 
     Raises:
       ValueError: there is no such implementation, it cannot serve these arguments, or there is a
@@ -135,7 +134,7 @@ def grouped_lora_linear(
     )
     if dropout is not None:
         # Inverted dropout multiplies the features that it keeps by 1 / (1 - rate). All products
-        # with a dropped activation are also multiplied by the task's scale, so the factor is moved
-        # there and implementations only select features.
+        # with a dropped activation are also multiplied by the task's scale, so the scale includes
+        # this factor and implementations only select features.
         routing = routing._replace(scale=routing.scale / (1 - dropout.rate))
     return function(modules, x, projections, accumulators, routing, dropout, layer, residual)

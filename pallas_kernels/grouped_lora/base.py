@@ -17,15 +17,14 @@ from ..counter_dropout import Dropout, keep_mask, token_counters
 from ..frozen_weight import shared_row_scales, unknown_format
 from ..slot_sum import add_to_slots
 
-# Checkpoint names, by which a rematerialisation policy can keep the rank-r intermediates and the
-# two halves of a gated MLP.
+# Checkpoint names by which a remat policy can keep the rank-r intermediates and the two halves of a
+# gated MLP.
 LOW_RANK = "low_rank"
 GATE = "gate"
 UP = "up"
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
     del x, routing, dropout
     return next(filter(None, (unknown_format(p.weight.format) for p in projections)), None)
 
@@ -46,8 +45,8 @@ def with_residual(forward: Callable, backward: Callable) -> Callable:
     """The function of an implementation, see `api.grouped_lora_linear`, from its two passes.
 
     Args:
-      forward: takes the arguments of the function but for the residual; returns the outputs and the
-        accumulators, and what the backward pass needs.
+      forward: takes the arguments of the function except the residual. It returns the outputs and
+        the accumulators, and the residuals for the backward pass.
       backward: the gradient of `forward`, see `jax.custom_vjp`.
 
     Returns:
@@ -129,7 +128,7 @@ grouped_lora_linear_xla = with_residual(_forward, _backward)
 
 
 def _gather(per_slot: Float[Array, " T *value"], routing) -> Float[Array, " chunks *value"]:
-    """The value of each chunk's owner; zeros for empty chunks, so that no live slot's values reach
+    """The value of each chunk's owner; zeros for empty chunks, so that values of a slot never reach
     padding."""
     if routing.order is not None:
         return per_slot
@@ -146,7 +145,6 @@ def _factors(
 
 
 def clear_empty(x: Float[Array, "N n"], routing) -> Float[Array, "N n"]:
-    """`x` with zeros on empty chunks."""
     if routing.order is not None:
         return x
     owned = (routing.chunk_slot >= 0)[:, None, None]
@@ -158,7 +156,7 @@ def _chunked(x: Float[Array, "N k"], routing) -> Float[Array, "chunks C k"]:
 
 
 def _token_slots(routing, tokens: int) -> Int[Array, " {tokens}"]:
-    """The owner of every token; slot 0 for those of empty chunks."""
+    """The owner of every token; slot 0 for tokens of empty chunks."""
     return jnp.repeat(jnp.maximum(routing.chunk_slot, 0), tokens // len(routing.chunk_slot))
 
 
@@ -170,8 +168,8 @@ def _matmul(spec: str, left: Float[Array, "..."], right: Float[Array, "..."]):
 def _drop(
     x: Float[Array, "N k"], routing, dropout: Dropout | None, layer, module: int
 ) -> Float[Array, "N k"]:
-    """`x` with the dropped features set to zero, and the others not scaled. The function is linear
-    in `x` and equal to its own transpose."""
+    """`x` with dropped features set to zero; the other features are not scaled. The function is
+    linear in `x` and equal to its transpose."""
     if dropout is None:
         return x
     rate = dropout.rate[_token_slots(routing, len(x))]

@@ -12,15 +12,15 @@ from ..number_formats import quantised_rows, row_scales
 from .float8_rows_sm90 import COLUMNS_OF_THREAD, Tiling, encode_rows
 from .tilings import is_hopper, multiprocessors
 
-# Warpgroups that run on a multiprocessor at the same time, of one thread block or of several.
+# Number of warpgroups, of one or several thread blocks, that share a multiprocessor.
 _WARPGROUPS = 4
-# Bytes of a multiprocessor's shared memory, and those of a thread block that hold no row: what the
-# hardware reserves, barriers, largest magnitudes, and Pallas's place for reductions.
+# Bytes of a multiprocessor's shared memory, and of a thread block's share that holds no row: bytes
+# that the hardware reserves, barriers, largest magnitudes, and memory of Pallas for reductions.
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 5 * 1024
-# Enough rows in flight to hide the latency of memory.
+# Number of rows in flight that hides the latency of memory.
 _MAX_STAGES = 8
-# Columns that the threads of a warpgroup load at least, in pairs.
+# Fewest columns that the threads of a warpgroup load, in pairs.
 _LEAST_COLUMNS = 256
 
 
@@ -60,7 +60,7 @@ def float8_rows(
 
 
 def float8_rows_xla(xs, folds):
-    """`float8_rows` in plain XLA: it runs on every device and is the reference for the other."""
+    """`float8_rows` in plain XLA, for every device. This is the reference for the kernel."""
     if folds is not None:
         xs = tuple(x.astype(jnp.float32) * fold for x, fold in zip(xs, folds, strict=True))
     scales = reduce(jnp.maximum, map(row_scales, xs))
@@ -95,7 +95,8 @@ _IMPLEMENTATIONS: Implementations = {
 
 def rows_tiling(widths: tuple[int, ...]) -> Tiling:
     """The tiling for arrays of these widths. As few warpgroups share a row as can keep its folds in
-    registers, and as many thread blocks share a multiprocessor as its warpgroups allow."""
+    registers, and as many thread blocks share a multiprocessor as have room for their warpgroups.
+    """
     warpgroups = 1
     while warpgroups < _WARPGROUPS and sum(widths) > warpgroups * 128 * COLUMNS_OF_THREAD:
         if any(width % (2 * warpgroups * _LEAST_COLUMNS) for width in widths):
@@ -111,7 +112,7 @@ def _widths(xs) -> tuple[int, ...]:
 
 
 def _stages(widths: tuple[int, ...], share: int) -> int:
-    """Number of rows for which a thread block has room beside the codes of one, if `share` blocks
-    share a multiprocessor."""
+    """Number of rows for which a thread block has room, besides the codes of one row, if `share`
+    blocks share a multiprocessor."""
     room = _SHARED_MEMORY // share - _RESERVED - sum(widths)
     return max(0, room // (2 * sum(widths)))

@@ -1,7 +1,7 @@
 """A gated MLP with the LoRA of every task, on Hopper GPUs: `down(silu(gate(x)) * up(x))`.
 
-It runs the same kernels as `mosaic_gpu` does for each linear, except that the activation and its
-gradient are computed in one kernel with the low-rank products that read them. Each of the wide
+This uses the kernels of `mosaic_gpu` for each linear, except that one kernel computes the
+activation, or its gradient, together with the low-rank products that read it. Each of the wide
 arrays between the linears is thus read once in each direction.
 """
 
@@ -60,7 +60,7 @@ def grouped_lora_gated_mlp(
       residual: added to the output; None adds nothing.
 
     Returns:
-      The output [N, d], zero on empty chunks, and the accumulators as they were given.
+      The output [N, d], zero on empty chunks, and the accumulators, unchanged.
     """
     return _forward(x, projections, accumulators, routing, layer, residual)[0]
 

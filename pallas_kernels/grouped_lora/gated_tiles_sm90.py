@@ -1,4 +1,4 @@
-"""Shared by the two kernels of the gated activation."""
+"""Functions that the two kernels of the gated activation share."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,14 +6,14 @@ from jaxtyping import Array, Float
 
 from .. import plgpu
 
-# Rows or columns of one computing warpgroup's part of a tile; two of them share a tile.
+# Rows or columns of the part of a tile that one warpgroup computes; two warpgroups share a tile.
 PART = 64
 GATED_RANKS = (16, 32, 48, 64)
 
 
 def sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """The logistic function. Where the exponential overflows, it is 0."""
-    # The reciprocal square root is one instruction, a division is many.
+    """The logistic function. If the exponential overflows, it is 0."""
+    # A reciprocal square root is one instruction, and a division is many.
     root = lax.rsqrt(1 + jnp.exp(-x))
     return root * root
 
@@ -24,7 +24,7 @@ def load_float32(smem) -> Float[Array, "rows columns"]:
 
 
 def release(consumed):
-    """Returns a stage to the loading warpgroup, once the products and stores that read it are
+    """Returns a stage to the loading warpgroup, after the products and stores that read it are
     complete."""
     plgpu.wgmma_wait(0)
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)

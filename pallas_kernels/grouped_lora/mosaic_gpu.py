@@ -2,9 +2,9 @@
 at the rank-r intermediates (LoRAFusion 5.1).
 
 Forward: one read of x gives the intermediates s of all its projections; then the matrix product of
-each projection adds its low-rank part in the accumulator. Backward: one read of each dy gives its
-ds; one matrix product over all projections gives dx; one launch that reads each dy and x gives dB
-and dA.
+each projection adds its low-rank product in the accumulator. Backward: one read of each dy gives
+its ds; one matrix product over all projections gives dx; one launch that reads each dy and x gives
+dB and dA.
 """
 
 from functools import partial
@@ -81,8 +81,8 @@ def _forward(modules, x, projections, accumulators, routing, dropout, layer, res
         for weight, low, (_, b) in zip(weights, lows, factors, strict=True)
     )
     added = None if residual is None else ()
-    # With rematerialisation the factors are prepared again, once for all products of the backward
-    # pass.
+    # With rematerialisation, the backward pass prepares the factors again, once for all its
+    # products.
     residuals = (x, projections, factors, routing, dropout, layer, lows, added)
     return (outputs, accumulators), residuals
 
@@ -109,7 +109,7 @@ def _backward(modules, residuals, cotangents):
         transposed=True,
         masks=masks,
     )
-    # All products are in one launch, because those of a narrow array alone do not fill the GPU.
+    # One launch has all products, because those of a single narrow array do not fill the GPU.
     for_b = tuple(
         ColumnOperands(dy, (low[:rank],), (each.b,), rank_major=True)
         for dy, low, each in zip(gradients, lows, accumulators, strict=True)
@@ -148,8 +148,8 @@ def matmul(
     residual: Float[Array, "N M"] | None = None,
     masks: Masks | None = None,
 ) -> Float[Array, "N M"]:
-    """`routed_matmul` with the tiling for its shape and device. Products with weights in float8
-    encode their left operands."""
+    """`routed_matmul` with the tiling for its shape and device. If weights are in float8, the left
+    operands are encoded too."""
     weights, scales = [term.weight for term in terms], None
     is_float8 = weights[0].format == FLOAT8
     index = weights[0].stack_index(layer)
@@ -184,7 +184,7 @@ def _float8_terms(
         (term,) = terms
         (lhs,), rows = float8_rows((term.lhs,))
         return (term._replace(lhs=lhs),), Scales(rows, term.weight.scales)
-    # Products in float8 need the contraction last, so a layer is transposed for this product.
+    # In products in float8 the contraction must be the last axis, so the layer is transposed.
     operands = [(term.lhs, term.weight) for term in terms]
     lhs, stacks = zip(*jax.lax.optimization_barrier(operands), strict=True)
     lhs, rows = float8_rows(lhs, [stack.at_layer(layer).scales for stack in stacks])
@@ -216,8 +216,7 @@ def chunk_places(routing, accumulators, layer: Int[Array, ""] | int) -> Int[Arra
 def prepared_factors(
     projections, layer: Int[Array, ""] | int, dtype
 ) -> tuple[tuple[Float[Array, "T R _"], Float[Array, "T R _"]], ...]:
-    """`rank_major_factors` of all projections, with the rank padded to R, a rank that the kernels
-    support."""
+    """`rank_major_factors` of all projections, padded to a rank R that the kernels support."""
     return rank_major_factors(
         tuple(p.factors for p in projections),
         layer,

@@ -1,6 +1,5 @@
 """Tile sizes of the Mosaic GPU kernels: the table that `scripts/tune_grouped_lora.py` writes, by
-device and shape, and the rules that fit a tiling into shared memory.
-"""
+device and shape, and the rules that fit a tiling into shared memory."""
 
 import json
 from collections import defaultdict
@@ -29,15 +28,14 @@ def is_hopper() -> bool:
 
 
 def multiprocessors() -> int:
-    """Number of multiprocessors that a kernel occupies on the device for which it is traced. Where
-    sums over devices run beside it, it leaves some to them."""
+    """Number of multiprocessors that a kernel occupies on the device for which it is traced. If
+    sums over devices run beside it, it leaves some multiprocessors free."""
     device = _device()
     if device.platform != "gpu":
-        # The interpreter runs on any device. Two thread blocks are the fewest that can race with
-        # each other.
+        # The interpreter runs on any device. Two thread blocks are the fewest that can have a race.
         return 2
-    found = device.core_count if isinstance(device, jax.Device) else device.num_cores
-    return found - blocks_of_sums(jax.sharding.get_abstract_mesh().shape.get(TP, 1))
+    count = device.core_count if isinstance(device, jax.Device) else device.num_cores
+    return count - blocks_of_sums(jax.sharding.get_abstract_mesh().shape.get(TP, 1))
 
 
 def matmul_tiling(
@@ -50,8 +48,7 @@ def matmul_tiling(
       widths: n of each weight; the products of several weights are added up.
       rank: rank of the low-rank products.
       transposed: whether the products are with the transposed weights.
-      keeps_low: whether low-rank products are added to the finished tile, with dropout or in
-        float8.
+      keeps_low: as for `fitted`.
     """
     entries = table()[_device().device_kind]
     tuned = entries.get(key(k, widths, transposed=transposed), {})
@@ -61,15 +58,12 @@ def matmul_tiling(
 def fitted(wanted: Tiling, *, terms: int, rank: int, keeps_low: bool) -> Tiling | None:
     """The wanted tiling, reduced to fit into shared memory; None if two stages do not fit.
 
-    If `keeps_low`, the low-rank operands of all terms of a tile stay in shared memory at the same
-    time, in thin slices.
-
     Args:
-      wanted: the tiling to start from.
       terms: number of products that are added up.
       rank: rank of the low-rank products.
       keeps_low: whether low-rank products are added to the finished tile, with dropout or in
-        float8.
+        float8. The low-rank operands of all terms of a tile are then in shared memory at the same
+        time, in thin slices.
     """
     tile_r = 16 if keeps_low else 64
     low_bytes = min(rank, tile_r) * (TILE_M + TILE_N) * 2
@@ -93,14 +87,14 @@ def fitted(wanted: Tiling, *, terms: int, rank: int, keeps_low: bool) -> Tiling 
 
 
 def row_tiling(*groups: RowOperands) -> RowTiling:
-    """Tile sizes for `row_products` of these groups of operands."""
+    """Tile sizes for `row_products` of groups of operands."""
     deepest = max(sum(factor.shape[1] for factor in group.factors) for group in groups)
-    # Several loads of activations and factors must fit into shared memory beside the partial sums.
+    # Shared memory needs room for several loads of activations and factors, and the partial sums.
     return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
 
 
 def key(k: int, widths: tuple[int, ...], *, transposed: bool) -> str:
-    """Name of an entry of the table, for example "4096x1024+1024 transposed"."""
+    """The name of an entry of the table, for example "4096x1024+1024 transposed"."""
     return f"{k}x{'+'.join(map(str, widths))}{' transposed' if transposed else ''}"
 
 

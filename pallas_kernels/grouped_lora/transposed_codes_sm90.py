@@ -1,8 +1,8 @@
 """The codes of a layer in float8 with their axes swapped, for Hopper GPUs.
 
-The tensor cores transpose: the product of the identity matrix and a transposed tile, which they
-read with the contraction last like any right operand in float8, is the transposed tile. It is
-exact, because at most one term of each sum is not zero.
+The tensor cores transpose a tile: they multiply the identity matrix by the transposed tile, which
+they read with the contraction last, like any right operand in float8. The product is exact, because
+at most one term of each sum is not zero.
 """
 
 from functools import partial
@@ -22,7 +22,7 @@ from .tiles_sm90 import compiler_params, flat, product, smem_tiles
 TILE = 128
 # Rows of a transposed tile that are computed and stored at once.
 HALF = TILE // 2
-# Tiles of a row or a column that thread blocks take after each other.
+# Number of tiles of a row or a column that thread blocks take one after another.
 GROUP = 16
 
 
@@ -42,16 +42,8 @@ class Tiling(NamedTuple):
 def transposed_codes(
     codes: Float8e4m3fn[Array, "L n k"], layer: Int[Array, ""] | int, *, tiling: Tiling
 ) -> Float8e4m3fn[Array, "k n"]:
-    """`codes[layer].T`, but for the sign of zeros.
-
-    Args:
-      codes: finite; n and k are multiples of 128.
-      layer: index of the layer.
-      tiling: sizes of the kernel.
-
-    Raises:
-      ValueError: n or k is not a multiple of 128.
-    """
+    """`codes[layer].T`, except the sign of zeros. The codes are finite; n and k are multiples of
+    128, or a ValueError is raised."""
     _, n, k = codes.shape
     if n % TILE or k % TILE:
         raise ValueError(f"codes [{n}, {k}]; expected multiples of {TILE}")
@@ -94,8 +86,8 @@ def _kernel(tiling: Tiling, n: int, layer, identity, codes, out, scratch: _Scrat
     steps = lax.div(shape[0] * shape[1] - first + tiling.blocks - 1, jnp.int32(tiling.blocks))
 
     def place(step):
-        """Where the tile of a step begins in n and k. Tiles at the same time form a square, so that
-        neither what is read nor what is written is scattered."""
+        """The row and column at which the tile of a step begins. Tiles that are in flight at the
+        same time form a square, so that neither reads nor writes are scattered."""
         row, column = plgpu.planar_snake(first + step * tiling.blocks, shape, 0, GROUP)
         return row * TILE, column * TILE
 
@@ -123,7 +115,7 @@ def _kernel(tiling: Tiling, n: int, layer, identity, codes, out, scratch: _Scrat
         for i in range(2):
             rows = scratch.identity.at[pl.ds(i * HALF, HALF)]
             half = product((HALF, TILE), [(rows, tile)])
-            # The store of the half before the last one has read its place.
+            # The store of the half before the last one has read its memory.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             scratch.halves.at[i][...] = half.astype(out.dtype)
             plgpu.commit_smem()

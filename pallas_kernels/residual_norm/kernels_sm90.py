@@ -1,8 +1,8 @@
 """The RMS norm of a residual stream and the stream's gradient, for Hopper GPUs.
 
-The kernels are bound by memory bandwidth. Blocks of whole rows pass through stages in shared
-memory, which bulk copies fill and empty. The one warpgroup of a thread block computes on a block of
-rows in registers, with each row distributed over all threads. The result is written over its input,
+The kernels are limited by memory bandwidth. Blocks of whole rows pass through stages in shared
+memory, which bulk copies fill and empty. The single warpgroup of a thread block computes on a block
+of rows in registers, with each row distributed over all threads. The result overwrites its input,
 so that shared memory holds as many loads in flight as possible.
 """
 
@@ -42,17 +42,9 @@ def normalize(
     *,
     tiling: Tiling,
 ) -> Float[Array, "N d"]:
-    """The RMS norm, see `api.residual_norm`.
-
-    Args:
-      stream: half precision; d is a multiple of 256.
-      weight: in the dtype of `stream`.
-      eps: added to the mean.
-      tiling: sizes of the kernel.
-
-    Raises:
-      ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
-    """
+    """The RMS norm of `api.residual_norm`, in half precision; d is a multiple of 256. `weight` has
+    the dtype of `stream`. ValueError if the tiling does not divide the rows, or has fewer than 2
+    stages."""
 
     def norm(weight, stream):
         wide = stream.astype(jnp.float32)
@@ -82,8 +74,6 @@ def stream_gradient(
       d_normed: gradient of the norm's output.
       d_stream: gradient of the stream that the norm returned.
       weight: in the dtype of `stream`, as are the gradients.
-      eps: added to the mean.
-      tiling: sizes of the kernel.
 
     Raises:
       ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
@@ -117,8 +107,7 @@ def _across(values, shape, axis: int):
 
 def _map_rows(function, name: str, inputs, weight, tiling: Tiling):
     """Applies `function(weight, *inputs)` to all blocks of rows; its inputs and its result are
-    [rows, d] arrays in registers.
-    """
+    [rows, d] arrays in registers."""
     rows, width = inputs[0].shape
     dtype = inputs[0].dtype
     if rows % tiling.rows or width % (2 * WARPGROUP) or tiling.stages < 2:
@@ -155,7 +144,7 @@ def _pass_through(inputs, output, blocks, loaded, tiling: Tiling, apply):
     """Passes this thread block's share of the rows through the stages in shared memory.
 
     `blocks` has the stages of each input. `apply(stage)` is called when a stage has been filled
-    from all inputs; it writes the result over the first input's block, from where it is copied to
+    from all inputs. It writes the result over the first input's block, which is then copied to
     `output`.
     """
     first, stages = lax.axis_index("block"), jnp.int32(tiling.stages)
@@ -198,8 +187,7 @@ def _pass_through(inputs, output, blocks, loaded, tiling: Tiling, apply):
 
 def _row_layout(width: int):
     """Distributes every row over all threads of a warpgroup, in vectors of the largest size that
-    divides the row, at most 16 bytes.
-    """
+    divides the row, at most 16 bytes."""
     vector = next(v for v in (8, 4, 2) if width % (WARPGROUP * v) == 0)
     return plgpu.Layout.TILED(
         plgpu.Tiling(((1, WARPGROUP * vector), (WARPGROUP // 4 * vector,), (vector,))),

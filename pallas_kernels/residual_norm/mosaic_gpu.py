@@ -1,8 +1,5 @@
 """The implementation of the residual norm for Hopper GPUs: one Pallas Mosaic GPU kernel for each
-pass.
-
-The kernel of the backward pass also adds the gradient of the returned stream.
-"""
+pass. The kernel of the backward pass also adds the gradient of the returned stream."""
 
 from functools import partial
 
@@ -13,11 +10,11 @@ from jaxtyping import Array, Float
 from ..grouped_lora.tilings import is_hopper, multiprocessors
 from .kernels_sm90 import Tiling, normalize, stream_gradient
 
-# Bytes of a multiprocessor's shared memory for stages: all but what the hardware reserves and what
-# the barriers and sums of two thread blocks need.
+# Bytes of a multiprocessor's shared memory for stages: all except the bytes that the hardware
+# reserves and those for the barriers and sums of two thread blocks.
 _SHARED_MEMORY = 216 * 1024
-# Number of elements that a warpgroup computes at a time, if a row has no more: enough for the fixed
-# cost of a step to be small.
+# Number of elements that a warpgroup computes at a time, unless a row has more: enough to make the
+# fixed cost of a step small.
 _BLOCK_ELEMENTS = 4096
 # Widest row: the gradient holds three rows in the registers of a warpgroup.
 _MAX_WIDTH = 8192
@@ -43,7 +40,6 @@ def refusal(x, weight) -> str | None:
 def residual_norm_mosaic_gpu(
     x: Float[Array, "N d"], weight: Float[Array, " d"], eps: float
 ) -> tuple[Float[Array, "N d"], Float[Array, "N d"]]:
-    """See `api.residual_norm`."""
     return _forward(x, weight, eps)[0]
 
 
@@ -61,7 +57,7 @@ residual_norm_mosaic_gpu.defvjp(_forward, _backward)
 
 
 def _rows(width: int) -> int:
-    """Number of rows in a block, a power of two."""
+    """The number of rows in a block, a power of two."""
     return 1 << max(0, (_BLOCK_ELEMENTS // width).bit_length() - 1)
 
 
