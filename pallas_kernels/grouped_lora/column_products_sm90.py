@@ -1,11 +1,12 @@
 """Adds the products of an activation with its rank-r intermediates to the tasks' gradient
 accumulators, for Hopper GPUs: `X^T dS` and `S^T dY`.
 
-The kernel is bound by memory bandwidth. Every thread block owns a stripe of columns and visits all
-rows in stream order. It holds the accumulators of the current chunk's task in registers, so there
-are no atomics and every task's sum is one left fold. One warpgroup loads tiles through TMA and one
-multiplies them; with dropout, further warpgroups drop features of a loaded tile in place before it
-is multiplied. As in `row_products_sm90`, the other operand of a product is rank-major.
+The kernel is limited by memory bandwidth. Every thread block owns a stripe of columns and visits
+all rows in stream order. It holds the accumulators of the current chunk's task in registers. So
+there are no atomics, and every task's products are added one after another. One warpgroup loads
+tiles through TMA and one multiplies them; with dropout, further warpgroups drop features of a
+loaded tile in place before it is multiplied. As in `row_products_sm90`, the other operand of a
+product is rank-major.
 """
 
 from collections.abc import Sequence
@@ -46,12 +47,12 @@ from .tiles_sm90 import (
 )
 from .tilings import multiprocessors
 
-# Warpgroups of a thread block. Those from the third on apply dropout.
+# Warpgroups of a thread block. The third and later ones apply dropout.
 LOADER, MULTIPLIER, FIRST_DROPPER = range(3)
 # Number of rows to which a warpgroup applies dropout at once.
 DROPPED_ROWS = 64
-# Largest sum of ranks for which a stripe's accumulators and one step's products fit into the
-# registers of a warpgroup.
+# Largest sum of ranks for which the registers of a warpgroup hold a stripe's accumulators and one
+# step's products.
 DEEPEST = 192
 
 
@@ -65,7 +66,7 @@ class ColumnOperands(NamedTuple):
       accumulators: float32, one for each intermediate: [T, w, r] or, if rank-major, [T, r, w].
         Accumulators of all layers, [L, T, …], are addressed like those of L T slots.
       rank_major: whether the accumulators are rank-major, like the gradient of B.
-      masks: dropout of `z`, with counters for each intermediate and a rate for each place in the
+      masks: dropout of `z`, with counters for each intermediate and a rate for each index in the
         accumulators; None for none.
     """
 
@@ -82,7 +83,7 @@ class ColumnTiling(NamedTuple):
     Attributes:
       stripe: columns of a thread block, a multiple of 64.
       tile_rows: rows of one load, a divisor of the chunk's tokens and a multiple of 64. Products of
-        this many rows are added at a time, so it changes the last bits of the sums.
+        this many rows are added at a time, so this changes the last bits of the sums.
       stages: largest number of loads in flight; it is reduced to what fits into shared memory.
     """
 
@@ -99,17 +100,16 @@ def column_products(
 ) -> tuple[tuple[Float[Array, "*T _ _"], ...], ...]:
     """Adds `z^T low^T`, summed over each slot's chunks, to every accumulator.
 
-    A sum is one left fold in stream order over the products of `tile_rows` rows, so its bits depend
-    only on the task's own rows. Slots that own no chunk keep their bits; empty chunks are not read.
-    XLA updates the accumulators in place if nothing else uses them.
+    Products of `tile_rows` rows are added one after another in stream order, so the bits of a sum
+    depend only on the task's own rows. Slots that own no chunk keep their bits; empty chunks are
+    not read. XLA updates the accumulators in place if nothing else uses them.
 
     Args:
       groups: the operands, all with N rows; one launch serves all groups. Each `z` is read once for
-        all its intermediates, or, with dropout or with too many ranks for the registers, once for
-        each of them.
+        all its intermediates; but once for each of them with dropout, or if there are too many
+        ranks for the registers.
       chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk.
-        Where these are of all layers, that is `layer * T + slot`.
-      tiling: tile sizes.
+        For accumulators of all layers, the index is `layer * T + slot`.
 
     Returns:
       For each group, the new accumulators in the shapes of the old ones.
@@ -165,15 +165,15 @@ def _column_products(
 
 
 def _kernel_operands(group: ColumnOperands) -> ColumnOperands:
-    """The group as the kernel is given it: its accumulators are flat and references, its masks
-    `MaskOperands`. Its `rank_major` is None: the flag is not an array, and passed beside it."""
+    """The group as the kernel reads it: its accumulators are flat references, and its masks are
+    `MaskOperands`. Its `rank_major`, which is not an array, is None and is passed separately."""
     accumulators = tuple(jax.new_ref(flat(each)) for each in group.accumulators)
     return group._replace(accumulators=accumulators, masks=mask_operands(group.masks))
 
 
 def _parts(group: ColumnOperands) -> list[ColumnOperands]:
-    """Splits a group into one for each intermediate if they cannot share a tile of `z`: with
-    dropout the tile differs, and the accumulators of all must fit into registers."""
+    """Splits a group into one for each intermediate if they cannot share a tile of `z`: because
+    with dropout their tiles differ, or because registers have no room for all accumulators."""
     if group.masks is None and sum(low.shape[0] for low in group.lows) <= DEEPEST:
         return [group]
     counters = [None] * len(group.lows) if group.masks is None else group.masks.counters
@@ -195,8 +195,8 @@ class _Occupancy(NamedTuple):
     blocks: int
 
     def reserved(self, elements: int, dtype) -> int:
-        """Number of elements of shared memory to leave to the other blocks, as long as three stages
-        of `elements` remain for each."""
+        """Number of elements of shared memory to leave to the other blocks. If three stages of
+        `elements` would not fit for each block, fewer blocks share the memory."""
         available = SHARED_MEMORY // jnp.dtype(dtype).itemsize
         blocks = max(1, min(self.blocks, available // (3 * elements)))
         return available - available // blocks
@@ -205,7 +205,7 @@ class _Occupancy(NamedTuple):
 def _occupancy(groups: Sequence[ColumnOperands], tiling: ColumnTiling, blocks: int) -> _Occupancy:
     if all(group.masks is None for group in groups):
         return _Occupancy(0, min(blocks, 3))
-    # Registers are divided among the warpgroups and blocks; high ranks need more of them.
+    # Warpgroups and blocks share the registers, and high ranks need more of them.
     deepest = max(low.shape[0] for group in groups for low in group.lows)
     blocks = min(blocks, 2 if deepest <= 32 else 1)
     is_alone = blocks == 1 and deepest <= 64
@@ -239,7 +239,7 @@ class _Stripe(NamedTuple):
 
     @property
     def stacked(self) -> list[slice]:
-        """The ranks of each intermediate among those of all intermediates."""
+        """The range of each intermediate's ranks among the ranks of all intermediates."""
         return [slice(*ends) for ends in pairwise((0, *accumulate(self.ranks)))]
 
     @property
@@ -354,9 +354,9 @@ def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
 
 
 def _add_products(stripe: _Stripe, scratch: _Scratch):
-    """Loops over the row tiles. The loop carries the owner of the next tile, loaded one tile ahead
-    because that load has a long latency; the number of steps so far; the current owner; and its
-    accumulators, in registers."""
+    """Loops over the row tiles. The loop carries the owner of the next tile, which is loaded one
+    tile ahead because its load has a long latency; the number of steps so far; the current owner;
+    and the owner's accumulators, in registers."""
 
     def visit(tile, carry):
         place, *state = carry
@@ -387,8 +387,7 @@ def _products(stripe: _Stripe, scratch: _Scratch, step):
 
     def multiply(acc):
         z, lows = (tiles.at[stage].transpose((1, 0)) for tiles in (scratch.z, scratch.lows))
-        # One product for all intermediates: it takes as long as reading `z`, however narrow they
-        # are.
+        # One product for all intermediates. Even narrow intermediates take as long as reading `z`.
         plgpu.wgmma(acc, z, lows)
         products = acc[...]
         plgpu.barrier_arrive(scratch.consumed.at[stage])

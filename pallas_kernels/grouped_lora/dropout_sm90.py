@@ -35,7 +35,7 @@ class MaskOperands(NamedTuple):
 
 
 def mask_operands(masks: Masks | None) -> MaskOperands | None:
-    """The operands of a kernel for these masks; None for no dropout."""
+    """The operands of a kernel for these masks."""
     if masks is None:
         return None
     first_column = masks.first_column
@@ -45,17 +45,17 @@ def mask_operands(masks: Masks | None) -> MaskOperands | None:
 
 
 class Tokens(NamedTuple):
-    """The counters of some rows, for which column 0 is the activation's first one, and the salts
-    derived from the counters of the whole input."""
+    """The counters of some rows, shifted so that column 0 is the activation's first column; and the
+    salts, which are computed from the counters before the shift."""
 
     counters: UInt32[Array, " rows"]
     salts: UInt32[Array, " rows"]
 
     @classmethod
     def of(cls, counters: UInt32[Array, " rows"], first_column) -> "Tokens":
-        """The tokens of the `token_counters`, for the result of `load_first_column`."""
-        own = counters if first_column is None else counters_from(counters, first_column)
-        return cls(own, salts(counters))
+        """The tokens for some `token_counters` and the result of `load_first_column`."""
+        shifted = counters if first_column is None else counters_from(counters, first_column)
+        return cls(shifted, salts(counters))
 
 
 def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
@@ -81,8 +81,6 @@ def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):
     """A tile [rows, columns] in the WGMMA layout with the dropped features set to zero.
 
     Args:
-      value: the tile.
-      masks: the dropout of the activation.
       tokens: counters of the tile's rows.
       slot: owner of the tile.
       first_column: the tile's first column in the activation, a multiple of
@@ -109,21 +107,21 @@ def _select(value, drawn, threshold):
 
 
 def _select_packed(value, drawn, threshold):
-    """`_select` by instructions that work on two 16-bit numbers at a time. No comparison is among
-    them, so the draw is clamped to [threshold - 1, threshold]; minus the threshold it is then -1,
-    all bits set, or 0, and masks the value."""
+    """`_select` with instructions that compute two 16-bit numbers at a time. There is no comparison
+    among them, so the draw is clamped to [threshold - 1, threshold]. Minus the threshold, it is -1,
+    which has all bits set, or 0, and masks the value."""
     lowest, highest, minus = (t.astype(jnp.int16) for t in (threshold - 1, threshold, -threshold))
     clamped = jnp.minimum(jnp.maximum((drawn >> 16).astype(jnp.int16), lowest), highest)
-    # -threshold is added because there is no instruction that subtracts pairs.
+    # -threshold is added because no instruction subtracts pairs of numbers.
     bits = lax.bitcast_convert_type(value, jnp.int16) & (clamped + minus)
     return lax.bitcast_convert_type(bits, value.dtype)
 
 
 def dropped_tiles(z_smem, masks: MaskOperands, tokens: list[Tokens], slot, first_column):
-    """Overwrites a tile of `z` in shared memory by the tile with the owner's dropout applied.
+    """Overwrites a tile of `z` in shared memory with its owner's dropout applied.
 
-    This generator does it for one matrix after the other, each with its own mask. When it yields,
-    the caller starts the product that reads the tile.
+    This is a generator, which does it for one matrix after another, each with its own mask. After
+    each yield, the caller starts the product that reads the tile.
     """
     z = plgpu.load(z_smem, layout=plgpu.Layout.WGMMA)
     for i, each in enumerate(tokens):

@@ -2,7 +2,7 @@
 the float32 pools of all layers, casts them to the compute dtype and makes them *rank-major*,
 [r, w].
 
-The kernel is bound by memory bandwidth. One launch serves all projections of a call, and every
+The kernel is limited by memory bandwidth. One launch serves all projections of a call, and every
 thread block transposes one tile of one array: it loads whole sectors of 32 bytes to registers and
 stores long rows through shared memory. The blocks are small, so many of them share a multiprocessor
 and keep enough loads in flight.
@@ -39,7 +39,6 @@ def rank_major_factors(
     Args:
       pools: pairs of `a` and `b`, float32 or already in the compute dtype; their ranks are
         multiples of 8.
-      layer: index of the layer.
       rank: rank of the results, to which factors are padded with zeros; a multiple of 8.
       dtype: dtype of the results, half precision.
 
@@ -114,7 +113,7 @@ def _transpose_tile(array: _Pool, pool, out, layer, tile):
     slot = lax.div(tile, jnp.int32(array.width // width))
     column = lax.rem(tile, jnp.int32(array.width // width)) * width
     place, columns = layer * array.slots + slot, pl.ds(column, width)
-    # Each layout loads along the rows of its pool.
+    # Each of the layouts loads along the rows of its pool.
     if array.is_a:
         at = pool.at[pl.ds(place * array.width + column, width)]
         value = load_unoptimized(at, plgpu.Layout.WGMMA)

@@ -1,13 +1,13 @@
 """Rows of one or several arrays encoded in float8 with one scale for each row, for Hopper GPUs.
 
-The kernel is bound by memory bandwidth. It reads the arrays once, 2 bytes a number, and writes a
-byte for each number and 4 for each row. Thread blocks take rows in turns. A row stays in shared
-memory while it is read from there twice: for its largest magnitude, and to be encoded. Each
-warpgroup of a thread block has its own share of the columns of every array, with its own stages,
-loads and stores. Warpgroups, and their warps, only exchange the largest magnitudes that they find.
+The kernel is limited by memory bandwidth. It reads the arrays once, 2 bytes for each number, and
+writes a byte for each number and 4 for each row. Thread blocks take rows in turns. A row stays in
+shared memory while it is read from there twice: to find its largest magnitude, and to be encoded.
+Each warpgroup of a thread block has a share of the columns of every array, with separate stages,
+loads and stores. Warpgroups, and their warps, exchange only the largest magnitudes of their shares.
 
 Every thread block reads the folds once and keeps them in registers. If rows are too wide for that,
-it reads them twice for each row: 8 bytes a number more, mostly from the L2 cache.
+it reads them twice for each row: 8 more bytes for each number, mostly from the L2 cache.
 """
 
 from functools import partial, reduce
@@ -25,8 +25,8 @@ from ..number_formats import scales_of_largest
 from .tiles_sm90 import load_unoptimized, warpgroups
 
 WARPS, LANES = 4, 32
-# Widest row, in columns of a thread, whose folds fit into registers beside what else four
-# warpgroups on a multiprocessor need.
+# Widest row, in columns of a thread, whose folds fit into registers besides the other values of
+# four warpgroups on a multiprocessor.
 COLUMNS_OF_THREAD = 56
 
 
@@ -51,16 +51,8 @@ def encode_rows(
     *,
     tiling: Tiling,
 ) -> tuple[tuple[Float8e4m3fn[Array, "N _"], ...], Float32[Array, " N"]]:
-    """See `float8_rows.float8_rows`.
-
-    Args:
-      xs: half precision; columns are multiples of 256 for each warpgroup.
-      folds: factors of the columns of each array; None for none.
-      tiling: sizes of the kernel.
-
-    Raises:
-      ValueError: warpgroups do not divide the columns.
-    """
+    """See `float8_rows.float8_rows`. `xs` are half precision. ValueError if a number of columns is
+    not a multiple of 256 for each warpgroup."""
     rows, widths = xs[0].shape[0], tuple(x.shape[1] for x in xs)
     lines = tiling.warpgroups * WARPS
     if any(width % (lines * LANES * 2) for width in widths):
@@ -90,7 +82,7 @@ def encode_rows(
 
 
 class _Scratch(NamedTuple):
-    """Stages of each array's lines and place for their codes, of every warpgroup; the largest
+    """For each warpgroup, stages of each array's lines and memory for their codes; the largest
     magnitudes of all lines, of two rows in turns; and barriers."""
 
     stages: list
@@ -101,13 +93,13 @@ class _Scratch(NamedTuple):
 
 
 def _scratch(tiling: Tiling, lengths, dtype) -> _Scratch:
-    own, stages = tiling.warpgroups, tiling.stages
+    groups, stages = tiling.warpgroups, tiling.stages
     return _Scratch(
-        stages=[plgpu.SMEM((own * stages, WARPS, n), dtype) for n in lengths],
-        codes=[plgpu.SMEM((own, WARPS, n), jnp.float8_e4m3fn) for n in lengths],
-        largest=plgpu.SMEM((2, own * WARPS), jnp.float32),
-        loaded=[plgpu.Barrier(num_arrivals=1, num_barriers=own * stages) for _ in lengths],
-        exchanged=plgpu.Barrier(num_arrivals=own),
+        stages=[plgpu.SMEM((groups * stages, WARPS, n), dtype) for n in lengths],
+        codes=[plgpu.SMEM((groups, WARPS, n), jnp.float8_e4m3fn) for n in lengths],
+        largest=plgpu.SMEM((2, groups * WARPS), jnp.float32),
+        loaded=[plgpu.Barrier(num_arrivals=1, num_barriers=groups * stages) for _ in lengths],
+        exchanged=plgpu.Barrier(num_arrivals=groups),
     )
 
 
@@ -137,8 +129,8 @@ def _kernel(tiling: Tiling, arrays, folds, codes, scales, scratch: _Scratch):
             )
 
     def load_fold(i: int):
-        own = folds[i].at[pl.ds(thread * WARPS, WARPS)]
-        return load_unoptimized(own, layouts[i])
+        fold = folds[i].at[pl.ds(thread * WARPS, WARPS)]
+        return load_unoptimized(fold, layouts[i])
 
     width = sum(array.shape[1] for array in arrays)
     is_kept = folds is not None and width // LANES <= COLUMNS_OF_THREAD
@@ -174,10 +166,10 @@ def _kernel(tiling: Tiling, arrays, folds, codes, scales, scratch: _Scratch):
 
         for i in every:
             out = scratch.codes[i].at[thread]
-            # The store of the previous row's codes has read their place.
+            # The store of the previous row's codes has read this memory.
             plgpu.wait_smem_to_gmem(len(arrays) - 1, wait_read_only=True)
-            # Not clipped as in `quantised_rows`: no number is larger than 448 of its row's scales,
-            # up to rounding.
+            # Not clipped as in `quantised_rows`: a scale is computed from its row's largest number,
+            # so no code is larger than 448, up to rounding.
             out[...] = (values(i, step).astype(jnp.float32) / scale).astype(out.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(out, codes[i].at[lines(step)])
@@ -187,7 +179,7 @@ def _kernel(tiling: Tiling, arrays, folds, codes, scales, scratch: _Scratch):
 
 
 def _line_layout(length: int):
-    """Gives every warp a line, in vectors of the largest size that divides it among its lanes, at
+    """Gives every warp a line. Its lanes load vectors of the largest size that divides the line, at
     most 16 bytes."""
     vector = next(v for v in (8, 4, 2) if length % (LANES * v) == 0)
     return plgpu.Layout.TILED(

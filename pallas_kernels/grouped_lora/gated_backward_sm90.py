@@ -1,10 +1,10 @@
 """The gradients of `silu(gate) * up`, and in the same kernel the five low-rank products of these
 gradients and of the activation, for Hopper GPUs.
 
-Every array of N rows is read or written once. One warpgroup loads tiles through TMA; two others
-compute the results. They write each result over one of its inputs in shared memory, where it is an
-operand of the products and the source of the TMA store, and go on to the next tile while these run.
-As in `row_products_sm90`, the low-rank operands are rank-major.
+Every array of N rows is read or written once. One warpgroup loads tiles through TMA; two other
+warpgroups compute the results. They overwrite an input with each result in shared memory, where it
+is an operand of the products and the source of the TMA store. They go on to the next tile while the
+products and stores run. As in `row_products_sm90`, the low-rank operands are rank-major.
 """
 
 from functools import partial
@@ -79,24 +79,23 @@ def gated_backward(
 
     With σ the sigmoid of the gate, `dup = dh gate σ` and `dgate = dh up σ (1 + gate (1 - σ))`. Each
     is computed in float32 and rounded once. h is computed again in the same way and not written to
-    memory. The products are those of the rounded values. The sum in an accumulator is one left fold
-    in stream order over the products of 64 rows, so its bits depend only on the task's own rows.
+    memory. The products are those of the rounded values. Products of 64 rows are added to an
+    accumulator one after another in stream order, so its bits depend only on the task's own rows.
     Slots that own no chunk keep their bits. Rows of empty chunks (slot -1) are zeros; there the
     inputs are not read. XLA updates the accumulators in place if nothing else uses them.
 
     Args:
-      gate: output of `gate_proj`, half precision.
-      up: output of `up_proj`, in the same dtype.
-      dh: the cotangent of h, in the same dtype.
-      b: the B factors of `gate_proj` and `up_proj`, in the same dtype.
-      lows: rank-r intermediates, in the same dtype: s of `gate_proj` and of `up_proj`, whose
-        products with dgate and dup are the gradients of their B; and ds of `down_proj`, whose
-        product with h is the gradient of its A.
+      gate: output of `gate_proj`, half precision; the dtype of all inputs but the accumulators.
+      up: output of `up_proj`.
+      dh: the cotangent of h.
+      b: the B factors of `gate_proj` and `up_proj`.
+      lows: rank-r intermediates: s of `gate_proj` and of `up_proj`, whose products with dgate and
+        dup are the gradients of their B; and ds of `down_proj`, whose product with h is the
+        gradient of its A.
       accumulators: float32, those of the three gradients.
       chunk_slot: int32, owner slot of each chunk.
       chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk;
         see `column_products`.
-      tiling: tile sizes.
 
     Returns:
       dgate and dup; the products `dgate b[0][t]^T` and `dup b[1][t]^T`, stacked and rank-major, as
@@ -131,10 +130,8 @@ def gated_backward(
 
 
 class _BackwardScratch(NamedTuple):
-    """Stages of operands and their barriers: gate, up and dh, over which dgate, dup and h are
-    written; the three intermediates. Also two tiles of each factor, one for the current owner and
-    one for the next.
-    """
+    """Stages of operands and their barriers: gate, up and dh, which dgate, dup and h overwrite; and
+    the three intermediates. Also two tiles of each factor, for the current and the next owner."""
 
     activations: Any
     lows: Any
@@ -177,7 +174,7 @@ class _Stripe(NamedTuple):
 
     @property
     def part(self):
-        """Columns of this warpgroup's part."""
+        """The columns of this warpgroup's part."""
         return pl.ds(self.index * 2 * PART + self.thread * PART, PART)
 
     def stage(self, step):
@@ -200,7 +197,7 @@ class _Progress(NamedTuple):
 
     Attributes:
       step: number of tiles with an owner so far.
-      spans: number of spans so far: consecutive tiles of the same owner.
+      spans: number of spans so far; a span is consecutive tiles of the same owner.
       place: the owner of the last of these tiles, as an index in the accumulators.
     """
 
@@ -336,7 +333,7 @@ def _differentiate(stripe: _Stripe, step):
     sigma = sigmoid(gate)
     silu = gate * sigma
     slope = sigma * (1 + gate * (1 - sigma))
-    # Written from last to first: in the other order, registers do not suffice at rank 32.
+    # Written from last to first: in the other order, there are too few registers at rank 32.
     for tile, value in zip(tiles[::-1], (silu * up, silu * dh, slope * dh * up), strict=True):
         tile[...] = value.astype(tile.dtype)
     plgpu.commit_smem()
@@ -344,8 +341,7 @@ def _differentiate(stripe: _Stripe, step):
 
 
 def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
-    """Computes the products of a tile, and meanwhile differentiates the next tile if
-    `is_ahead` says so.
+    """Computes the products of a tile, and meanwhile differentiates the next tile if `is_ahead`.
 
     The products over the tile's rows, for this warpgroup's columns, are returned. The products over
     the tile's columns are stored: the first warpgroup computes that of dgate, the second of dup.
@@ -369,12 +365,11 @@ def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
         store_rank_major(stripe.partial_sums.at[thread, stripe.index].at[:, rows], row_products)
         return [acc[...] for acc in column_accs]
 
-    accs = (plgpu.ACC((PART, stripe.rank)) for _ in range(4))
-    return pl.run_scoped(multiply, *accs)
+    return pl.run_scoped(multiply, *(plgpu.ACC((PART, stripe.rank)) for _ in range(4)))
 
 
 def _store_gradient(stripe: _Stripe, rows, stage):
-    """Starts to store dgate or dup of a tile."""
+    """Starts the store of dgate or dup of a tile."""
     for i, gradient in enumerate(stripe.gradients):
 
         @pl.when(stripe.thread == i)
@@ -384,8 +379,8 @@ def _store_gradient(stripe: _Stripe, rows, stage):
 
 
 def _accumulator_parts(stripe: _Stripe, place) -> list:
-    """This warpgroup's [64, r] part of each of one owner's accumulators, in global memory, and the
-    register layout to load and store it."""
+    """This warpgroup's [64, r] part of each of one owner's accumulators, in global memory, with the
+    register layout in which it is loaded and stored."""
     *rank_major, da_down = stripe.accumulators
     ranks = pl.ds(place * stripe.rank, stripe.rank)
     width = stripe.gradients[0].shape[1]

@@ -1,9 +1,9 @@
 """The activation of a gated MLP, `silu(gate) * up`, and in the same kernel its product with the A
 factors of `down_proj`, for Hopper GPUs.
 
-One warpgroup loads tiles through TMA; two others compute the activation. They write it over its
-input in shared memory, where it is an operand of the product and the source of the TMA store. As in
-`row_products_sm90`, the factors are rank-major.
+One warpgroup loads tiles through TMA; two other warpgroups compute the activation. It overwrites
+its input in shared memory, where it is an operand of the product and the source of the TMA store.
+As in `row_products_sm90`, the factors are rank-major.
 """
 
 from functools import partial
@@ -113,7 +113,7 @@ def gated_forward(
 
 
 class _ForwardScratch(NamedTuple):
-    """Stages of operands and their barriers: gate, over which h is written; up; the factor."""
+    """Stages of operands and their barriers: gate, which h overwrites; up; the factor."""
 
     gate: Any
     up: Any
@@ -201,7 +201,7 @@ def _compute_columns(block: _RowTile, thread, acc):
             h_smem = scratch.gate.at[stage].at[part]
             gate, up = load_float32(h_smem), load_float32(scratch.up.at[stage].at[part])
             h = (gate * sigmoid(gate) * up).astype(h_smem.dtype)
-            # Released only now: the previous step's product and store run during the arithmetic.
+            # Released only now, so that the previous product and store run during the arithmetic.
             pl.when(i > 0)(lambda: release(scratch.consumed.at[block.stage(i - 1)]))
             h_smem[...] = h
             plgpu.commit_smem()

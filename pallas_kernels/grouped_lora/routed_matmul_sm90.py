@@ -2,19 +2,19 @@
 Hopper GPUs.
 
 One persistent kernel serves the forward pass, `x W + s B[t]`, and the input gradient,
-`Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). One warpgroup loads tiles through TMA. Two others multiply
-them, each half the rows of an output tile. All `TILE_M` rows of a tile belong to one chunk, so one
-task's factor is loaded for the tile. Thread blocks take tiles in turns, first those with an owner,
-so that each block has an equal share of the work wherever the empty chunks are.
+`Σ dy W^T + ds A[t]^T` (LoRAFusion 5.1). One warpgroup loads tiles through TMA. Two other warpgroups
+multiply them, each half the rows of an output tile. All `TILE_M` rows of a tile belong to one
+chunk, so one task's factor is loaded for the tile. Thread blocks take tiles in turns, first those
+with an owner, so that each block has an equal share of the work wherever the empty chunks are.
 
 A finished output tile is stored through shared memory, nearly all of which holds the stages of the
-pipeline. The tile therefore *borrows* the place of the last left operands, of which each warpgroup
-uses its own rows. The borrowed stages are released to the loading warpgroup only after the first
-product of the next tile; by then the stores have read them.
+pipeline. The tile therefore *borrows* the memory of the last left operands, of which each warpgroup
+uses the part with its rows. The borrowed stages are released to the loading warpgroup only after
+the first product of the next tile; by then the stores have read them.
 
 Left operands and weights may be float8 (e4m3), which is twice as fast. Scales of rows and columns
-are then applied to the finished tile, and the low-rank products, which stay in half precision, are
-added to it piece by piece, as they are where they have dropout; so is a residual.
+are then applied to the finished tile. The low-rank products stay in half precision. With float8 or
+dropout, they are added to the finished tile piece by piece, and so is a residual with float8.
 """
 
 from functools import partial
@@ -46,10 +46,10 @@ from .tiles_sm90 import (
 
 TILE_M = 128
 TILE_N = 256
-# Bytes of the depth of one pipeline step: 64 numbers in half precision, 128 in float8.
+# Bytes of one row of an operand in one pipeline step: 64 numbers in half precision, 128 in float8.
 STEP_BYTES = 128
-# Rows and columns of a piece of the output that is stored at once. It is also the number of a
-# tile's rows that one warpgroup computes.
+# Rows and columns of a piece of the output that is stored at once. This is also the number of rows
+# of a tile that one warpgroup computes.
 PIECE = 64
 
 
@@ -62,8 +62,8 @@ class Tiling(NamedTuple):
     Attributes:
       stages: number of pipeline steps in flight, at least 2.
       borrowed: number of stages that a finished tile borrows, at least 1 and less than `stages`.
-      spare: number of pieces of a finished tile, 0 or 1 for each warpgroup, that have a place of
-        their own in shared memory.
+      spare: number of pieces of a finished tile, 0 or 1 for each warpgroup, for which shared memory
+        has room besides the stages.
       tile_r: largest depth of one low-rank product.
       low_stages: largest number of low-rank products in flight.
       minor: the dimension of the output along which consecutive tiles lie, 0 for rows and 1 for
@@ -91,7 +91,7 @@ class Term(NamedTuple):
       weight: [L, k, n], stored in the dtype of `lhs`. In float8 the contraction is the last axis of
         the values: [L, n, k], or with the transposed weight [L, k, n].
       low: the rank-r intermediate, rank-major.
-      factor: rank-major: B as it is, or A with its last two axes swapped.
+      factor: rank-major: B, or A with its last two axes swapped.
     """
 
     lhs: Float[Array, "N K"]
@@ -101,11 +101,11 @@ class Term(NamedTuple):
 
 
 class Scales(NamedTuple):
-    """The factors of products in float8.
+    """The scales of products in float8.
 
     Attributes:
-      rows: of the rows of all left operands.
-      columns: of the output columns in all layers; None where the left operands contain them.
+      rows: scales of the rows of all left operands.
+      columns: scales of the output columns in all layers; None if the left operands contain them.
     """
 
     rows: Float[Array, " N"]
@@ -140,7 +140,7 @@ def routed_matmul(
       blocks: number of thread blocks to launch, one for each multiprocessor.
       residual: added to the result; only allowed if `transposed` is False.
       masks: dropout of each term's low-rank product, with counters for each term; None for none.
-      scales: factors of the products, if they are in float8.
+      scales: scales of the products, if they are in float8.
     """
     first = terms[0]
     dtype = first.low.dtype
@@ -157,12 +157,12 @@ def routed_matmul(
         kernel_name="routed_matmul_transposed" if transposed else "routed_matmul",
         **warpgroups(3),
     )
-    # The kernel is given terms whose layers and slots are stacked along the rows.
+    # The kernel gets terms whose layers and slots are stacked along the rows.
     terms = [t._replace(weight=flat(t.weight.values), factor=flat(t.factor)) for t in terms]
     layer = jnp.reshape(layer, 1).astype(jnp.int32)
     added = None
     if residual is not None and not layout.is_float8:
-        # It enters the accumulator through the pipeline, as a product with the identity.
+        # The residual enters the accumulator through the pipeline, as a product with the identity.
         added, residual = (jnp.eye(TILE_M, dtype=dtype), residual), None
     order = owned_first(chunk_slot, rows // TILE_M)
     if scales is not None and scales.columns is not None:
@@ -174,12 +174,12 @@ class _Layout(NamedTuple):
     """Static properties of one call.
 
     Attributes:
-      tiling: how shared memory is divided.
+      tiling: division of shared memory.
       depth_last: whether the contraction is the last axis of the weights' values.
       rank: rank of the low-rank products.
-      heights: numbers of rows of the values of each weight.
-      dtype: of the left operands and weights.
-      out_dtype: of the low-rank products and the output.
+      heights: number of rows of each weight's values.
+      dtype: dtype of the left operands and weights.
+      out_dtype: dtype of the low-rank products and the output.
     """
 
     tiling: Tiling
@@ -191,7 +191,6 @@ class _Layout(NamedTuple):
 
     @property
     def tile_k(self) -> int:
-        """Depth of one pipeline step."""
         return STEP_BYTES // jnp.dtype(self.dtype).itemsize
 
     @property
@@ -236,7 +235,7 @@ def _scratch(layout: _Layout) -> _Scratch:
     weight = (TILE_N, tile_k) if layout.depth_last else (tile_k, TILE_N)
     lhs = smem_tiles((stages, TILE_M, tile_k), layout.dtype)
     if layout.is_float8:
-        # The output borrows the place of left operands, whose rows have as many bytes.
+        # The output borrows the memory of left operands, whose rows have as many bytes.
         lhs = plgpu.RefUnion(lhs, smem_tiles((stages, TILE_M, PIECE), dtype))
     return _Scratch(
         lhs=lhs,
@@ -258,15 +257,15 @@ def _kernel(
     if layout.is_float8:
         lhs, borrowed = scratch.lhs
         scratch = scratch._replace(lhs=lhs)
-    # Low-rank products are added to the finished tile.
+    # Low-rank products are added to the finished tile, not in the accumulator.
     adds_last = masks is not None or layout.is_float8
     shape = (out_gmem.shape[0] // TILE_M, out_gmem.shape[1] // TILE_N)
     depth = sum(term.lhs.shape[1] for term in terms) + (TILE_M if added else 0)
     steps = depth // layout.tile_k
 
     def for_each_tile(body):
-        """Calls `body(tile, owned)`, where `owned` is the number of this thread block's tiles so
-        far that had an owner; returns their final number."""
+        """Calls `body(tile, owned)` for each tile of this thread block, where `owned` is the number
+        of tiles so far that had an owner. Returns the final number."""
 
         @plgpu.nd_loop((shape[0] * shape[1],), collective_axes="sm", init_carry=jnp.int32(0))
         def count(info, carry):
@@ -312,18 +311,19 @@ def _kernel(
                 if not adds_last:
                     store()
                 else:
-                    at = tile, part, low_step
                     for i in range(layout.low_steps):
                         await_loaded(scratch.low_loaded, low_step + i)
-                    add = partial(_add_low_rank, layout, scratch, masks, tokens, *at)
+                    add = partial(
+                        _add_low_rank, layout, scratch, masks, tokens, tile, part, low_step
+                    )
 
                     def finished(piece, column: int):
                         if residual is None:
                             return add(scaled(piece, column), column)
-                        own = residual.at[rows, pl.ds(tile.columns.start + column, PIECE)]
+                        addend = residual.at[rows, pl.ds(tile.columns.start + column, PIECE)]
                         # Loaded first, because it takes longest.
-                        own = load_unoptimized(own, plgpu.Layout.WGMMA)
-                        return add(scaled(piece, column), column) + own.astype(jnp.float32)
+                        addend = load_unoptimized(addend, plgpu.Layout.WGMMA)
+                        return add(scaled(piece, column), column) + addend.astype(jnp.float32)
 
                     store(finished)
                     _release_low_rank(layout, scratch, low_step)
@@ -402,8 +402,8 @@ def _release_low_rank(layout: _Layout, scratch: _Scratch, step):
 
 
 def _scaling(layout: _Layout, scales: Scales | None, rows, tile: _Tile, layer):
-    """A function of a piece of a tile and the column at which it starts, which scales products in
-    float8."""
+    """A function that scales a piece of a tile if products are in float8. It takes the piece and
+    the column at which the piece starts."""
     if not layout.is_float8:
         return lambda piece, column: piece
 
@@ -416,18 +416,18 @@ def _scaling(layout: _Layout, scales: Scales | None, rows, tile: _Tile, layer):
         piece = piece * across(of_rows, piece.shape, 0)
         if scales.columns is None:
             return piece
-        # The columns of one layer are those of a weight's rows.
+        # The output columns of one layer are rows of the weight's values.
         first = layer * layout.heights[0] + tile.columns.start + column
-        own = scales.columns.at[pl.ds(first, PIECE)]
-        of_columns = load_unoptimized(own, plgpu.Layout.WGMMA.reduce(0))
+        scales_of_piece = scales.columns.at[pl.ds(first, PIECE)]
+        of_columns = load_unoptimized(scales_of_piece, plgpu.Layout.WGMMA.reduce(0))
         return piece * across(of_columns, piece.shape, 1)
 
     return scaled
 
 
 def _add_low_rank(layout, scratch, masks, tokens, tile, part, step, total, column: int):
-    """`total`, the piece of a tile that starts at a column, plus the low-rank products, if there
-    are masks with dropout."""
+    """`total`, the piece of a tile that starts at a column, plus the low-rank products, with
+    dropout if there are masks."""
     columns = pl.ds(column, PIECE)
     per_term = layout.low_steps // len(layout.heights)
 
@@ -449,8 +449,8 @@ def _add_low_rank(layout, scratch, masks, tokens, tile, part, step, total, colum
 
 
 def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, steps: int):
-    """Multiplies all steps of a tile. A stage is released when the product after it has been
-    started; the last stages are not, because the finished tile borrows them."""
+    """Multiplies all steps of a tile. Each stage is released after the next product has started.
+    The last stages are not released, because the finished tile borrows them."""
 
     def multiply(i):
         stage = await_loaded(scratch.loaded, first_step + i)
@@ -472,21 +472,21 @@ def _multiply_steps(acc, layout: _Layout, scratch: _Scratch, part, first_step, s
 
 
 def _borrowed(layout: _Layout, scratch: _Scratch, step) -> list:
-    """The stages that are borrowed for a tile whose last step is the one before `step`."""
+    """The stages that are borrowed for a tile whose last step is `step - 1`."""
     return [stage_of(scratch.consumed, step - 1 - i) for i in range(layout.tiling.borrowed)]
 
 
 def _return_stages(layout: _Layout, scratch: _Scratch, step):
-    """Releases the stages borrowed by the tile that ended before `step`, when its stores have read
-    them."""
+    """Releases the stages borrowed by the tile whose last step is `step - 1`, after its stores have
+    read them."""
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     for stage in _borrowed(layout, scratch, step):
         plgpu.barrier_arrive(scratch.consumed.at[stage])
 
 
 def _store(total, out_gmem, places, add=lambda piece, column: piece):
-    """Stores a warpgroup's rows of a tile, piece by piece, through places in shared memory that are
-    used in turns. `add(piece, column)` may change a piece first."""
+    """Stores a warpgroup's rows of a tile, piece by piece, through `places` in shared memory that
+    are used in turns. `add(piece, column)` may change a piece first."""
     for i in range(TILE_N // PIECE):
         column, place = i * PIECE, places[i % len(places)]
         piece = add(total[:, column : column + PIECE], column)

@@ -1,12 +1,12 @@
 """Products of an activation's rows with the low-rank factor of the task that owns them, for Hopper
 GPUs: the rank-r intermediates `scale[t] X A[t]` and `scale[t] dY B[t]^T`.
 
-The kernel is bound by memory bandwidth, so it keeps several stages of loads in flight. In each
-thread block one warpgroup loads tiles through TMA and one multiplies them; with dropout up to two
-do, each of which drops and multiplies its share of the columns. Row tiles have few rows, so that
-there is at least one for every multiprocessor, and thread blocks share no sum. Factors are
-*rank-major*, [r, w]: both operands of a `wgmma` have the same swizzle, and of tiles of rank 16 only
-rank-major ones have the wide swizzle with which the activation loads fast.
+The kernel is limited by memory bandwidth, so it keeps several stages of loads in flight. In each
+thread block one warpgroup loads tiles through TMA and one multiplies them. With dropout, up to two
+warpgroups drop and multiply, each its share of the columns. Row tiles have few rows, so that there
+is at least one tile for every multiprocessor, and thread blocks share no sum. Factors are
+*rank-major*, [r, w]: both operands of a `wgmma` must have the same swizzle, and a tile of rank 16
+has the wide swizzle, with which the activation loads fast, only if it is rank-major.
 """
 
 from collections.abc import Iterator
@@ -40,9 +40,9 @@ from .tiles_sm90 import (
     warpgroups,
 )
 
-# Warpgroups of a thread block. Those from the second on multiply.
+# Warpgroups of a thread block. The second and later ones multiply.
 LOADER, FIRST_MULTIPLIER = range(2)
-# Number of a load's columns that one warpgroup drops and multiplies, with dropout.
+# Number of columns of a load that one warpgroup drops and multiplies, with dropout.
 DROPPED_COLUMNS = 64
 
 
@@ -51,7 +51,7 @@ class RowOperands(NamedTuple):
 
     Attributes:
       z: the activation, half precision.
-      factors: rank-major, in the dtype of `z`: B as it is, or A with its last two axes swapped.
+      factors: rank-major, in the dtype of `z`: B, or A with its last two axes swapped.
       masks: dropout of `z`, with counters for each factor; None for none.
     """
 
@@ -91,7 +91,6 @@ def row_products(
       groups: the operands; each `z` is read once for all its factors.
       chunk_slot: int32, owner slot of each chunk.
       scale: float32, factor of each slot's products.
-      tiling: tile sizes.
 
     Returns:
       For each group and factor, the products [r, N] in the dtype of `z`.
@@ -130,7 +129,7 @@ def row_products(
 
 
 def _kernel_operands(group: RowOperands) -> RowOperands:
-    """The group as the kernel is given it: its factors are flat, its masks `MaskOperands`."""
+    """The group as the kernel reads it: its factors are flat, and its masks are `MaskOperands`."""
     factors, masks = tuple(map(flat, group.factors)), mask_operands(group.masks)
     return group._replace(factors=factors, masks=masks)
 
@@ -144,8 +143,7 @@ def _row_outputs(groups) -> tuple:
 
 class _RowScratch(NamedTuple):
     """Stages of operands: tiles of `z`, to which dropout is applied in place, and of the factors.
-    If several warpgroups multiply, also the partial sums of all of them but the first, by group.
-    """
+    If several warpgroups multiply, also the partial sums of all except the first, by group."""
 
     z: Any
     factors: Any
@@ -196,8 +194,8 @@ class _Block(NamedTuple):
     rows: Any
 
     def each_group(self) -> Iterator[tuple[RowOperands, tuple, int]]:
-        """Each group with its outputs and the number of its first step; steps are numbered through
-        all groups."""
+        """Each group with its outputs and the number of its first step. The steps of all groups are
+        numbered consecutively."""
         first = 0
         for group, outputs in zip(self.groups, self.outputs, strict=True):
             yield group, outputs, first
@@ -224,7 +222,7 @@ def _load_tiles(block: _Block):
                 rank = out.shape[0]
                 owned = factor.at[pl.ds(block.slot * rank, rank), columns]
                 plgpu.copy_gmem_to_smem(owned, smem.at[stage, pl.ds(0, rank)], loaded)
-            # The barrier expects as many arrivals as the group with the most factors has loads.
+            # All groups share the barriers, which expect the loads of the group with most factors.
             for _ in scratch.factors[len(outputs) :]:
                 plgpu.barrier_arrive(loaded)
 
@@ -269,7 +267,7 @@ def _multiply_group(block: _Block, group: RowOperands, accs, first: int, multipl
         for acc, factor, _ in zip(accs, scratch.factors, dropped, strict=False):
             ranks = pl.ds(0, acc.shape[1])
             plgpu.wgmma(acc, z, factor.at[stage].at[ranks, part].transpose((1, 0)))
-        # When no products but this step's are in flight, those of the previous step are complete.
+        # When only this step's products are in flight, the previous step's are complete.
         plgpu.wgmma_wait(len(accs))
         pl.when(i > 0)(lambda: block.release(first + i - 1))
 
@@ -285,7 +283,7 @@ def _hand_over(block: _Block, group: int, sums: list, multiplier):
 
 
 def _total(block: _Block, group: int, sums: list) -> list:
-    """The sums of all warpgroups, given this warpgroup's own."""
+    """The sums of all warpgroups; `sums` are those of this warpgroup."""
     plgpu.barrier_wait(block.scratch.summed.at[group])
     for other in range(block.multipliers - 1):
         others = [smem.at[other] for smem in block.scratch.partial_sums[group]]

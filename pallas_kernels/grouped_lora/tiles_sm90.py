@@ -1,9 +1,9 @@
-"""Shared by the Hopper kernels: owners of tiles, layouts and limits of shared memory, and pipelines
-of loads.
+"""Functions that the Hopper kernels share: owners of tiles, layouts and limits of shared memory,
+and pipelines of loads.
 
-A kernel's *stage* is a place in shared memory for the operands of one pipeline step. Two arrays of
-barriers, with one barrier for each stage, synchronise the warpgroup that loads with those that
-multiply: `loaded` (the operands have arrived) and `consumed` (they are no longer needed).
+A kernel's *stage* is a part of shared memory for the operands of one pipeline step. Two arrays of
+barriers, with one barrier for each stage, synchronise the warpgroup that loads with the warpgroups
+that multiply: `loaded` (the operands have arrived) and `consumed` (they are no longer needed).
 """
 
 from collections.abc import Callable, Iterable
@@ -21,8 +21,8 @@ SHARED_MEMORY = 224 * 1024
 
 
 def compiler_params(approx_math: bool = False) -> "plgpu.CompilerParams":
-    """How all kernels are compiled: warpgroups, not threads, execute their operations. If
-    `approx_math`, exponentials and logarithms are approximate."""
+    """Parameters with which all kernels are compiled: warpgroups, not threads, execute operations.
+    If `approx_math`, exponentials and logarithms are approximate."""
     semantics = plgpu.LoweringSemantics.Warpgroup
     return plgpu.CompilerParams(lowering_semantics=semantics, approx_math=approx_math)
 
@@ -34,13 +34,13 @@ def warpgroups(count: int, approx_math: bool = False) -> dict[str, Any]:
 
 
 def flat(stacked: Float[Array, "*stack rows columns"]) -> Float[Array, "stacked_rows columns"]:
-    """The matrices of a stack below each other: kernels address them by row, because slices of
+    """The matrices of a stack, one below the other. Kernels address them by row, because slices of
     arrays with more than two dimensions do not lower."""
     return stacked.reshape(-1, stacked.shape[-1])
 
 
 def owner(slot_gmem, tile, tiles: int):
-    """The entry of an array over chunks for a row tile, one of `tiles` of equal height."""
+    """The entry of an array over chunks for row tile `tile`, one of `tiles` of equal height."""
     return slot_gmem[lax.div(tile, jnp.int32(tiles // slot_gmem.shape[0]))]
 
 
@@ -69,10 +69,9 @@ def smem_tiles(shape: tuple[int, ...], dtype: Any, depth: int | None = None):
     """Tiles in shared memory: the type of a scratch array.
 
     Args:
-      shape: numbers of tiles, then rows and columns of a tile.
-      dtype: of the elements.
-      depth: depth of the products that read a tile, because its swizzle must not be wider than
-        that; None for the widest swizzle, of 128 bytes.
+      shape: number of tiles, then rows and columns of a tile.
+      depth: depth of the products that read a tile; a tile's swizzle must not be wider. None for
+        the widest swizzle, of 128 bytes.
     """
     size = jnp.dtype(dtype).itemsize
     swizzle = 128 if depth is None else plgpu.find_swizzle(depth * size * 8)
@@ -81,8 +80,8 @@ def smem_tiles(shape: tuple[int, ...], dtype: Any, depth: int | None = None):
 
 
 def load_unoptimized(ref, layout: Any):
-    """Loads an array into registers in a layout for which there is no optimized load: none exists
-    for global memory, nor for tiles without a swizzle."""
+    """Loads an array into registers in a layout for which there is no optimized load: from global
+    memory, or from tiles without a swizzle."""
     return plgpu.load(ref, layout=layout, optimized=False)
 
 
@@ -109,16 +108,12 @@ def write_zeros(gmem):
 
 
 def stages_that_fit(wanted: int, elements: int, dtype: Any, reserved: int = 0) -> int:
-    """The wanted number of stages, or fewer if shared memory has no room for them.
+    """The wanted number of stages, or fewer if shared memory has no room for them. ValueError if
+    not even two stages fit.
 
     Args:
-      wanted: the largest number of stages.
-      elements: elements of one stage.
-      dtype: of the elements.
-      reserved: further elements that shared memory must hold.
-
-    Raises:
-      ValueError: not even two stages fit.
+      elements: number of elements of one stage.
+      reserved: number of further elements that shared memory must hold.
     """
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
     if 2 * elements > available:
@@ -145,7 +140,7 @@ def run_warpgroups(load: Callable[[], None], compute: Callable[[Any], None]):
 
 
 def stage_of(barriers, step):
-    """The stage of a pipeline step; there are as many stages as barriers."""
+    """The stage of a pipeline step, if there are as many stages as barriers."""
     return lax.rem(jnp.int32(step), jnp.int32(barriers.shape[0]))
 
 
@@ -164,15 +159,15 @@ def await_loaded(loaded, step):
 
 
 def await_all(consumed, steps):
-    """Waits until all stages that `steps` steps have used are released. At the end of a kernel no
-    barrier may have an arrival for which nobody has waited."""
+    """Waits until all stages that `steps` steps have used are released. At the end of a kernel, no
+    barrier may have an arrival for which no warpgroup has waited."""
     for stage in range(consumed.shape[0]):
         pl.when(steps > stage)(lambda stage=stage: plgpu.barrier_wait(consumed.at[stage]))
 
 
 def check_chunks(rows: int, chunk_slot: Int[Array, " chunks"], name: str, size: int):
-    """Raises a ValueError if tiles of `size` rows do not divide the chunks; `name` is the tile
-    size's name."""
+    """Raises a ValueError if tiles of `size` rows do not divide the chunks; `name` is the name of
+    the tile size."""
     chunks = chunk_slot.shape[0]
     if rows % (chunks * size) or size % 64:
         raise ValueError(
@@ -183,7 +178,7 @@ def check_chunks(rows: int, chunk_slot: Int[Array, " chunks"], name: str, size: 
 
 def check_columns(width: int, name: str, size: int):
     """Raises a ValueError if tiles of `size` columns do not divide the width of `z`; `name` is the
-    tile size's name."""
+    name of the tile size."""
     if width % size or size % 64:
         raise ValueError(
             f"z has {width} columns; expected a multiple of {name} = {size}, itself a multiple of "
@@ -192,6 +187,6 @@ def check_columns(width: int, name: str, size: int):
 
 
 def check_ranks(ranks: list[int]):
-    """Raises a ValueError if a rank is not one that the kernels can multiply."""
+    """Raises a ValueError if the kernels cannot multiply by one of the ranks."""
     if any(rank % 8 or rank > 256 for rank in ranks):
         raise ValueError(f"ranks {ranks}; expected multiples of 8, at most 256")

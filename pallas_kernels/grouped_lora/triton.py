@@ -55,7 +55,7 @@ class _Term(NamedTuple):
       lhs: left operand; K is k, or n for the transposed weight.
       weight: [L, k, n], stored in the dtype of `lhs`.
       low: the rank-r intermediate.
-      factor: F, [T, r, n]; or [T, k, r], to be transposed.
+      factor: F, [T, r, n]; or [T, k, r], if it will be transposed.
     """
 
     lhs: Float[Array, "N K"]
@@ -88,7 +88,7 @@ def refusal(x, projections, routing, dropout) -> str | None:
 
 
 def compute_capability(device: jax.Device) -> int | None:
-    """The compute capability times ten, 90 for 9.0; None if the device is not a CUDA GPU."""
+    """The compute capability times ten (90 for 9.0); None if the device is not a CUDA GPU."""
     version = str(getattr(device, "compute_capability", ""))
     major, dot, minor = version.partition(".")
     return int(major) * 10 + int(minor) if dot and device.platform == "gpu" else None
@@ -183,7 +183,7 @@ def _masks(modules, routing, dropout: Dropout | None, layer, tokens: int) -> _Ma
 
 
 def _pad_rank(factors: Float[Array, "T _ _"], axis: int) -> Float[Array, "T _ _"]:
-    """The factors with the rank, their size along `axis`, padded with zeros to a power of two of at
+    """The factors with their rank, the size along `axis`, padded with zeros to a power of two of at
     least 16; tensor cores multiply no other sizes."""
     rank = factors.shape[axis]
     missing = max(16, 1 << (rank - 1).bit_length()) - rank
@@ -317,7 +317,7 @@ def _add_in_place(layer, chunks_by_slot, masks, x, lows, accumulators, transpose
     chunk_len = tokens // (len(chunks_by_slot.order) - 1)
     tile_m = 32 if x.dtype == jnp.float32 else 64 if chunk_len % 128 else 128
     step = (64 + modules * rank) * tile_m * x.dtype.itemsize
-    # Any array but an accumulator: XLA would copy one that is both an operand and an alias.
+    # Not an accumulator: XLA would copy an array that is both an operand and an alias.
     unused = lows[:1] * (_MAX_MODULES - modules)
     inputs = (_as_array(layer), x, *lows, *unused, *chunks_by_slot, *_mask_arguments(masks))
     return _call(
@@ -354,7 +354,7 @@ def _call(kernel: str, *arrays, **options) -> list[Array]:
         kernel=getattr(triton_kernels, kernel),
         name=kernel,
         compute_capability=compute_capability(jax.local_devices()[0]),
-        # Matters for float32 inputs only: TF32 would round them to 10 bits.
+        # This matters for float32 inputs only: TF32 would round them to 10 bits.
         PRECISION="ieee",
         **options,
     )
@@ -369,7 +369,7 @@ def _mask_arguments(masks: _Masks | None) -> _Masks:
 
 
 def _unused_pointers(name: str, modules: int) -> dict[str, None]:
-    """Constants for the outputs of absent modules; a kernel's outputs are its last arrays."""
+    """Constants for the outputs of absent modules. A kernel's outputs are its last arrays."""
     return {f"{name}_{m}_ptr": None for m in range(modules, _MAX_MODULES)}
 
 

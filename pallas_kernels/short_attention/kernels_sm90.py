@@ -1,11 +1,11 @@
-"""Causal attention of rows so short that one thread block holds a whole row, for Hopper GPUs:
-forward and backward.
+"""Causal attention, forward and backward, for Hopper GPUs and rows so short that one thread block
+holds a whole row.
 
 A thread block computes one row and one key/value head. Keys and values stay in shared memory while
 the query heads that share them pass through a ring of stages. Warpgroup w computes the row's w-th
 block of 64 tokens. Every input is read once, and the backward pass recomputes the probabilities, so
-the kernels are bound by memory bandwidth. Kernels made for long rows spend most of their time on
-such rows waiting for their pipelines.
+the kernels are limited by memory bandwidth. Kernels for long rows spend most of their time on such
+rows waiting for their pipelines.
 """
 
 import math
@@ -63,11 +63,10 @@ def forward(
 
     Args:
       q, k, v: half precision, with the heads side by side: HD and KD are the numbers of query heads
-        and of key/value heads times the size of a head. The rows of `heads.row_len` tokens lie one
-        after the other.
-      firsts: int32, the first token of the row that each token attends to; None if every token
-        attends to its row from the first token on.
-      heads: static sizes.
+        and of key/value heads times the size of a head. Rows of `heads.row_len` tokens lie one
+        after another.
+      firsts: int32, for each token the index in its row of the first token that it attends to; None
+        if every token attends to its row from the first token on.
     """
     tokens, width = q.shape
     block = (heads.row_len, heads.size)
@@ -119,8 +118,8 @@ def backward(
             "q_smem": smem_tiles((_STAGES, *block), q.dtype),
             "do_smem": smem_tiles((_STAGES, *block), q.dtype),
             "kv_smem": [smem_tiles(block, q.dtype)] * 2,
-            # One tile for each pair of a query block and a key block: first the probabilities, then
-            # the gradients of the scores.
+            # One tile for each pair of a query block and a key block. It holds the probabilities,
+            # and later the gradients of the scores.
             "pairs": [smem_tiles(pair, q.dtype)] * (heads.blocks * (heads.blocks + 1) // 2),
             "delta_smem": plgpu.SMEM((BLOCK,), jnp.float32),
             "loaded": plgpu.Barrier(num_arrivals=2, num_barriers=_STAGES * heads.blocks),
@@ -202,8 +201,8 @@ class _Place(NamedTuple):
 
 
 def _for_own_block(heads: Heads, body):
-    """Runs `body(place)` for each warpgroup's block. The blocks attend to different numbers of
-    keys, so each has its own code."""
+    """Runs `body(place)` for each warpgroup's block. Each block has different code, because the
+    blocks attend to different numbers of keys."""
     for block in range(heads.blocks):
         pl.when(lax.axis_index("wg") == block)(partial(body, _Place(heads, block)))
 
@@ -319,7 +318,7 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
     warpgroup of block 1 computes delta of its queries. With it, the warpgroup of block 0, which
     owns those keys, computes the gradient for this pair of blocks; both warpgroups multiply by it.
     """
-    stage, own, factor = _stage(i), place.block, shared.heads.scale
+    stage, block, factor = _stage(i), place.block, shared.heads.scale
     tile, last = (BLOCK, shared.heads.size), i == shared.heads.per_group - 1
 
     def operands(queries: int):
@@ -339,13 +338,14 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
             return (
                 jnp.where(_attention_mask(p.shape, 0, None), p, 0.0) if queries == keys else p
             ), dp
-        # Keys outside a query's sequence may belong to another task and give infinite values.
+        # Keys outside a query's sequence may belong to another task and have infinite values.
         first = _load_rows(firsts.at[tokens])
         mask = _attention_mask(p.shape, queries * BLOCK, first, keys * BLOCK)
         return jnp.where(mask, p, 0.0), jnp.where(mask, dp, 0.0)
 
     def add(queries: int, pair: int, p, dp, delta):
-        """Adds the pair's products to dk and dv; leaves the gradient of its scores in `pairs`."""
+        """Adds the pair's products to dk and dv, and writes the gradient of its scores to
+        `pairs`."""
         q_smem, do_smem = operands(queries)
         pair_smem = shared.pairs[pair]
         pair_smem[...] = p.astype(pair_smem.dtype)
@@ -364,7 +364,7 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
         return jnp.sum(p * dp, axis=1)
 
     # Pairs 0 and 1 are the queries and keys of blocks 0 and 1; pair 2 is queries 1 and keys 0.
-    if own == 1:
+    if block == 1:
         delta = delta_of(*probabilities(1, 0))
         p, dp = probabilities(1, 1)
         delta += delta_of(p, dp)

@@ -8,21 +8,18 @@ from jaxtyping import Array, Float, Int
 from ..grouped_lora.tilings import is_hopper
 from .kernels_sm90 import BLOCK, Heads, backward, forward
 
-# Checkpoint name, by which a rematerialisation policy can keep the softmax's denominators.
+# Checkpoint name by which a remat policy can keep the softmax's denominators.
 TOTALS = "attention_totals"
 
 
 def refusal(q, k, v) -> str | None:
-    """Says whether `short_attention` can serve a call. It needs a Hopper GPU, half precision, rows
-    of 64 or 128 tokens and heads of size 64 or 128.
+    """Why `short_attention` cannot serve a call; None if it can. It needs a Hopper GPU, half
+    precision, rows of 64 or 128 tokens and heads of size 64 or 128.
 
     Args:
       q: queries [rows, row_len, H, D], or a `jax.ShapeDtypeStruct`.
       k: keys [rows, row_len, K, D], or a `jax.ShapeDtypeStruct`.
       v: values; not read.
-
-    Returns:
-      The reason, as an English phrase, why it cannot; None if it can.
     """
     del v
     if not is_hopper():
