@@ -41,12 +41,8 @@ def compiled_results(program: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def shapes_of(tree: Any, sharding: Any = None) -> Any:
-    """Shapes, dtypes and shardings of arrays.
-
-    Args:
-      sharding: one sharding for all of the arrays, or a tree like `tree`; None takes the sharding
-        that each array has.
-    """
+    """Shapes, dtypes and shardings of arrays. `sharding` is one for all of the arrays, or a tree
+    like `tree`; None takes the sharding that each array has."""
     if sharding is None:
         return jax.tree.map(lambda x: _shape(x, x.sharding), tree)
     if isinstance(sharding, jax.sharding.Sharding):

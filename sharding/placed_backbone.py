@@ -87,17 +87,12 @@ def load_placed_backbone(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PlacedBackbone:
-    """Loads a Hugging Face checkpoint folder, each part onto its devices.
+    """Loads a Hugging Face checkpoint folder, each part, together all layers, onto its home. Other
+    arguments and errors are those of `load_backbone`.
 
     Of each tensor, this process reads only the rows that its devices keep, and copies them to the
     devices piece by piece. A linear in a format that is no dtype is read as a whole, one layer at a
     time, encoded on the default device, and then divided.
-
-    Arguments and errors are those of `load_backbone`, and:
-
-    Args:
-      parts: the parts, together all layers.
-      homes: the mesh of each part.
     """
     folder, dtype = Path(folder), backbone_dtype(dtype)
     config = BackboneConfig.from_folder(folder, backbone_format)
@@ -139,14 +134,8 @@ def random_placed_backbone(
     homes: Sequence[StageMesh],
     seed: int = 0,
 ) -> PlacedBackbone:
-    """A backbone with random weights, which no device and no host ever holds as a whole.
-
-    Args:
-      dtype: dtype of all parameters.
-      parts: the parts, together all layers.
-      homes: the mesh of each part.
-      seed: seed of the weights. The values also depend on how the layers are divided.
-    """
+    """A backbone with random weights, all of one dtype, which no device and no host ever holds as a
+    whole. The values depend on the seed and on how the layers are divided into parts."""
     weights = []
     for part, home in zip(parts, homes, strict=True):
         shardings = home.shardings(home.weight_specs(_own_weights(config, part, dtype, home)))

@@ -78,13 +78,8 @@ class StageMesh:
         )
 
     def device_adapters(self, adapters: Any, specs: Any, config: BackboneConfig) -> Any:
-        """Shapes of the adapters that suit `device_config`.
-
-        Args:
-          adapters: shapes of the adapters that one device has, by kind.
-          specs: tree of `LeafSpec` like `adapters`, in which the names of linears are keys.
-          config: the result of `device_config`.
-        """
+        """Shapes of the adapters that suit `device_config`, from shapes of the adapters that one
+        device has, by kind, and a tree of their `LeafSpec` with the names of linears as keys."""
 
         def shape_of(path: tuple[Any, ...], spec: LeafSpec, leaf: Any) -> jax.ShapeDtypeStruct:
             module = _module(path)
@@ -108,24 +103,15 @@ class StageMesh:
         return is_local(self.mesh)
 
     def put(self, tree: Any, specs: Any) -> Any:
-        """Copies arrays to the devices.
-
-        Args:
-          tree: arrays of the host, or arrays that lie on these devices already.
-          specs: a tree of `PartitionSpec`, or one for all arrays.
-        """
+        """Copies arrays of the host, or arrays that lie on these devices already, to the devices.
+        `specs` is a tree of `PartitionSpec`, or one for all arrays."""
         if compiles_only():
             return shapes_of(tree, self.shardings(specs))
         return put(tree, self.shardings(specs))
 
     def move(self, tree: Any, target: "StageMesh", spec: P) -> Any:
-        """Copies arrays from this mesh to another one.
-
-        Args:
-          target: this mesh, or another one that has no device of this one.
-          spec: how all arrays are divided on both meshes: P(), or P(DATA) for an axis of data
-            shards.
-        """
+        """Copies arrays from this mesh to `target`, which is this mesh or has no device of it. On
+        both meshes all arrays are divided by `spec`: P(), or P(DATA) for an axis of data shards."""
         if compiles_only():
             return shapes_of(tree, target.shardings(spec))
         return move(tree, self.mesh, target.mesh, spec)

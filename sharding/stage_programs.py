@@ -44,8 +44,6 @@ class StageOptions(NamedTuple):
     Attributes:
       config: configuration of the whole backbone.
       forward: options of the forward pass; its `remat` is the policy of the part's layers.
-      part: the layers of the stage.
-      home: the mesh of the stage.
       state: the description of the part's `TrainState`.
     """
 
@@ -139,10 +137,8 @@ def forward_into(
     Residuals are many arrays of different sizes. If those of every microbatch were allocated anew,
     the allocator would leave gaps between them, of several GiB for a model of 8B parameters.
 
-    Args:
-      spent: residuals of a microbatch whose backward pass has been dispatched, or other arrays of
-        these shapes and dtypes; donated.
-      *arguments: the arguments of `forward` after the options.
+    `spent` are the residuals of a microbatch whose backward pass has been dispatched, or other
+    arrays of these shapes and dtypes; they are donated. `arguments` are those of `forward`.
     """
     return forward(options, *arguments)
 
@@ -160,7 +156,6 @@ def backward(
 
     Args:
       residuals: from `forward`.
-      adapters: the same adapters as in the forward pass.
       accumulators: gradients accumulated so far; donated.
       dy: gradient of the part's output, the residual stream; for the last part, the cotangents of
         the chunks' losses.

@@ -28,13 +28,9 @@ def is_local(mesh: Mesh) -> bool:
 
 
 def put(tree: Any, shardings: Any) -> Any:
-    """Copies arrays of the host to devices.
-
-    Args:
-      tree: arrays of the host, the same in every process, or arrays that lie on these devices
-        already, divided in another way.
-      shardings: a tree like `tree`, or one sharding for all arrays.
-    """
+    """Copies arrays to devices. They are the same arrays of the host in every process, or arrays
+    that lie on these devices already, divided in another way. `shardings` is a tree like `tree`, or
+    one sharding for all arrays."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
     if isinstance(shardings, NamedSharding):
@@ -58,10 +54,9 @@ def move(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
     Between processes, the devices of both meshes run a program together that exchanges the arrays.
     Its dispatch does not wait; a device that sends waits for the receiver.
 
-    Args:
-      spec: how all arrays are divided on both meshes: P() if every device has the whole array;
-        otherwise the first axis is divided among all mesh axes but the last one. The product of
-        these axes is the same in both meshes.
+    `spec` divides all arrays on both meshes: P() if every device has the whole array; otherwise the
+    first axis is divided among all mesh axes but the last one, whose product is the same in both
+    meshes.
     """
     processes = _processes(source) | _processes(target)
     sharding = NamedSharding(target, spec)
@@ -73,16 +68,9 @@ def move(tree: Any, source: Mesh, target: Mesh, spec: P) -> Any:
 
 
 def share(tree: Any, mesh: Mesh) -> Any:
-    """Lets every process read arrays.
-
-    Args:
-      tree: arrays on the mesh, divided in any way. If this process has no device of the mesh,
-        their shapes and dtypes.
-
-    Returns:
-      The whole arrays. In a run of several processes, each process has a copy on one of its
-      devices.
-    """
+    """Lets every process read arrays of a mesh: returns the whole arrays, of which each of several
+    processes has a copy on one of its devices. If this process has no device of the mesh, `tree`
+    has shapes and dtypes."""
     if jax.process_count() == 1:
         return tree
     shapes = jax.tree.map(_shape, tree)

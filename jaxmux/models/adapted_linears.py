@@ -67,14 +67,12 @@ def adapted_linears(
     """Applies linears that all read `x`, with the adapters that they carry.
 
     Args:
-      x: the stream, in the compute dtype.
       block: weights of the sub-block (attention or MLP) that holds the modules, in all layers, by
         the last component of the module path.
       adapters: factors of all layers and slots.
       accumulators: gradient accumulators of the factors, threaded through, see
         `grouped_lora_linear`; None if no gradients are wanted.
       modules: paths of the linears.
-      implementation: implementation of the grouped LoRA linear; None picks the fastest.
       residual: added to the output; allowed only with a single module.
       others: the adapters of the layer that are not low-rank.
 
@@ -180,15 +178,12 @@ def joined(
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
-    """The residual stream after attention or the MLP, or without a residual the sub-block's output.
+    """The residual stream after attention or the MLP, from the residual stream before and the
+    output `y` of `adapted_linears` or `adapted_mlp`; the sub-block's output if `residual` is None.
 
     On one tensor-parallel device this is `y`, which has residual and bias already. Otherwise the
-    devices' parts are summed, and residual and bias are added to the sum.
-
-    Args:
-      y: the output of `adapted_linears` or `adapted_mlp`.
-      residual: the residual stream before the sub-block, or None.
-      bias: biases of the last linear, of all layers; None if it has none or `y` has it already.
+    devices' parts are summed, and residual and bias are added to the sum. `bias`, of all layers, is
+    None if the last linear has none or `y` has it already.
     """
     if sharding.tp == 1:
         return y

@@ -107,18 +107,15 @@ class AdapterOp:
         weight: FrozenWeight,
         total: Callable[[Array], Array],
     ) -> dict[str, Array]:
-        """New values of arrays that are not trained but depend on trained ones. It is called after
-        every update of a kind with low-rank factors, for several slots at once. If the linear is
-        divided among devices, the arguments are this device's part.
+        """New values, by name, of arrays that are not trained but depend on trained ones. It is
+        called after every update of a kind with low-rank factors, for several slots at once. If the
+        linear is divided among devices, the arguments are this device's part.
 
         Args:
           own: the kind's arrays at a linear in one layer, by name, [slots, ...].
           factors: the low-rank factors a [slots, k, R] and b [slots, R, n].
           weight: the frozen weight [k, n].
           total: sums over all devices if the linear's input is divided among them.
-
-        Returns:
-          By name, the new arrays; empty if the kind has none.
         """
         return {}
 
@@ -229,13 +226,9 @@ def layer_adapters(
     tokens: Int[Array, "chunks l"] | None = None,
 ) -> tuple[LayerAdapters, AllAdapters | None]:
     """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
-    by `values_of_chunks`.
-
-    Args:
-      outside: points outside the layers that are read instead of the points of the layer: the norm
-        after the last layer, or the embedding and the head, for which `layer` is 0.
-      tokens: the tokens of each chunk, for the embedding; None for other points.
-    """
+    by `values_of_chunks`. If `outside` is not empty, the points of the layer are not read, but
+    these: the norm after the last layer, or the embedding and the head, with layer 0. `tokens` are
+    the tokens of each chunk, for the embedding."""
 
     by_kind: dict[str, Mapping[str, Any]] = {}
     scales: dict[str, Array] = {}

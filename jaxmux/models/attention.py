@@ -52,14 +52,9 @@ IMPLEMENTATIONS = ("short", "cudnn", "xla")
 
 
 class AttentionOptions(NamedTuple):
-    """Static choices of attention.
-
-    Attributes:
-      implementation: "xla", "cudnn" or "short", see `pick_implementation`.
-      block: number of tokens in a block of the XLA implementation: the smaller of the chunk length
-        and the row length.
-      window: sliding window in tokens; None for none.
-    """
+    """Static choices of attention: the implementation, see `pick_implementation`; the number of
+    tokens in a block of the XLA implementation, which is the smaller of the chunk length and the
+    row length; and the sliding window in tokens, None for none."""
 
     implementation: str
     block: int
@@ -69,12 +64,8 @@ class AttentionOptions(NamedTuple):
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
     """The fastest implementation of attention for the default device, for
     `ForwardOptions.attention`: "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens, half
-    precision), else "cudnn" (GPU, half precision), else "xla".
-
-    Args:
-      dtype: dtype of queries, keys and values.
-      row_len: number of tokens in a row of a microbatch.
-    """
+    precision), else "cudnn" (GPU, half precision), else "xla". `dtype` is the compute dtype, and
+    `row_len` the number of tokens in a row of a microbatch."""
     return next(name for name in IMPLEMENTATIONS if refusal(name, config, dtype, row_len) is None)
 
 
@@ -105,12 +96,9 @@ def attend(
     segments: Segments,
     options: AttentionOptions,
 ) -> tuple[Float[Array, "rows row_len H D"], Bool[Array, "rows row_len"]]:
-    """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D).
-
-    Args:
-      q: queries of H heads, in the compute dtype.
-      k: keys of K heads; K divides H.
-      v: values of K heads.
+    """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D), in the compute
+    dtype. K divides H. ValueError if `options.implementation` is "short" and the kernel cannot
+    serve the call.
 
     Returns:
       The outputs, which are finite but otherwise undefined on padding; and for every token whether
@@ -119,9 +107,6 @@ def attend(
       cotangents of that token's query, key and value NaN. If each row holds only one sequence,
       non-finite values stay in their row: they are not replaced, and all tokens are reported as
       finite.
-
-    Raises:
-      ValueError: `options.implementation` is "short" and the kernel cannot serve the call.
     """
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
         # Attention never mixes rows, and each row holds one sequence of one task, so non-finite

@@ -69,14 +69,13 @@ def load_backbone(
     Args:
       folder: contains config.json and model.safetensors, or shards with
         model.safetensors.index.json.
-      dtype: dtype to which all parameters are converted: bfloat16, float16 or float32. "auto" is
-        bfloat16 on an accelerator and float32 on CPU.
+      dtype: dtype of all parameters: bfloat16, float16 or float32. "auto" is bfloat16 on an
+        accelerator and float32 on CPU.
       backbone_format: format in which the linears of the layers are stored, one of
         `BACKBONE_FORMATS`; None for the format of the checkpoint.
       cache: folder in which checkpoints in a format are kept (see `cached_checkpoint`); None for
         none. It needs a `backbone_format`.
-      progress: a function that is called with the number of bytes of weights, whenever some have
-        arrived on the device; None calls nothing.
+      progress: is called with the number of bytes of weights that have arrived on the device.
 
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable

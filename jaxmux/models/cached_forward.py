@@ -38,7 +38,8 @@ def cached_hidden_states(
     options: ForwardOptions,
     at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], tuple[KeysValues, ...]]:
-    """`hidden_states` of new tokens, each row of which belongs to one sequence of the cache.
+    """`hidden_states` [N, d] of new tokens, each row of which belongs to one sequence of the cache;
+    and the cache with the new tokens.
 
     Arguments are those of `hidden_states`, except:
 
@@ -52,9 +53,6 @@ def cached_hidden_states(
       place: position in its sequence of the single token in each row. None if the rows hold whole
         prompts from their first token on.
       microbatch: the new tokens and their positions. Targets are not read.
-
-    Returns:
-      The hidden states [N, d] after the final norm; and the cache with the new tokens.
     """
     x, _ = embed(weights, adapters, None, microbatch, options, at_head)
     stream = stream_of(config, microbatch, slots, options)

@@ -61,11 +61,7 @@ class Calibration(NamedTuple):
     def linear_inputs(self) -> Iterator[dict[str, Float[np.ndarray, "labelled k"]]]:
         """Yields for every layer in turn the float32 inputs of its linears at the labelled tokens,
         by path of the linear within the layer. If linears have the same input, only the first of
-        them is there, see `FIRST_READERS`.
-
-        Raises:
-          ValueError: a value is not finite.
-        """
+        them is there, see `FIRST_READERS`. ValueError if a value is not finite."""
         x = self._embedded()
         for layer in range(self.config.num_layers):
             x, inputs = on_host(
@@ -78,16 +74,10 @@ class Calibration(NamedTuple):
     def weight_gradients(
         self, modules: Sequence[str]
     ) -> Iterator[tuple[int, dict[str, Float[np.ndarray, "n k"]]]]:
-        """The gradients of the mean loss of the labelled tokens by the weights of linears, float32,
-        from the last layer to the first.
-
-        Yields:
-          Index of the layer; and by path of a linear its gradient in the layout of Hugging Face,
-          [n, k] for output width n and input width k.
-
-        Raises:
-          ValueError: a value is not finite.
-        """
+        """Yields for every layer, from the last to the first, its index and the float32 gradients
+        of the mean loss of the labelled tokens by the weights of linears: by path of a linear, in
+        the layout of Hugging Face, [n, k] for output width n and input width k. ValueError if a
+        value is not finite."""
         inputs = [self._embedded()]
         for layer in range(self.config.num_layers):
             inputs.append(
@@ -129,18 +119,10 @@ def calibration_of(
     samples: Iterable[Sample],
     tokens: int,
 ) -> Calibration:
-    """A backbone with the first tokens of a task's samples.
-
-    Args:
-      tensors: function from the name of a tensor in Hugging Face's checkpoint of the backbone to
-        its float32 values.
-      samples: the samples; only as many as are needed are taken.
-      tokens: number of tokens, unless the samples have fewer. The last sample is cut, and at most
-        2048 tokens of each sample are taken.
-
-    Raises:
-      ValueError: none of these tokens counts in the loss.
-    """
+    """A backbone with the first `tokens` tokens of a task's samples, of which only as many are
+    taken as are needed, and at most 2048 tokens of each. The last sample is cut. `tensors` returns
+    the float32 values of a tensor by its name in the backbone's Hugging Face checkpoint. ValueError
+    if none of the tokens counts in the loss."""
     taken = _first_tokens(samples, tokens)
     if not any(sample.target_tokens for sample in taken):
         raise ValueError(

@@ -60,11 +60,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder.
-
-    Raises:
-      BackboneError: a file is missing, or the index is damaged or names files of other folders.
-    """
+    """The safetensors files of a checkpoint folder. BackboneError if a file is missing, or the
+    index is damaged or names files of other folders."""
     index, whole = folder / _INDEX, folder / WHOLE
     if whole.exists():
         return [whole]
@@ -87,16 +84,10 @@ def shards(folder: Path) -> list[Path]:
 
 
 def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
-    """The header of a safetensors file, which begins with the length of the header (8 bytes) and
-    the header (JSON).
-
-    Returns:
-      The offset of the data in the file, and for each tensor its dtype, shape and data_offsets.
-
-    Raises:
-      OSError, ValueError, KeyError, TypeError, AttributeError, struct.error: the file cannot be
-        read, or its data is incomplete.
-    """
+    """The header of a safetensors file: the offset of the data in the file, and for each tensor its
+    dtype, shape and data_offsets. A file begins with the length of the header (8 bytes) and the
+    header (JSON). One of many exceptions is raised if the file cannot be read or is incomplete; see
+    `unreadable_named`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -109,15 +100,8 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file.
-
-    Attributes:
-      path: the file.
-      file: descriptor of the open file.
-      offset: index in the file of the tensor's first byte.
-      dtype: the tensor's dtype as safetensors names it.
-      shape: the tensor's shape.
-    """
+    """A tensor in a file: `file` is the descriptor of the open file, and `offset` the index of the
+    tensor's first byte. The dtype is named as in safetensors."""
 
     path: Path
     file: int
@@ -189,11 +173,8 @@ class CheckpointTensors:
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads a tensor, or consecutive rows (indices of its first axis) of it, into new memory.
-        Several threads may call this at the same time.
-
-        Raises:
-          BackboneError: the dtype is unknown, or the file cannot be read.
-        """
+        Several threads may call this at the same time. BackboneError if the dtype is unknown or the
+        file cannot be read."""
         entry, dtype = self._entry(name), self.array_dtype(name)
         shape, offset = entry.shape, entry.offset
         if shape:
@@ -276,12 +257,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Writes the index of several files of weights.
-
-    Args:
-      weight_map: by name of the tensor, the name of its file.
-      total_size: bytes of all tensors.
-    """
+    """Writes the index of several files of weights. `weight_map` is, by name of the tensor, the
+    name of its file; `total_size` the bytes of all tensors."""
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
@@ -290,11 +267,7 @@ def copy_other_files(folder: Path, target: Path) -> None:
     """Copies the files of a checkpoint folder other than weights and their index: configurations,
     tokenizers, chat templates, licences and code, including those in subfolders. Hidden files are
     not copied, and neither is a subfolder that holds weights, which is another model or a run.
-    `target` may be in the folder.
-
-    Raises:
-      OSError: a file cannot be copied.
-    """
+    `target` may be in the folder. OSError if a file cannot be copied."""
     for entry in [path for path in folder.iterdir() if not path.name.startswith(".")]:
         files = [entry]
         if entry.is_dir():

@@ -133,14 +133,9 @@ class CheckpointReader:
         """Reads weights, one parameter after the other, and only the parts that devices keep.
 
         Threads read and copy pieces of a parameter ahead. Linears that must be encoded or decoded
-        are read as a whole, one layer after the other.
-
-        Args:
-          wanted: shapes, dtypes and formats of the weights; its layers are consecutive layers of
-            the model.
-          first_layer: index in the model of the first of these layers.
-          shardings: a tree like `wanted` with the sharding of every array; None puts all weights on
-            the default device.
+        are read as a whole, one layer after the other. `wanted` are shapes, dtypes and formats of
+        the weights, whose layers are those of the model from `first_layer` on. `shardings` is a
+        tree like `wanted`; None puts all weights on the default device.
         """
         decoded = set()
 
@@ -253,18 +248,10 @@ class CheckpointReader:
 def checkpoint_tensors(
     folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
 ) -> Callable[[str], np.ndarray]:
-    """A function that reads a tensor of a checkpoint folder by its name, with the values that the
-    backbone computes with. The folder is read when the function is called.
-
-    Args:
-      dtype: dtype of the backbone, to which values are rounded.
-      backbone_format: format in which the backbone stores the linears of its layers; None for the
-        format of the checkpoint.
-
-    Returns:
-      A function of a name. It returns float32 values, and raises BackboneError if there is no such
-      tensor.
-    """
+    """A function that reads a tensor of a checkpoint folder by its name: the float32 values that a
+    backbone in this dtype and format computes with. It reads the folder when it is called, and
+    raises BackboneError if there is no such tensor. A `backbone_format` of None is the format of
+    the checkpoint."""
     folder = Path(folder)
 
     @cache
@@ -312,13 +299,9 @@ def _cut(rows: range, row_bytes: int) -> Iterator[range]:
 def _parts_of_devices(
     shape: tuple[int, ...], is_kernel: bool, in_layers: bool, sharding: Any
 ) -> list[_Part]:
-    """The part of a parameter that each device of this process keeps.
-
-    Args:
-      is_kernel: whether its last two axes are those of the tensor in the file, transposed.
-      in_layers: whether its first axis is the axis of the layers, which is not divided.
-      sharding: how the devices divide it; None for the default device.
-    """
+    """The part of a parameter that each device of this process keeps. Files have the last two axes
+    of a kernel transposed. A first axis of layers is not divided. For a sharding of None, the
+    default device keeps all."""
     if sharding is None:
         indices = {None: tuple(slice(size) for size in shape)}
     else:

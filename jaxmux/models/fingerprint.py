@@ -44,11 +44,7 @@ def backbone_fingerprint(folder: str | Path) -> str:
     cache folder and used as long as the file's size, inode and times of change stay the same; every
     write changes a time, also one that leaves the modification time as it was.
 
-    Returns:
-      32 hexadecimal digits.
-
-    Raises:
-      BackboneError: a file is missing or cannot be read; the message names it.
+    Returns 32 hexadecimal digits. BackboneError if a file is missing or cannot be read.
     """
     folder = Path(folder)
     config = dataclasses.asdict(BackboneConfig.from_folder(folder).plain)

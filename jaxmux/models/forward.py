@@ -37,17 +37,13 @@ from .weight_sharding import UNDIVIDED, WeightSharding, embedded
 
 
 class SlotTable(NamedTuple):
-    """The numbers of each task's adapter that a forward pass takes as data, besides its arrays.
-
-    A slot is the index of a task's adapter in the stacked adapters of all T slots. In slots without
-    a task all numbers are 0.
+    """The numbers of each task's adapter that a forward pass takes as data, besides its arrays; 0
+    in slots (indices of tasks in the stacked adapters) without a task.
 
     Attributes:
       scale: float32 [T], factor of the low-rank product, alpha / rank (rsLoRA: alpha / sqrt(rank)).
-      dropout_rate: float32 [T], probability in [0, 1) that an input feature of an adapter is
-        dropped.
-      dropout_key: uint32 [T], seed of the dropout masks. It changes with every optimizer step; see
-        `PreparedTask.dropout_key`.
+      dropout_rate: float32 [T], probability in [0, 1) that an adapter's input feature is dropped.
+      dropout_key: uint32 [T], seed of the dropout masks; another one for every optimizer step.
     """
 
     scale: Float[Array, " T"]
@@ -63,16 +59,14 @@ class ForwardOptions(NamedTuple):
         "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens). `pick_implementation` chooses.
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
-      remat: a policy that names the values that a layer keeps from its forward to its backward
-        pass; the backward pass computes all others again. One policy for all layers, or a tuple
-        with one for each. From most to least memory: "none" keeps everything, "norms" recomputes
-        neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
-        also recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
+      remat: the policy for the values that a layer keeps from its forward to its backward pass, one
+        for all layers or a tuple with one for each. From most to least memory: "none" keeps all,
+        "norms" recomputes neither norms nor matrix products, "dots" recomputes norms but no matrix
+        product, "lean" also the products of the MLP's gate and up, "full" all but a layer's input.
       unroll: False runs the layers in a scan. True compiles the program of every layer, which takes
         longer but copies nothing into or out of a scan's stacked arrays.
       dropout: False if no task uses dropout; the program then has no code for it.
-      max_sequences: most samples in a row. With 1, attention on GPU runs on dense rows, which is
-        faster.
+      max_sequences: most samples in a row. With 1, attention on GPU runs on faster dense rows.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
       adapter_ops: the operations of the adapter kinds in use, other than low-rank ones.
       norm: implementation of the norms of the residual stream, see `residual_norm`; None picks.
@@ -101,33 +95,26 @@ def hidden_states(
     options: ForwardOptions,
     at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
-    """Runs the backbone with the adapters of all tasks over a microbatch.
-
-    The final norm is applied to the result. The language-model head is not: `logits_of`
-    and `microbatch_losses` apply it.
-
-    The stacked adapters of all tasks have T *slots*, one for each task. The N tokens of the
-    microbatch are divided into *chunks*, each of which belongs to one slot.
+    """Runs the backbone with the adapters of all tasks over a microbatch, including the final norm
+    but not the head, which `logits_of` and `microbatch_losses` apply. The N tokens are divided into
+    *chunks*, each of which belongs to one of T *slots* in the stacked adapters.
 
     Args:
       weights: weights of the backbone (`Backbone.weights`).
       adapters: by name of the adapter kind, its arrays for L layers and T slots. "lora" is always
         there and may be empty: by path of a linear within a layer ("mlp.up_proj"), the factors a
         [L, T, k, R] and b [L, T, R, n], for input width k, output width n and the largest rank R.
-      accumulators: gradients of the adapters summed over earlier microbatches, float32, with the
-        structure of `adapters`. They are returned unchanged, but the function is differentiable
-        with respect to them in an unusual sense: if they are also passed as their own cotangents,
-        their gradient is the sum with this microbatch added, see `grouped_lora_linear`. None if no
-        gradients are wanted.
-      at_head: the adapters of the head, from `head_adapters`, if its result is also passed to
-        `microbatch_losses`. If head and embedding are one table, the gradients from both uses are
-        then added.
+      accumulators: float32 gradients summed over earlier microbatches, a tree like `adapters`. They
+        are returned unchanged, but are differentiable in an unusual sense: passed as their own
+        cotangents, they get as gradient their sum with the gradients of this microbatch, see
+        `grouped_lora_linear`. None if no gradients are wanted.
+      at_head: the adapters of the head, from `head_adapters`, if `microbatch_losses` gets them too.
+        If head and embedding are one table, the gradients from both uses are then added.
 
     Returns:
-      A triple: the hidden states [N, d] after the final norm, in the dtype of the embedding; the
-      accumulators; and a bool array [chunks], False if a chunk has a non-finite value among its
-      inputs of attention, in any layer, or in its hidden states. The hidden states of such a chunk
-      must not be used.
+      The hidden states [N, d] after the final norm, in the dtype of the embedding; the
+      accumulators; and a bool array [chunks], False for a chunk whose hidden states must not be
+      used, because they or its inputs of attention in any layer are not finite.
 
     Raises:
       ValueError: a remat policy is unknown, there is not one policy for each layer, or an
@@ -180,9 +167,9 @@ def run_layers(
     options: ForwardOptions,
     first_layer: Int[Array, ""] | int = 0,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
-    """Runs consecutive layers of the backbone; `hidden_states` runs all of them.
-
-    The arguments are those of `hidden_states`, except:
+    """Runs consecutive layers of the backbone; `hidden_states` runs all of them. Returns the
+    residual stream after them; the accumulators; and a bool array [chunks], False if an input of
+    attention was not finite. The arguments are those of `hidden_states`, except:
 
     Args:
       config: configuration of the backbone, with `num_layers` for these layers.
@@ -190,10 +177,6 @@ def run_layers(
         have the same layers.
       x: the residual stream before the first of these layers, in the compute dtype.
       first_layer: index in the model of the first of these layers, on which dropout masks depend.
-
-    Returns:
-      A triple: the residual stream after the last of these layers; the accumulators; and a bool
-      array [chunks], False if an input of attention was not finite.
     """
     chunks = len(microbatch.chunk_slot)
     # The last rows are computed first. The backward pass computes the parts in the opposite order,
@@ -250,17 +233,9 @@ def finish(
     microbatch: Microbatch,
     options: ForwardOptions,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None, Bool[Array, " chunks"]]:
-    """Applies the final norm; arguments as for `hidden_states`, except:
-
-    Args:
-      config: configuration of the backbone, with `num_layers` for the layers of `adapters`.
-      x: the residual stream after the last layer.
-      finite: False for chunks in which a value was not finite before.
-
-    Returns:
-      The hidden states; the accumulators; and `finite` with False also for chunks whose hidden
-      states are not finite.
-    """
+    """Applies the final norm to the residual stream `x` after the last layer. Returns the hidden
+    states; the accumulators; and `finite`, with False also for chunks whose hidden states are not
+    finite. `config.num_layers` is the number of layers of `adapters`."""
     x, h = residual_norm(x, weights["norm"]["weight"], config.rms_norm_eps, options.norm)
     at_norm, accumulators = layer_adapters(
         options.adapter_ops,

@@ -30,10 +30,7 @@ def kept_bytes(
     arrays may be `jax.ShapeDtypeStruct`s. The gradient is that of training, with respect to the
     adapters only. The result is the difference between a model of two layers and a model of one.
 
-    Args:
-      options: static choices of the forward pass; `options.remat` is one policy for all layers.
-      adapters: adapters of all layers and tasks, as in `hidden_states`.
-      microbatch: a microbatch; only its shape counts.
+    `options.remat` is one policy for all layers. Only the shape of the microbatch counts.
     """
 
     def residual_bytes(layers: int) -> int:

@@ -190,18 +190,10 @@ def _attention(
     h: Float[Array, "n d"],
     residual: Float[Array, "n d"] | None,
 ) -> tuple[Float[Array, "n d"], Adapters | None, Attended]:
-    """Attention with the linears before and after it; arguments as for `decoder_layer`, except:
-
-    Args:
-      weights: weights of the block, of all layers.
-      adapters: factors of all layers and slots.
-      others: the adapters of the layer that are not low-rank.
-      h: the normed residual stream.
-      residual: the residual stream, to which the output is added; None adds nothing.
-
-    Returns:
-      The output for `joined`; the accumulators; and the second result of attention.
-    """
+    """Attention with the linears before and after it, which have the `weights` of the block and the
+    low-rank factors `adapters`. `h` is the normed residual stream. The output, for `joined`, is
+    added to `residual`, if that is not None. Also returns the accumulators, and the second result
+    of attention."""
     sharding = options.sharding
 
     def linears(h, accumulators, *names: str, residual=None):

@@ -27,13 +27,8 @@ _LEAST_BLOCK_TOKENS = 128
 
 def block_bytes(vocab_size: int, chunk_len: int = 1) -> int:
     """Bytes that `chunk_losses` needs for its largest temporary arrays, the float32 logits of one
-    block of tokens and their gradient.
-
-    Args:
-      vocab_size: number of tokens in the vocabulary.
-      chunk_len: tokens in a chunk (consecutive tokens of one task). A block has at most 1024
-        tokens, or one chunk if that is longer and adapters change its logits.
-    """
+    block of tokens and their gradient. A block has at most 1024 tokens, or one chunk (consecutive
+    tokens of one task) of `chunk_len` tokens if that is longer and adapters change its logits."""
     return 2 * 4 * max(_BLOCK_TOKENS, chunk_len) * vocab_size
 
 
@@ -71,14 +66,12 @@ def chunk_losses(
       head: the language-model head [d, vocab], from `head_kernel`.
       targets: int32 [N], the token to predict at each position.
       loss_weight: float32 [N], weight of each position's loss, not negative.
-      chunk_slot: an array [chunks] (`Microbatch.chunk_slot`). Only its length is used: the number
-        of chunks.
+      chunk_slot: `Microbatch.chunk_slot`. Only its length is used, the number of chunks.
       vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
         head for some tokens of the vocabulary, in order, and computes a summand of the gradient of
         `hidden` and `own`. None if `head` has all tokens.
       ops: operations of the kinds that change logits, by name of the kind; empty if none does.
-      own: by name of the kind and point, the arrays [chunks, ...] of every chunk's owner at the
-        head (`LayerAdapters.own`); None without `ops`.
+      own: `LayerAdapters.own` of the head, arrays [chunks, ...]; None without `ops`.
 
     Returns:
       The losses, float32 [chunks], in nats times weight.

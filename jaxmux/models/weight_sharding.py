@@ -40,13 +40,13 @@ class WeightSharding(NamedTuple):
     """How weights are divided among the devices of a mesh. `WeightSharding()` is one device.
 
     Attributes:
-      tp: number of tensor-parallel devices. It divides the attention heads and the width of the
-        MLP.
+      tp: number of tensor-parallel devices. It divides the number of attention heads and the width
+        of the MLP.
       fsdp: number of devices of fully sharded data parallelism. It divides the model width.
-      whole_keys: True if `tp` exceeds the number of key heads. Then every device has the whole k
-        and v, and computes with the one key head that belongs to its query heads. `tp` is a
-        multiple of the number of key heads.
-      split_vocabulary: whether the embedding and the head are divided by tokens of the vocabulary
+      whole_keys: True if `tp` exceeds the number of key heads, of which it is then a multiple.
+        Every device has the whole k and v, and computes with the one key head of its query heads.
+      split_vocabulary: whether the tensor-parallel devices divide the embedding and the head by
+        tokens of the vocabulary. Otherwise each of them has all tokens.
     """
 
     tp: int = 1
@@ -128,16 +128,10 @@ def layer_weights(
     sharding: WeightSharding,
     behind: Any = None,
 ) -> Weights:
-    """The weights with which this device computes a layer.
-
-    Args:
-      layers: this device's part of the stacked weights of all layers.
-      behind: arrays that are computed before weights are gathered; None for none.
-
-    Returns:
-      `layers`; with fully sharded data parallelism, linears that are divided are replaced by stacks
-      of one layer (`FrozenWeight.stack_index`).
-    """
+    """The weights with which this device computes a layer, from this device's part of the stacked
+    weights. With fully sharded data parallelism, linears that are divided are replaced by gathered
+    stacks of one layer (`FrozenWeight.stack_index`); the arrays `behind` are computed before they
+    are gathered."""
     if sharding.fsdp == 1:
         return layers
     parts = {
@@ -174,12 +168,8 @@ def gathered(weight: Any, axis: int, sharding: WeightSharding) -> Any:
 
 def _whole(leaf: Array, names: tuple[str | None, ...], axes: dict[str, str | None]) -> Array:
     """The whole array of a layer's values or scales, of which a device has the part `leaf`, as a
-    stack of one layer.
-
-    Args:
-      names: the names of the part's axes, see `FrozenWeight.map_axes`.
-      axes: the mesh axis that divides each of them, see `WeightSharding.mesh_axes`.
-    """
+    stack of one layer. `names` are from `FrozenWeight.map_axes`, `axes` from
+    `WeightSharding.mesh_axes`."""
     divided = [i for i, name in enumerate(names) if axes.get(name) == FSDP]
     return _gather(leaf, *divided)[None] if divided else leaf[None]
 

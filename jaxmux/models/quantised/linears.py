@@ -72,16 +72,13 @@ def kept_linears(
     layers: int,
     backbone_format: str | None,
 ) -> dict[str, FrozenWeight]:
-    """The linears that stay in their format, which is the same in all layers.
+    """The linears that stay in their format, which is the same in all layers: by name, shapes,
+    dtypes and format of the weight in one layer.
 
     Args:
       sizes: n and k, output and input width of each linear of a layer, by its name.
-      layers: number of layers.
       backbone_format: the format in which linears must be to stay; None for any format whose
         products decode the weights.
-
-    Returns:
-      By name, shapes, dtypes and format of the weight in one layer.
     """
     kept = {}
     for module, size in sizes.items():

@@ -69,16 +69,13 @@ _SETTINGS: dict[str, dict[str, Any]] = {"float8": _FLOAT8, "int8": _INT8, "nf4":
 def cached_checkpoint(
     folder: str | Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path
 ) -> Path:
-    """The checkpoint of a backbone in a format, which is made when it is first requested.
+    """The folder with the checkpoint of a backbone in a format, which is made when it is first
+    requested.
 
     Args:
-      folder: the backbone's checkpoint folder.
       dtype: dtype of all weights except the layers' linears.
       backbone_format: format of the layers' linears, one of `BACKBONE_FORMATS`.
       cache: folder of such checkpoints. Their names contain the fingerprint of the backbone.
-
-    Returns:
-      The folder of the quantised checkpoint.
 
     Raises:
       BackboneError: as `load_backbone`.
@@ -128,15 +125,10 @@ def reader_of(
 def write_quantised(
     folder: str | Path, target: str | Path, dtype: jnp.dtype, backbone_format: str
 ) -> None:
-    """Writes the checkpoint of a backbone whose linears are in a format.
-
-    Linears are encoded on the default device, one after the other; host memory holds one file.
-
-    Args:
-      folder: the backbone's checkpoint folder.
-      target: folder to write, by one process at a time. It appears when it is complete.
-      dtype: dtype of all other weights.
-      backbone_format: the format, one of `BACKBONE_FORMATS`.
+    """Writes the checkpoint of a backbone whose linears are in `backbone_format`, one of
+    `BACKBONE_FORMATS`, and whose other weights are in `dtype`. One process at a time may write
+    `target`, which appears when it is complete. Linears are encoded on the default device, one
+    after the other; host memory holds one file.
 
     Raises:
       BackboneError: as `load_backbone`.
