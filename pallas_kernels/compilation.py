@@ -49,7 +49,6 @@ def compiled(lowered: jax.stages.Lowered) -> jax.stages.Compiled:
 
 
 def kernels_of(lowered: jax.stages.Lowered) -> list[Kernel]:
-    """The Mosaic GPU kernels of a program, without duplicates."""
     kernels: dict[Kernel, None] = {}
 
     def visit(operation: ir.Operation) -> ir.WalkResult:

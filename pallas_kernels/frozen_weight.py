@@ -60,8 +60,7 @@ class FrozenWeight:
 
     @classmethod
     def of(cls, values: Float[Array, "*L k n"]) -> "FrozenWeight":
-        """A weight that is stored in the dtype of `values`; ValueError if the dtype is not one of
-        `PLAIN_FORMATS`."""
+        """A weight in the dtype of `values`; ValueError if that is not one of `PLAIN_FORMATS`."""
         name = str(values.dtype)
         if name not in PLAIN_FORMATS:
             raise ValueError(f"weights stored as {name}; known: {', '.join(PLAIN_FORMATS)}")
@@ -88,7 +87,6 @@ class FrozenWeight:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the values are the weights, so that nothing is decoded."""
         return self.format in PLAIN_FORMATS
 
     @property
@@ -100,12 +98,10 @@ class FrozenWeight:
 
     @property
     def input_size(self) -> int:
-        """k, the width of the linear's input."""
         return self.shape[-2]
 
     @property
     def output_size(self) -> int:
-        """n, the width of the linear's output."""
         return self.shape[-1]
 
     def stack_index(self, layer: Int[Array, ""] | int) -> Int[Array, ""] | int:
@@ -114,7 +110,6 @@ class FrozenWeight:
         return layer if self.shape[0] > 1 else 0
 
     def at_layer(self, layer: Int[Array, ""] | int) -> "FrozenWeight":
-        """The weight of one layer of a stack (see `stack_index`)."""
         index = self.stack_index(layer)
         return jax.tree.map(lambda leaf: leaf[index], self)
 
@@ -123,8 +118,8 @@ class FrozenWeight:
         return FrozenWeight.of(self.decoded(dtype))
 
     def decoded(self, dtype: Any = None) -> Float[Array, "*L k n"]:
-        """The weights as floating-point numbers of a dtype; None for the dtype of a plain format,
-        and for float32 in other formats. ValueError if the format is not one of `FORMATS`."""
+        """The weights as floating-point numbers of a dtype; None means the dtype of a plain format,
+        or float32 for other formats. ValueError if the format is not one of `FORMATS`."""
         weights = self.values
         if not self.is_plain:
             weights = self._format().decode(self.values, self.scales)
@@ -167,17 +162,10 @@ class FrozenWeight:
         dtype: Any = None,
         layer: Int[Array, ""] | int | None = None,
     ) -> Float[Array, "*N n"]:
-        """`x W`, in plain XLA.
-
-        Args:
-          x: activations, in the compute dtype.
-          dtype: dtype of the result and of the sums; None for that of `x`.
-          layer: index of a layer, if this is a stack. No copy of the layer's stored numbers is then
-            kept for the backward pass.
-
-        Raises:
-          ValueError: the format is not one of `FORMATS`.
-        """
+        """`x W`, in plain XLA, with `x` in the compute dtype. The result and the sums have the
+        `dtype`, or that of `x` for None. If this is a stack, `layer` is the index of a layer, and
+        no copy of the layer's stored numbers is kept for the backward pass. ValueError if the
+        format is not one of `FORMATS`."""
         if self.is_plain:
             weight = self if layer is None else self.at_layer(layer)
             return jnp.matmul(x, weight.decoded(x.dtype), preferred_element_type=dtype)
@@ -189,17 +177,10 @@ class FrozenWeight:
         layer: Int[Array, ""] | int | None = None,
         row_scales: Float[Array, "*N"] | None = None,
     ) -> Float[Array, "*N k"]:
-        """`dy W^T`, in plain XLA: the gradient of `matmul` by `x`.
-
-        Args:
-          dy: gradients of outputs, in the compute dtype, which is also the dtype of the result.
-          layer: index of a layer, if this is a stack.
-          row_scales: scales of the rows of `dy` in float8, from `shared_row_scales`; None to
-            compute them from `dy`.
-
-        Raises:
-          ValueError: the format is not one of `FORMATS`.
-        """
+        """`dy W^T`, in plain XLA, in the compute dtype of `dy`: the gradient of `matmul` by `x`. If
+        this is a stack, `layer` is the index of a layer. `row_scales` are scales of the rows of
+        `dy` in float8, from `shared_row_scales`; None to compute them from `dy`. ValueError if the
+        format is not one of `FORMATS`."""
         if self.format == FLOAT8:
             weight = self if layer is None else self.at_layer(layer)
             return _float8_transposed(dy, weight, row_scales)
@@ -249,12 +230,8 @@ def shared_row_scales(
     layer: Int[Array, ""] | int,
 ) -> Float[Array, " N"] | None:
     """The scales of rows in float8 with which several products `dy W^T` can be added up: for each
-    row the largest scale of all terms; None if the weights are in another format.
-
-    Args:
-      dys: gradients of the outputs of linears that read the same input.
-      weights: stacks [L, k, n] of these linears.
-    """
+    row the largest scale of all terms; None if the weights are in another format. The products are
+    those of linears that read the same input, with stacks [L, k, n] of weights."""
     if weights[0].format != FLOAT8:
         return None
     folded = (weight.at_layer(layer).folded(dy) for dy, weight in zip(dys, weights, strict=True))

@@ -13,18 +13,10 @@ Implementations = Mapping[str, tuple[Callable[..., Any], Callable[..., str | Non
 def choose(
     op: str, implementations: Implementations, wanted: str | None, arguments: tuple, call: str
 ) -> Callable[..., Any]:
-    """The function of the wanted implementation, or of the first one that does not refuse the call.
-
-    Args:
-      op: name of the public function, for errors.
-      wanted: name of an implementation; None takes the first that does not refuse, and logs which
-        one and why.
-      arguments: arguments for the refusals.
-      call: description of the call, for the log.
-
-    Raises:
-      ValueError: no implementation has the wanted name, or it cannot serve the call.
-    """
+    """The function of the implementation with the name `wanted`; or for None, of the first one that
+    does not refuse the call, with a log of the choice and its reason. `op` is the name of the
+    public function, for errors; `arguments` are those of the refusals; `call` describes the call in
+    the log. ValueError if there is no such implementation, or if it cannot serve the call."""
     if wanted is not None and wanted not in implementations:
         known = ", ".join(implementations)
         raise ValueError(f"unknown implementation {wanted!r} of {op}; known: {known}")

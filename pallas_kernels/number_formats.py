@@ -91,8 +91,7 @@ class DoubleQuantised(NamedTuple):
 
 
 class Scaled(NamedTuple):
-    """The scales of blocks: a weight is `(code - zero) * scale`, with the scale and zero of its
-    block.
+    """The scales of blocks: a weight is `(code - zero) * scale`, with those of its block.
 
     Attributes:
       scale: scales of the blocks, in any floating-point dtype. The numbers of blocks divide n and
@@ -132,7 +131,6 @@ def row_scales(x: Float[Array, "*N k"]) -> Float32[Array, "*N"]:
 
 
 def scales_of_largest(largest: Float32[Array, "*N"]) -> Float32[Array, "*N"]:
-    """The scales in float8 of rows with these largest magnitudes, see `row_scales`."""
     return jnp.maximum(largest * _reciprocal(FLOAT8_MAX), 1e-30)
 
 
@@ -193,19 +191,14 @@ def _best_factors(channels: Float32[Array, "*L n k"]) -> Float32[Array, "*L n"]:
 def decode_float8(
     values: Float8e4m3fn[Array, "*L n k"], scales: Float32[Array, "*L n"]
 ) -> Float32[Array, "*L k n"]:
-    """The weights that `encode_float8` stored."""
     return jnp.swapaxes(values.astype(jnp.float32) * scales[..., None], -1, -2)
 
 
 def encode_int8(
     weights: Float[Array, "*L k n"],
 ) -> tuple[Int8[Array, "*L k n"], Float32[Array, "*L n"]]:
-    """Encodes weights in int8 with one scale for an output channel.
-
-    Returns:
-      values: `W * 127 / scales`, rounded to nearest even.
-      scales: `max_k |W|`; 0 for a channel that is zero.
-    """
+    """Encodes weights in int8 with one scale for an output channel: values `W * 127 / scales`,
+    rounded to nearest even, and scales `max_k |W|`, 0 for a channel that is zero."""
     weights = weights.astype(jnp.float32)
     absmax = jnp.max(jnp.abs(weights), axis=-2)
     # bitsandbytes multiplies by the rounded reciprocal, and its codes depend on that.
@@ -224,15 +217,9 @@ def decode_int8(
 def encode_nf4(
     weights: Float[Array, "*L k n"],
 ) -> tuple[UInt8[Array, "*L n bytes"], DoubleQuantised]:
-    """Encodes weights in nf4, blocks of 64 along k, with doubly quantised scales.
-
-    Returns:
-      values: [*L, n, k / 2], two codes in a byte, the first one in the upper half.
-      scales: see `encode_absmax`.
-
-    Raises:
-      ValueError: k is odd.
-    """
+    """Encodes weights in nf4, blocks of 64 along k: values [*L, n, k / 2], two codes in a byte, the
+    first one in the upper half; and doubly quantised scales, see `encode_absmax`. ValueError if k
+    is odd."""
     values, absmax = encode_blocks(weights)
     return values, encode_absmax(absmax)
 
@@ -254,16 +241,9 @@ def decode_nf4(
 def encode_blocks(
     weights: Float[Array, "*L k n"],
 ) -> tuple[UInt8[Array, "*L n bytes"], Float32[Array, "*L rows blocks"]]:
-    """Encodes weights in nf4, blocks of 64 along k, with scales in float32.
-
-    Returns:
-      values: see `encode_nf4`.
-      absmax: the largest magnitude of every block, [*L, n, k / 64]. If k is no multiple of 64:
-        [*L, 1, n k / 64], rounded up.
-
-    Raises:
-      ValueError: k is odd.
-    """
+    """Encodes weights in nf4, blocks of 64 along k: values as from `encode_nf4`; and the largest
+    magnitude of every block, [*L, n, k / 64]. If k is no multiple of 64: [*L, 1, n k / 64], rounded
+    up. ValueError if k is odd."""
     *stack, k, n = weights.shape
     if k % 2:
         raise ValueError(
@@ -285,15 +265,9 @@ def absmax_of_rows(
 ) -> Float32[Array, "*L n parts"]:
     """The scales of nf4, repeated so that each scale belongs to weights of only one row of W^T.
 
-    Args:
-      absmax: from `encode_blocks`. If k is a multiple of 64, it is returned.
-      shape: the shape of the values, [*L, n, k / 2].
-      finer: how often each scale is repeated, so that rows can be divided.
-
-    Returns:
-      If k is no multiple of 64, the scale of every g = gcd(k, 64) / `finer` consecutive weights of
-      a row, but of at least the 2 weights of a byte: [*L, n, k / g].
-      fewer than the 2 of a byte: [*L, n, k / g].
+    `absmax` is from `encode_blocks`, and is returned if k is a multiple of 64. `shape` is the shape
+    of the values, [*L, n, k / 2]. For every other k, returns the scale of every g = gcd(k, 64) /
+    `finer` consecutive weights of a row, but of at least the 2 weights of a byte: [*L, n, k / g].
     """
     *stack, n, packed_k = shape
     k = 2 * packed_k
@@ -313,13 +287,9 @@ def absmax_of_blocks(absmax: Float32[Array, "n parts"], k: int) -> Float32[Array
 def encode_absmax(
     absmax: Float32[Array, "*L rows blocks"], offset: Float32[Array, "*L"] | None = None
 ) -> DoubleQuantised:
-    """Encodes the scales of nf4 in 8 bits.
-
-    Args:
-      absmax: the largest magnitudes of blocks of weights.
-      offset: the number that is subtracted from `absmax`; None for the mean. bitsandbytes subtracts
-        the mean, whose last bit depends on the order of the sum.
-    """
+    """Encodes the scales of nf4, the largest magnitudes of blocks, in 8 bits. `offset` is
+    subtracted from them; None for the mean. bitsandbytes subtracts the mean, whose last bit depends
+    on the order of the sum."""
     *stack, _, _ = absmax.shape
     flat = absmax.reshape(*stack, -1)
     if offset is None:
@@ -368,13 +338,11 @@ def decode_scaled(values: Array, scales: Scaled) -> Float32[Array, "*L k n"]:
 
 
 def packed(codes: UInt8[Array, "*N codes"]) -> UInt8[Array, "*N bytes"]:
-    """Bytes of two codes of 4 bits each, the first one in the upper half."""
     pairs = codes.reshape(*codes.shape[:-1], -1, 2)
     return (pairs[..., 0] << 4) | pairs[..., 1]
 
 
 def unpacked(values: UInt8[Array, "*N bytes"]) -> UInt8[Array, "*N codes"]:
-    """The codes of 4 bits in the bytes from `packed`."""
     halves = (values[..., None] >> jnp.array([4, 0], jnp.uint8)) & 15
     return halves.reshape(*values.shape[:-1], -1)
 

@@ -68,20 +68,10 @@ def rows_of_tokens(
     chunk_slot: Int[Array, " chunks"],
     tokens: Int[Array, "chunks l"],
 ) -> tuple[Any, Any | None]:
-    """`values_of_chunks` for tables with a row for every token: only the rows of the tokens are
-    read. A chunk's gradients are first summed for each different token, and then added to the
-    accumulators, one chunk after another, so the order of sums is fixed on a GPU too.
-
-    Args:
-      tables: tree of arrays [1, T, vocab, r] for T slots.
-      accumulators: as for `values_of_chunks`.
-      chunk_slot: int32, owner slot of each chunk; -1 for an empty chunk.
-      tokens: the tokens of each chunk.
-
-    Returns:
-      A tree like `tables` of arrays [chunks, l, r], zero for empty chunks and for tokens that are
-      not in the tables; and the accumulators.
-    """
+    """`values_of_chunks` for tables [1, T, vocab, r] with a row for every token: only the rows of
+    the tokens are read, [chunks, l, r], zero for empty chunks and for tokens that are not in the
+    tables. A chunk's gradients are first summed for each different token, and then added to the
+    accumulators, one chunk after another, so the order of sums is fixed on a GPU too."""
     if accumulators is None:
         return _look_up(tables, chunk_slot, tokens), None
     return _rows_of_tokens(tables, accumulators, chunk_slot, tokens)

@@ -54,13 +54,11 @@ class BackboneConfig:
     Attributes:
       architecture: Hugging Face class name: "LlamaForCausalLM", "MistralForCausalLM",
         "Qwen2ForCausalLM" or "Qwen3ForCausalLM".
-      vocab_size: number of tokens in the vocabulary.
       hidden_size: d, the width of the residual stream.
       intermediate_size: width of the gated MLP.
       num_layers: L, number of decoder layers.
       num_heads: number of query heads.
       num_kv_heads: number of key/value heads.
-      head_dim: size of a head.
       rms_norm_eps: number added to the mean square in RMS norms.
       rope_theta: base of the rotary frequencies.
       rope_scaling: numbers of Llama 3.1's scaling of the rotary frequencies; None for no scaling.
@@ -157,22 +155,16 @@ class BackboneConfig:
 
     @property
     def query_size(self) -> int:
-        """Output width of q_proj."""
         return self.num_heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Output width of k_proj and of v_proj."""
         return self.num_kv_heads * self.head_dim
 
 
 def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear of a decoder layer; KeyError for another name.
-
-    Args:
-      module: path of the linear within a layer, for example "self_attn.q_proj", or the last
-        component of the path.
-    """
+    """Input and output width (k, n) of a linear of a decoder layer: of a path, for example
+    "self_attn.q_proj", or its last component. KeyError for other names."""
     d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     return {
         "q_proj": (d, q),
@@ -211,10 +203,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
     """Makes a `BackboneConfig` from `raw`, the contents of the config.json with the name `where`.
-
-    Raises:
-      BackboneError: the architecture is unknown, or a value is missing or not supported.
-    """
+    BackboneError if the architecture is unknown, or a value is missing or not supported."""
     if not isinstance(raw, dict):
         raise BackboneError(f"{where}: should be a JSON object, found {type(raw).__name__}")
     try:

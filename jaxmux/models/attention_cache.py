@@ -30,13 +30,8 @@ class KeysValues(NamedTuple):
 
 
 class CachedTokens(NamedTuple):
-    """A layer's cache, and the positions of a stream's new tokens in it.
-
-    Attributes:
-      cache: the cache of the layer.
-      place: int32, the position of the one new token of each sequence. None if the rows hold whole
-        prompts, whose tokens fill the positions from 0 on.
-    """
+    """A layer's cache, and the int32 position in it of the one new token of each sequence. It is
+    None if the rows hold whole prompts, whose tokens fill the positions from 0 on."""
 
     cache: KeysValues
     place: Int[Array, " B"] | None
@@ -45,13 +40,9 @@ class CachedTokens(NamedTuple):
 def empty_cache(
     config: BackboneConfig, sequences: int, places: int, dtype: jnp.dtype
 ) -> tuple[KeysValues, ...]:
-    """A cache without tokens, with an entry for each layer.
-
-    Args:
-      sequences: number of sequences B.
-      places: most tokens of a sequence, virtual tokens included.
-      dtype: the compute dtype.
-    """
+    """A cache without tokens, with an entry for each layer. `sequences` is their number B, and
+    `places` the largest number of tokens of a sequence, virtual tokens included; `dtype` is the
+    compute dtype."""
     shape = sequences, config.num_kv_heads, places, config.head_dim
     return tuple(
         KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -73,18 +64,9 @@ def attend_cached(
     segments: Segments,
     options: AttentionOptions,
 ) -> tuple[Float[Array, "B row_len H D"], KeysValues]:
-    """Causal grouped-query attention, in which each row holds tokens of one sequence.
-
-    Args:
-      q: queries of H heads of the new tokens, in the compute dtype.
-      k: keys of K heads of the new tokens; K divides H.
-      v: values of K heads of the new tokens.
-      segments: the sequences of whole prompts; not read for single tokens.
-      options: as for `attend`.
-
-    Returns:
-      The outputs; and the cache with the new keys and values.
-    """
+    """Causal grouped-query attention of new tokens, in which each row holds tokens of one sequence;
+    and the cache with the new keys and values. `segments` are the sequences of whole prompts; they
+    are not read for single tokens. Other arguments are as for `attend`."""
     if tokens.place is None:
         out, _ = attend(q, k, v, segments, options)
         start = (0, 0, 0, 0)

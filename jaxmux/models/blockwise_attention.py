@@ -27,16 +27,10 @@ def blockwise_attention(
     """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D). A padding token
     attends only to itself.
 
-    Args:
-      q: queries of H heads, in the compute dtype.
-      k: keys of K heads; K divides H.
-      v: values of K heads.
-      segment_ids: int32, number of the token's sequence in its row, -1 for padding.
-      block: number of tokens in a block; it divides row_len.
-      window: a token attends to itself and the `window - 1` tokens before it; None for no limit.
-
-    Returns:
-      The outputs in the dtype of `q`; sums are float32.
+    `segment_ids` are int32, the number of the token's sequence in its row, -1 for padding. `block`
+    is the number of tokens in a block; it divides row_len. With a `window`, a token attends to
+    itself and the `window - 1` tokens before it. Inputs and outputs are in the compute dtype; sums
+    are float32. K divides H.
     """
     return _forward(q, k, v, segment_ids, block, window)[0]
 

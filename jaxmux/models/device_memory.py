@@ -41,12 +41,8 @@ def device_peak() -> int | None:
 
 
 class DeviceBytes(NamedTuple):
-    """Memory of a device.
-
-    Attributes:
-      in_use: bytes in use.
-      peak: most bytes that were in use at the same time since the process began.
-    """
+    """Bytes of a device's memory that are in use, and the most bytes that were in use at the same
+    time since the process began."""
 
     in_use: int
     peak: int
@@ -70,8 +66,7 @@ def keep_small_arrays_together() -> jax.Array | None:
     they lie after that round's working memory and divide the free memory into two parts, and a
     later round may find no part that is large enough. JAX's allocator prefers the smallest hole.
 
-    Returns:
-      The array after the hole, which the caller must keep; None on other devices.
+    Returns the array after the hole, which the caller must keep; None on other devices.
     """
     if jax.default_backend() != "gpu":
         return None

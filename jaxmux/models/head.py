@@ -21,17 +21,9 @@ def microbatch_losses(
     sharding: WeightSharding = UNDIVIDED,
     at_head: LayerAdapters | None = None,
 ) -> Float[Array, " chunks"]:
-    """The loss of every chunk, from the results of `hidden_states` or `finish`.
-
-    Args:
-      weights: `Backbone.weights`; only the head is read.
-      hidden: the hidden states after the final norm.
-      finite: False for chunks in which a value was not finite.
-      at_head: the adapters of the head; None if there are none.
-
-    Returns:
-      The results of `chunk_losses`, and NaN for chunks that are not finite.
-    """
+    """The loss of every chunk, from the results of `hidden_states` or `finish`: the results of
+    `chunk_losses`, and NaN for chunks that are not `finite`. Of the weights of the backbone, only
+    the head is read. `at_head` are the adapters of the head; None if there are none."""
     divided, ops, arrays = sharding.split_vocabulary, (), None
     if at_head:
         ops, arrays = at_head.ops, at_head.own
@@ -52,14 +44,9 @@ def microbatch_losses(
 def logits_of(
     weights: Weights, hidden: Float[Array, "N d"], at_head: LayerAdapters | None = None
 ) -> Float[Array, "N vocab"]:
-    """The logits of hidden states, float32, on one device.
-
-    Args:
-      weights: `Backbone.weights`; only the head is read.
-      hidden: the hidden states after the final norm. The N tokens are divided into chunks of equal
-        length.
-      at_head: the adapters of the head for these chunks; None if there are none.
-    """
+    """The float32 logits of hidden states after the final norm, on one device. Of the weights of
+    the backbone, only the head is read. `at_head` are the adapters of the head, for the chunks of
+    equal length into which the N tokens are divided; None if there are none."""
     logits = head_kernel(weights).matmul(hidden, jnp.float32)
     if at_head is None:
         return logits

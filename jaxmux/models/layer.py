@@ -54,13 +54,8 @@ Attended = Bool[Array, "rows row_len"] | KeysValues
 
 
 class _Turn(NamedTuple):
-    """The last result of one stream's attention or MLP, which is not yet in the residual stream.
-
-    Attributes:
-      stream: index of the stream.
-      module: path of the last linear.
-      output: the linear's output, for `joined`.
-    """
+    """The last output of one stream's attention or MLP, from the linear `module`, which `joined`
+    has not yet added to the residual stream."""
 
     stream: int
     module: str

@@ -105,13 +105,8 @@ def random_weights(
     config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32
 ) -> Weights:
     """The weights of a random backbone, made on the default device in one program. Matrices are
-    normal with standard deviation 0.02, weights of norms are 1, and biases 0.
-
-    Args:
-      dtype: dtype of all parameters except linears with a `config.backbone_format`.
-
-    Raises:
-      BackboneError: a linear cannot be stored in `config.backbone_format`.
+    normal with standard deviation 0.02, weights of norms are 1, and biases 0. All are of `dtype`,
+    except linears with a `config.backbone_format`; BackboneError if these cannot be stored in it.
     """
 
     @jax.jit
@@ -122,15 +117,9 @@ def random_weights(
 
 
 def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
-    """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated.
-
-    Args:
-      dtype: dtype of all parameters except linears with a `config.backbone_format` and linears in
-        `config.kept`.
-
-    Raises:
-      BackboneError: a linear cannot be stored in `config.backbone_format`.
-    """
+    """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated. All are of
+    `dtype`, except linears with a `config.backbone_format` and linears in `config.kept`.
+    BackboneError if a linear cannot be stored in `config.backbone_format`."""
     # A copy of the dicts, because callers may change them.
     return jax.tree.map(lambda leaf: leaf, _abstract_weights(config, jnp.dtype(dtype)))
 

@@ -56,11 +56,8 @@ def leaner(policies: tuple[str, ...]) -> tuple[str, ...] | None:
 
 
 def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
-    """The remat policy of every layer, from one policy for all layers or one for each.
-
-    Raises:
-      ValueError: an unknown policy, or not one for each layer.
-    """
+    """The remat policy of every layer, from one policy for all layers or one for each. ValueError
+    if a policy is unknown, or if there is not one for each layer."""
     policies = (remat,) * layers if isinstance(remat, str) else remat
     if len(policies) != layers:
         raise ValueError(f"{len(policies)} remat policies for {layers} layers")
@@ -73,16 +70,10 @@ def per_layer(remat: str | tuple[str, ...], layers: int) -> tuple[str, ...]:
 def planned_remat(remat: str | tuple[str, ...]) -> str | tuple[str, ...]:
     """The remat policy for which the planner has costs, in place of the policy that is used.
 
-    A remat policy says which values a layer keeps from its forward to its backward pass. Costs are
-    known for all policies except "none" (keep everything), whose time and memory are close to those
-    of "norms".
-
-    Args:
-      remat: one policy for all layers; a tuple with one policy for each layer, none of them "none"
-        (the engine chooses such tuples); or "auto", which leaves the choice to the memory model.
-
-    Returns:
-      "norms" if `remat` is "none". Every other value, a tuple included, is returned unchanged.
+    Costs are known for all policies except "none", whose time and memory are close to those of
+    "norms". So the result is "norms" for "none"; every other value is returned unchanged, also a
+    tuple with one policy for each layer (the engine makes none with "none") and "auto", which
+    leaves the choice to the memory model.
     """
     return "norms" if remat == "none" else remat
 

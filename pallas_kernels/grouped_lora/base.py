@@ -36,23 +36,15 @@ def module_counters(
     layer: Int[Array, ""] | int,
     tokens: int,
 ) -> list[UInt32[Array, " {tokens}"]]:
-    """The dropout counters of every token, for each module."""
     owner = _token_slots(routing, tokens)
     return [token_counters(dropout, owner, layer, module) for module in modules]
 
 
 def with_residual(forward: Callable, backward: Callable) -> Callable:
-    """The function of an implementation, see `api.grouped_lora_linear`, from its two passes.
-
-    Args:
-      forward: takes the arguments of the function except the residual. It returns the outputs and
-        the accumulators, and the residuals for the backward pass.
-      backward: the gradient of `forward`, see `jax.custom_vjp`.
-
-    Returns:
-      A function of the static `modules`; x, projections, accumulators, routing, dropout and layer;
-      and the residual or None. On empty chunks, no residual is added.
-    """
+    """The function of an implementation, see `api.grouped_lora_linear`, with static `modules`.
+    `forward` takes its arguments except the residual, and returns the outputs and the accumulators,
+    and the residuals for `backward`, its gradient (see `jax.custom_vjp`). The function adds the
+    residual except on empty chunks."""
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def linear(modules, *arguments):
@@ -139,7 +131,6 @@ def _gather(per_slot: Float[Array, " T *value"], routing) -> Float[Array, " chun
 def _factors(
     projection, routing, layer, dtype
 ) -> tuple[Float[Array, "chunks k r"], Float[Array, "chunks r n"]]:
-    """The factors of each chunk's owner, in the compute dtype."""
     a, b = (_gather(factor[layer].astype(dtype), routing) for factor in projection.factors)
     return a, b
 

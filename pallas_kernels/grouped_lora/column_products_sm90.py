@@ -113,9 +113,6 @@ def column_products(
 
     Returns:
       For each group, the new accumulators in the shapes of the old ones.
-
-    Raises:
-      ValueError: the tiling does not divide the arrays.
     """
     for group in groups:
         _check_columns(group, chunk_place, tiling)
@@ -275,7 +272,6 @@ def _multiply_stripe(
 
 
 def _multiply_columns(stripe: _Stripe):
-    """Adds the products of one stripe, over all rows, to the owners' accumulators."""
     thread = lax.axis_index("wg")
     dtype, ranks, tile = stripe.group.z.dtype, stripe.ranks, stripe.tiling.tile_rows
     elements = tile * (stripe.tiling.stripe + sum(ranks))
@@ -321,7 +317,6 @@ def _load_tiles(stripe: _Stripe, scratch: _Scratch):
 
 
 def _drop_tiles(stripe: _Stripe, scratch: _Scratch, dropper):
-    """Applies dropout to this warpgroup's rows of every tile."""
     masks, droppers = stripe.group.masks, stripe.occupancy.droppers
     first_column = load_first_column(masks)
     starts = [

@@ -35,7 +35,6 @@ class MaskOperands(NamedTuple):
 
 
 def mask_operands(masks: Masks | None) -> MaskOperands | None:
-    """The operands of a kernel for these masks."""
     if masks is None:
         return None
     first_column = masks.first_column
@@ -67,7 +66,6 @@ def load_counters(masks: MaskOperands | None, rows) -> list[Tokens]:
 
 
 def load_raw_counters(masks: MaskOperands, rows) -> list[UInt32[Array, " rows"]]:
-    """Loads the counters of some rows into registers, for each of the matrices."""
     layout = plgpu.Layout.WGMMA.reduce(1)
     return [load_unoptimized(c.at[rows], layout) for c in masks.counters]
 
@@ -78,14 +76,9 @@ def load_first_column(masks: MaskOperands):
 
 
 def drop(value, masks: MaskOperands, tokens: Tokens, slot, first_column):
-    """A tile [rows, columns] in the WGMMA layout with the dropped features set to zero.
-
-    Args:
-      tokens: counters of the tile's rows.
-      slot: owner of the tile.
-      first_column: the tile's first column in the activation, a multiple of
-        `counter_dropout.PERIOD`.
-    """
+    """A tile [rows, columns] in the WGMMA layout with the dropped features set to zero. `slot` is
+    the tile's owner, and `first_column` its first column in the activation, a multiple of
+    `counter_dropout.PERIOD`."""
     threshold = masks.threshold[slot]
 
     def dropped():

@@ -34,16 +34,13 @@ def rank_major_factors(
     rank: int,
     dtype: Any,
 ) -> tuple[tuple[Float[Array, "T {rank} _"], Float[Array, "T {rank} _"]], ...]:
-    """One layer of every pair of factors: `a` with its last two axes swapped, and `b`.
+    """One layer of every pair of factors: `a` with its last two axes swapped, [T, rank, k], and
+    `b`, [T, rank, n], in half precision.
 
     Args:
       pools: pairs of `a` and `b`, float32 or already in the compute dtype; their ranks are
         multiples of 8.
       rank: rank of the results, to which factors are padded with zeros; a multiple of 8.
-      dtype: dtype of the results, half precision.
-
-    Returns:
-      For each pair, the two factors [T, rank, k] and [T, rank, n].
 
     Raises:
       ValueError: the tiles do not divide the arrays, or a rank cannot be padded to `rank`.

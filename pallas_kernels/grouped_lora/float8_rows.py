@@ -68,12 +68,10 @@ def float8_rows_xla(xs, folds):
 
 
 def float8_rows_mosaic_gpu(xs, folds):
-    """`float8_rows` for Hopper GPUs, in one pass over memory."""
     return encode_rows(xs, folds, tiling=rows_tiling(_widths(xs)))
 
 
 def refusal(xs, folds) -> str | None:
-    """Why the kernel cannot serve a call; None if it can."""
     if not is_hopper():
         return "it needs a Hopper GPU"
     dtypes = sorted({str(x.dtype) for x in xs})

@@ -49,11 +49,8 @@ RANK_AHEAD = 32
 
 
 class BackwardTiling(NamedTuple):
-    """Tile sizes of `gated_backward`, whose tiles have 64 rows and 128 columns.
-
-    Attributes:
-      stages: largest number of loads in flight; it is reduced to what fits into shared memory.
-    """
+    """Tile sizes of `gated_backward`, whose tiles have 64 rows and 128 columns. `stages` is the
+    largest number of loads in flight; it is reduced to what fits into shared memory."""
 
     stages: int = 4
 
@@ -102,9 +99,6 @@ def gated_backward(
       partial sums over the second axis; the new accumulators. The partial sums are rounded to half
       precision, so that half as many bytes are written. There are so many of them that their
       errors average out: their sum is as accurate as an exact sum that is rounded once.
-
-    Raises:
-      ValueError: the tiles do not divide the arrays.
     """
     rows, width = gate.shape
     rank = lows[0].shape[0]
@@ -174,7 +168,6 @@ class _Stripe(NamedTuple):
 
     @property
     def part(self):
-        """The columns of this warpgroup's part."""
         return pl.ds(self.index * 2 * PART + self.thread * PART, PART)
 
     def stage(self, step):
@@ -312,7 +305,6 @@ def _compute_tiles(stripe: _Stripe):
 
 
 def _change_owner(stripe: _Stripe, before: _Progress, place, accumulated: list) -> list:
-    """Stores the accumulators of the previous owner, and returns those of the next."""
 
     @pl.when(before.spans > 0)
     def _():

@@ -88,9 +88,6 @@ def gated_forward(
     Returns:
       h in the dtype of the inputs, and float32 partial sums, rank-major, whose sum over the first
       axis is the product.
-
-    Raises:
-      ValueError: the tiling does not divide the arrays.
     """
     rows, width = gate.shape
     rank = a.shape[1]
@@ -134,8 +131,6 @@ def _forward_scratch(tiling: ForwardTiling, rank: int, dtype) -> _ForwardScratch
 
 
 class _RowTile(NamedTuple):
-    """The work of one thread block: two parts of 64 rows each, over one range of columns."""
-
     tiling: ForwardTiling
     gate: Any
     up: Any

@@ -25,7 +25,6 @@ from .row_products_sm90 import RowOperands
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
-    """Why this function cannot serve a call; None if it can."""
     gate, _, down = projections
     if dropout is not None:
         return "it has no dropout"
@@ -55,8 +54,6 @@ def grouped_lora_gated_mlp(
       x: the stream, half precision.
       projections: three `api.Projection`s: gate, up and down.
       accumulators: three `api.Factors`, the gradient accumulators of the projections.
-      routing: `api.Routing`.
-      layer: index of the layer in the stacked arrays.
       residual: added to the output; None adds nothing.
 
     Returns:

@@ -19,7 +19,6 @@ def sigmoid(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
 
 
 def load_float32(smem) -> Float[Array, "rows columns"]:
-    """Loads a tile from shared memory into registers, as float32."""
     return plgpu.load(smem, layout=plgpu.Layout.WGMMA).astype(jnp.float32)
 
 
@@ -32,7 +31,6 @@ def release(consumed):
 
 
 def check_width(width: int, size: int):
-    """Raises a ValueError if tiles of `size` columns do not divide the width."""
     if width % size or size % PART:
         raise ValueError(
             f"arrays of {width} columns; expected a multiple of {size}, the columns that a thread "
@@ -41,6 +39,5 @@ def check_width(width: int, size: int):
 
 
 def check_gated_rank(rank: int):
-    """Raises a ValueError if the kernels have no variant for the rank."""
     if rank not in GATED_RANKS:
         raise ValueError(f"rank {rank}; expected 16, 32, 48 or 64")

@@ -28,7 +28,6 @@ from .transposed_codes_sm90 import transposed_codes
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
     if not is_hopper():
         return "it needs a Hopper GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -228,5 +227,4 @@ def prepared_factors(
 def low_ranks(
     groups: tuple[RowOperands, ...], routing
 ) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:
-    """`row_products` with the tiling for its operands."""
     return row_products(groups, routing.chunk_slot, routing.scale, tiling=row_tiling(*groups))

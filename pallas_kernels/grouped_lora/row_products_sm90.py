@@ -84,19 +84,14 @@ def row_products(
 ) -> tuple[tuple[Float[Array, "_ N"], ...], ...]:
     """`scale[t] z F[t]^T` for every factor F of every group, rank-major.
 
-    Sums and scaling are float32, and the result is rounded once. Rows of empty chunks (slot -1) are
-    zeros; there `z` is not read.
+    Sums and scaling are float32, and the result is rounded once, to the dtype of `z`. Rows of empty
+    chunks (slot -1) are zeros; there `z` is not read. ValueError if the tiling does not divide the
+    arrays.
 
     Args:
       groups: the operands; each `z` is read once for all its factors.
       chunk_slot: int32, owner slot of each chunk.
       scale: float32, factor of each slot's products.
-
-    Returns:
-      For each group and factor, the products [r, N] in the dtype of `z`.
-
-    Raises:
-      ValueError: the tiling does not divide the arrays.
     """
     for group in groups:
         _check_rows(group, chunk_slot, tiling)
@@ -276,14 +271,12 @@ def _multiply_group(block: _Block, group: RowOperands, accs, first: int, multipl
 
 
 def _hand_over(block: _Block, group: int, sums: list, multiplier):
-    """Passes this warpgroup's partial sums to the first warpgroup."""
     for value, smem in zip(sums, block.scratch.partial_sums[group], strict=True):
         smem.at[multiplier - 1][...] = value
     plgpu.barrier_arrive(block.scratch.summed.at[group])
 
 
 def _total(block: _Block, group: int, sums: list) -> list:
-    """The sums of all warpgroups; `sums` are those of this warpgroup."""
     plgpu.barrier_wait(block.scratch.summed.at[group])
     for other in range(block.multipliers - 1):
         others = [smem.at[other] for smem in block.scratch.partial_sums[group]]

@@ -28,8 +28,7 @@ def compiler_params(approx_math: bool = False) -> "plgpu.CompilerParams":
 
 
 def warpgroups(count: int, approx_math: bool = False) -> dict[str, Any]:
-    """Arguments of `plgpu.kernel` for thread blocks of `count` warpgroups, along the axis "wg"; see
-    `compiler_params`."""
+    """Arguments of `plgpu.kernel` for thread blocks of `count` warpgroups, along the axis "wg"."""
     return dict(num_threads=count, thread_name="wg", compiler_params=compiler_params(approx_math))
 
 
@@ -45,12 +44,7 @@ def owner(slot_gmem, tile, tiles: int):
 
 
 class TileOrder(NamedTuple):
-    """Row tiles in the order in which a kernel takes them, and the slot of each.
-
-    Attributes:
-      tile: int32, index of a row tile.
-      slot: int32, owner of that tile.
-    """
+    """Row tiles in the order in which a kernel takes them, and the slot that owns each; int32."""
 
     tile: Int[Array, " tiles"]
     slot: Int[Array, " tiles"]
@@ -66,13 +60,9 @@ def owned_first(chunk_slot: Int[Array, " chunks"], tiles: int) -> TileOrder:
 
 
 def smem_tiles(shape: tuple[int, ...], dtype: Any, depth: int | None = None):
-    """Tiles in shared memory: the type of a scratch array.
-
-    Args:
-      shape: number of tiles, then rows and columns of a tile.
-      depth: depth of the products that read a tile; a tile's swizzle must not be wider. None for
-        the widest swizzle, of 128 bytes.
-    """
+    """Tiles in shared memory, the type of a scratch array. `shape` is the number of tiles, then the
+    rows and columns of a tile. `depth` is that of the products that read a tile, whose swizzle must
+    not be wider; None for the widest swizzle, of 128 bytes."""
     size = jnp.dtype(dtype).itemsize
     swizzle = 128 if depth is None else plgpu.find_swizzle(depth * size * 8)
     transforms = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)
@@ -102,19 +92,13 @@ def store_rank_major(ref, value: Float[Array, "rows r"]):
 
 
 def write_zeros(gmem):
-    """Sets a tile in global memory to zero."""
     zeros = jnp.zeros(gmem.shape, gmem.dtype)
     gmem[...] = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
 
 
 def stages_that_fit(wanted: int, elements: int, dtype: Any, reserved: int = 0) -> int:
-    """The wanted number of stages, or fewer if shared memory has no room for them. ValueError if
-    not even two stages fit.
-
-    Args:
-      elements: number of elements of one stage.
-      reserved: number of further elements that shared memory must hold.
-    """
+    """The wanted number of stages of so many `elements`, or fewer if shared memory, which must also
+    hold `reserved` elements, has no room for them. ValueError if not even two stages fit."""
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
     if 2 * elements > available:
         raise ValueError(
@@ -166,8 +150,7 @@ def await_all(consumed, steps):
 
 
 def check_chunks(rows: int, chunk_slot: Int[Array, " chunks"], name: str, size: int):
-    """Raises a ValueError if tiles of `size` rows do not divide the chunks; `name` is the name of
-    the tile size."""
+    """Raises a ValueError if tiles, whose size is called `name`, do not divide the chunks."""
     chunks = chunk_slot.shape[0]
     if rows % (chunks * size) or size % 64:
         raise ValueError(
@@ -177,8 +160,7 @@ def check_chunks(rows: int, chunk_slot: Int[Array, " chunks"], name: str, size: 
 
 
 def check_columns(width: int, name: str, size: int):
-    """Raises a ValueError if tiles of `size` columns do not divide the width of `z`; `name` is the
-    name of the tile size."""
+    """Raises a ValueError if tiles, whose size is called `name`, do not divide the width of `z`."""
     if width % size or size % 64:
         raise ValueError(
             f"z has {width} columns; expected a multiple of {name} = {size}, itself a multiple of "
@@ -187,6 +169,5 @@ def check_columns(width: int, name: str, size: int):
 
 
 def check_ranks(ranks: list[int]):
-    """Raises a ValueError if the kernels cannot multiply by one of the ranks."""
     if any(rank % 8 or rank > 256 for rank in ranks):
         raise ValueError(f"ranks {ranks}; expected multiples of 8, at most 256")

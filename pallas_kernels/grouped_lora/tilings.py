@@ -41,30 +41,19 @@ def multiprocessors() -> int:
 def matmul_tiling(
     k: int, widths: tuple[int, ...], rank: int, *, transposed: bool, keeps_low: bool
 ) -> Tiling | None:
-    """The tiling of a `routed_matmul`, or None if no tiling fits into shared memory.
-
-    Args:
-      k: input width of all weights [k, n] of the call.
-      widths: n of each weight; the products of several weights are added up.
-      rank: rank of the low-rank products.
-      transposed: whether the products are with the transposed weights.
-      keeps_low: as for `fitted`.
-    """
+    """The tiling of a `routed_matmul`, or None if no tiling fits into shared memory. `k` is the
+    input width of all weights, and `widths` are their output widths; their products are added up.
+    `rank` and `keeps_low` are as for `fitted`."""
     entries = table()[_device().device_kind]
     tuned = entries.get(key(k, widths, transposed=transposed), {})
     return fitted(Tiling(**tuned), terms=len(widths), rank=rank, keeps_low=keeps_low)
 
 
 def fitted(wanted: Tiling, *, terms: int, rank: int, keeps_low: bool) -> Tiling | None:
-    """The wanted tiling, reduced to fit into shared memory; None if two stages do not fit.
-
-    Args:
-      terms: number of products that are added up.
-      rank: rank of the low-rank products.
-      keeps_low: whether low-rank products are added to the finished tile, with dropout or in
-        float8. The low-rank operands of all terms of a tile are then in shared memory at the same
-        time, in thin slices.
-    """
+    """The wanted tiling, reduced to fit into shared memory; None if two stages do not fit. `terms`
+    is the number of products that are added up, and `rank` that of their low-rank products. If
+    `keeps_low`, these are added to the finished tile, with dropout or in float8. The low-rank
+    operands of all terms of a tile are then in shared memory at the same time, in thin slices."""
     tile_r = 16 if keeps_low else 64
     low_bytes = min(rank, tile_r) * (TILE_M + TILE_N) * 2
     low_steps = terms * -(-rank // tile_r)
@@ -87,7 +76,6 @@ def fitted(wanted: Tiling, *, terms: int, rank: int, keeps_low: bool) -> Tiling 
 
 
 def row_tiling(*groups: RowOperands) -> RowTiling:
-    """Tile sizes for `row_products` of groups of operands."""
     deepest = max(sum(factor.shape[1] for factor in group.factors) for group in groups)
     # Shared memory needs room for several loads of activations and factors, and the partial sums.
     return RowTiling() if deepest <= 128 else RowTiling(tile_k=64)
@@ -100,7 +88,6 @@ def key(k: int, widths: tuple[int, ...], *, transposed: bool) -> str:
 
 @cache
 def table() -> defaultdict[str, dict[str, dict]]:
-    """The tuned fields of tilings, by device kind and `key`."""
     return defaultdict(dict, json.loads(TABLE.read_text()))
 
 

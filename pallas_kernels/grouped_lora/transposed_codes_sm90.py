@@ -61,8 +61,6 @@ def transposed_codes(
 
 
 class _Scratch(NamedTuple):
-    """The identity matrix, stages of tiles, the halves of a transposed tile, and barriers."""
-
     identity: Any
     tiles: Any
     halves: Any

@@ -26,13 +26,9 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class Device(NamedTuple):
-    """Limits and tile sizes for a compute capability.
-
-    Attributes:
-      shared_bytes: shared memory that one program may use, in bytes.
-      tile_k: depth of one step of the large products, in half precision.
-      stages: largest number of steps whose loads are in flight.
-    """
+    """Limits and tile sizes for a compute capability: the bytes of shared memory that one program
+    may use; the depth of one step of the large products, in half precision; and the largest number
+    of steps whose loads are in flight."""
 
     shared_bytes: int
     tile_k: int
@@ -51,11 +47,8 @@ class _Term(NamedTuple):
     """One product and the low-rank product that belongs to it: `lhs W[layer] + low F[t]`, or with W
     and F transposed.
 
-    Attributes:
-      lhs: left operand; K is k, or n for the transposed weight.
-      weight: [L, k, n], stored in the dtype of `lhs`.
-      low: the rank-r intermediate.
-      factor: F, [T, r, n]; or [T, k, r], if it will be transposed.
+    K is k, or n for the transposed weight. The weight is stored in the dtype of `lhs`. The factor F
+    is [T, r, n]; or [T, k, r], if it will be transposed.
     """
 
     lhs: Float[Array, "N K"]
@@ -72,7 +65,6 @@ class _Masks(NamedTuple):
 
 
 def refusal(x, projections, routing, dropout) -> str | None:
-    """Why this implementation cannot serve a call on this machine; None if it can."""
     missing = [name for name in ("triton", "jax_triton") if find_spec(name) is None]
     if missing:
         return f"{' and '.join(missing)} not installed (pip install jax-triton)"
@@ -294,11 +286,9 @@ def _add_gradients(
     accumulators: tuple[Float[Array, "L T _ _"], ...],
     transposed: bool,
 ) -> list[Float[Array, "L T _ _"]]:
-    """`accumulator_m[layer, t] + dropout_m(x)^T low_m` over slot t's tokens, for each module m.
-
-    The accumulators are [L, T, w, r], or [L, T, r, w] if transposed. They are updated in place,
-    unless r differs from R, the rank padded by `_pad_rank`.
-    """
+    """`accumulator_m[layer, t] + dropout_m(x)^T low_m` over slot t's tokens, for each module m. The
+    accumulators are [L, T, w, r], or [L, T, r, w] if transposed. They are updated in place, unless
+    r differs from R, the rank padded by `_pad_rank`."""
     axis = 2 if transposed else 3
     rank = accumulators[0].shape[axis]
     if rank == lows[0].shape[1]:

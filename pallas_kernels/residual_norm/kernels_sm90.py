@@ -69,14 +69,9 @@ def stream_gradient(
     With `rstd = 1 / sqrt(mean(stream^2) + eps)`, `y = stream rstd` and `n = weight d_normed`, it is
     `rstd (n - y mean(n y)) + d_stream`.
 
-    Args:
-      stream: the norm's input, half precision; d is a multiple of 256.
-      d_normed: gradient of the norm's output.
-      d_stream: gradient of the stream that the norm returned.
-      weight: in the dtype of `stream`, as are the gradients.
-
-    Raises:
-      ValueError: the tiling does not divide the rows, or has fewer than 2 stages.
+    `stream` is the norm's input and `d_normed` the gradient of its output; `d_stream` is the
+    gradient of the stream that the norm returned. All are in one half-precision dtype; d is a
+    multiple of 256. ValueError as for `normalize`.
     """
 
     def gradient(weight, stream, d_normed, d_stream):
@@ -101,7 +96,6 @@ def _mean(wide):
 
 
 def _across(values, shape, axis: int):
-    """The values of all rows (axis 0) or columns (axis 1), repeated along the other axis."""
     return lax.broadcast_in_dim(values, shape, (axis,))
 
 
@@ -141,12 +135,9 @@ def _map_rows(function, name: str, inputs, weight, tiling: Tiling):
 
 
 def _pass_through(inputs, output, blocks, loaded, tiling: Tiling, apply):
-    """Passes this thread block's share of the rows through the stages in shared memory.
-
-    `blocks` has the stages of each input. `apply(stage)` is called when a stage has been filled
-    from all inputs. It writes the result over the first input's block, which is then copied to
-    `output`.
-    """
+    """Passes this thread block's share of the rows through the stages in shared memory. `blocks`
+    has the stages of each input. `apply(stage)` is called when a stage has been filled from all
+    inputs. It overwrites the first input's block, which is then copied to `output`."""
     first, stages = lax.axis_index("block"), jnp.int32(tiling.stages)
     total = inputs[0].shape[0] // tiling.rows
     steps = lax.div(total - first + tiling.blocks - 1, jnp.int32(tiling.blocks))

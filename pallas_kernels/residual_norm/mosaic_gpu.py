@@ -21,7 +21,6 @@ _MAX_WIDTH = 8192
 
 
 def refusal(x, weight) -> str | None:
-    """Why this implementation cannot serve a call; None if it can."""
     if not is_hopper():
         return "it needs a Hopper GPU"
     if x.dtype not in (jnp.bfloat16, jnp.float16):
@@ -62,11 +61,9 @@ def _rows(width: int) -> int:
 
 
 def _tiling(x: Float[Array, "N d"], inputs: int) -> Tiling:
-    """The tiling for a kernel with `inputs` inputs of the shape of `x`.
-
-    Two thread blocks share a multiprocessor, so that one loads and stores while the other computes,
-    unless shared memory has no room for four stages of each.
-    """
+    """The tiling for a kernel with `inputs` inputs of the shape of `x`. Two thread blocks share a
+    multiprocessor, so that one loads and stores while the other computes, unless shared memory has
+    no room for four stages of each."""
     rows = _rows(x.shape[1])
     stage = inputs * rows * x.shape[1] * x.dtype.itemsize
     share = 2 if _SHARED_MEMORY // 2 // stage >= 4 else 1

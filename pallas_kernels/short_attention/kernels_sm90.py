@@ -99,13 +99,8 @@ def backward(
     d_out: Float[Array, "N HD"],
     heads: Heads,
 ) -> tuple[Float[Array, "N HD"], Float[Array, "N KD"], Float[Array, "N KD"]]:
-    """The gradients of q, k and v.
-
-    Args:
-      q, k, v, firsts, heads: as in `forward`.
-      log_total: the second result of `forward`.
-      d_out: gradient of the outputs, in the dtype of `q`.
-    """
+    """The gradients of q, k and v. `log_total` is the second result of `forward`, and `d_out` the
+    gradient of the outputs, in the dtype of `q`; other arguments are as for `forward`."""
     block = (heads.row_len, heads.size)
     pair = (BLOCK, BLOCK)
     return _kernel(
@@ -393,7 +388,6 @@ def _head_gradient(place: _Place, shared: _Shared, firsts, log_total, i, dk_acc,
 
 
 def _store_keys(place: _Place, shared: _Shared, accs, gradients):
-    """Stores dk and dv of the warpgroup's keys."""
     # Stored through the stages of queries, because the other warpgroup may still read keys and
     # values.
     stages = (shared.q, shared.do)
@@ -417,7 +411,6 @@ def _attention_mask(shape, query: int, first, key: int = 0):
 
 
 def _load_rows(ref):
-    """Loads one value for each of a warpgroup's rows."""
     return load_unoptimized(ref, plgpu.Layout.WGMMA.reduce(1))
 
 
