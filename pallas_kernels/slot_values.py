@@ -122,17 +122,17 @@ _rows_of_tokens.defvjp(_rows_forward, _rows_backward)
 
 
 def _look_up(tables, chunk_slot, tokens):
-    def own(leaf: Array) -> Array:
+    def rows(leaf: Array) -> Array:
         owner = jnp.where(chunk_slot < 0, leaf.shape[1], chunk_slot)[:, None]
         row = jnp.where(tokens < 0, leaf.shape[2], tokens)
         return leaf[0].at[owner, row].get(mode="fill", fill_value=0)
 
-    return jax.tree.map(own, tables)
+    return jax.tree.map(rows, tables)
 
 
 def _gather(values, chunk_slot, layer):
-    def own(leaf: Array) -> Array:
+    def values_of(leaf: Array) -> Array:
         owner = jnp.where(chunk_slot < 0, leaf.shape[1], chunk_slot)
         return leaf[layer].at[owner].get(mode="fill", fill_value=0)
 
-    return jax.tree.map(own, values)
+    return jax.tree.map(values_of, values)

@@ -25,14 +25,8 @@ from .stage_mesh import StageMesh
 
 
 class Part(NamedTuple):
-    """Consecutive layers of a backbone, with the embedding or the head if they are at its ends.
-
-    Attributes:
-      first_layer: index in the model of the part's first layer.
-      layers: number of layers of the part.
-      is_first: whether the part has the embedding.
-      is_last: whether the part has the final norm and the language-model head.
-    """
+    """Consecutive layers of a backbone, from the index `first_layer` in the model on. The first
+    part also has the embedding, and the last one the final norm and the language-model head."""
 
     first_layer: int
     layers: int
@@ -56,13 +50,13 @@ class PlacedBackbone:
     """A frozen backbone in parts, each on the devices of a stage. `load_placed_backbone` makes it.
 
     Attributes:
+      parts: the parts, together all layers.
       homes: the mesh of each part. A mesh that holds several parts occurs several times.
       weights: for each part, its weights like `Backbone.weights`: its own layers, stacked, and only
         those of embed_tokens, norm and lm_head that it uses. The last part also has embed_tokens if
         the head is tied to it. Parts on devices of other processes have shapes and dtypes in
         place of arrays.
-      name_or_path: where the model came from, as in `Backbone`.
-      fingerprint: hash of the model's folder, as in `Backbone`.
+      name_or_path, fingerprint: as in `Backbone`.
     """
 
     config: BackboneConfig
@@ -74,7 +68,6 @@ class PlacedBackbone:
 
     @property
     def compute_dtype(self) -> jnp.dtype:
-        """The dtype of the residual stream, of all activations and of their gradients."""
         return compute_dtype(self.weights[0])
 
 
@@ -152,7 +145,6 @@ def random_placed_backbone(
 
 
 def _own_weights(config: BackboneConfig, part: Part, dtype: jnp.dtype, home: StageMesh) -> Weights:
-    """Shapes, dtypes and formats of a part's weights."""
     shapes = abstract_weights(dataclasses.replace(config, num_layers=part.layers), dtype)
     shapes = jax.eval_shape(home.divisible_weights, shapes)
     return {name: shapes[name] for name in _names(shapes, part)}

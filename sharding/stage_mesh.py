@@ -41,10 +41,6 @@ class StageMesh:
     same index on the axes dp and fsdp. Every data shard trains its own samples. Gradients and
     losses stay where they were computed until an update. Their arrays have a leading axis "copy",
     and the value of such an array is its sum over this axis.
-
-    Attributes:
-      mesh: the devices.
-      weights: how the frozen weights are divided among them.
     """
 
     mesh: Mesh
@@ -54,7 +50,6 @@ class StageMesh:
     def of(
         cls, stage: "Stage", devices: Sequence[jax.Device], config: BackboneConfig
     ) -> "StageMesh":
-        """The mesh of a stage on its dp · fsdp · tp devices."""
         sizes = (stage.dp, stage.fsdp, stage.tp)
         weights = WeightSharding(
             tp=stage.tp,

@@ -39,13 +39,8 @@ from .stage_mesh import AXES, DATA, StageMesh
 
 
 class StageOptions(NamedTuple):
-    """Static choices of a stage's programs.
-
-    Attributes:
-      config: configuration of the whole backbone.
-      forward: options of the forward pass; its `remat` is the policy of the part's layers.
-      state: the description of the part's `TrainState`.
-    """
+    """Static choices of a stage's programs. `config` is that of the whole backbone, `forward.remat`
+    the policy of the part's layers, and `state` the description of the part's `TrainState`."""
 
     config: BackboneConfig
     forward: ForwardOptions
@@ -55,12 +50,8 @@ class StageOptions(NamedTuple):
 
 
 class Passed(NamedTuple):
-    """The arrays that a stage passes to the next one.
-
-    Attributes:
-      x: the residual stream, in the compute dtype.
-      finite: False for chunks in which a value was not finite.
-    """
+    """The arrays that a stage passes to the next one: the residual stream, in the compute dtype,
+    and False for chunks in which a value was not finite."""
 
     x: Float[Array, "D N d"]
     finite: Bool[Array, "D chunks"]

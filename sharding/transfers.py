@@ -23,7 +23,6 @@ _EVERY = P((_SHARD, _MEMBER))
 
 
 def is_local(mesh: Mesh) -> bool:
-    """Whether this process has devices of the mesh."""
     return jax.process_index() in _processes(mesh)
 
 

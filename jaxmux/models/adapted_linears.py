@@ -40,12 +40,8 @@ Adapters = Mapping[str, Factors]
 
 
 class Dispatch(NamedTuple):
-    """Owners and dropout of a stream's tokens, the same for every layer.
-
-    Attributes:
-      routing: owner slot of every chunk and scale of every slot.
-      dropout: None if no live task uses dropout.
-    """
+    """Owners and dropout of a stream's tokens, the same for every layer; `dropout` is None if no
+    live task uses it."""
 
     routing: Routing
     dropout: Dropout | None

@@ -169,9 +169,7 @@ class LayerAdapters(NamedTuple):
     """The adapters of a layer, other than low-rank ones, for the chunks of a stream.
 
     Attributes:
-      ops: operations of the kinds, by name of the kind.
       own: by name of the kind and point, the arrays of every chunk's owner.
-      chunks: number of chunks.
       scales: by linear, float32 [T], summands that are added to the scales of low-rank products.
     """
 
@@ -185,14 +183,12 @@ class LayerAdapters(NamedTuple):
         return any(point in points for points in self.own.values())
 
     def change_product(self, point: str) -> bool:
-        """Whether any kind changes the product of the linear."""
         return any(
             point in self.own[name] and type(op).product is not AdapterOp.product
             for name, op in self.ops
         )
 
     def change_input(self, point: str) -> bool:
-        """Whether any kind changes the input of the linear."""
         return any(
             point in self.own[name] and op.changes_input(self.own[name][point])
             for name, op in self.ops

@@ -17,13 +17,8 @@ from .attention import AttentionOptions, Segments, attend
 
 
 class KeysValues(NamedTuple):
-    """The cache of one layer, in the compute dtype. Positions after a sequence's last token hold
-    values that are not read.
-
-    Attributes:
-      keys: rotated keys of K heads for each of `places` positions.
-      values: the values of the same tokens.
-    """
+    """The cache of one layer, in the compute dtype: rotated keys and values of K heads, for each
+    of `places` positions. The entries after a sequence's last token are not read."""
 
     keys: Float[Array, "B K places D"]
     values: Float[Array, "B K places D"]

@@ -24,7 +24,6 @@ class Backbone:
     """A frozen model, on which all tasks train their adapters. `load_backbone` makes it.
 
     Attributes:
-      config: configuration of the model.
       weights: nested dict of the parameters, with the names of Hugging Face: embed_tokens, layers,
         norm and, if it is not tied to the embedding, lm_head. The parameters of all L layers are
         stacked along a leading axis, so that layers.mlp.up_proj.kernel is a `FrozenWeight` [L, k,

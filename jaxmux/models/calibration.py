@@ -47,7 +47,6 @@ class Calibration(NamedTuple):
     """A backbone, and samples that go through it. `calibration_of` makes it.
 
     Attributes:
-      config: configuration of the backbone.
       tensors: function from the name of a tensor in Hugging Face's checkpoint to its values.
       microbatch: the samples. Every row is one chunk, and belongs to a separate slot.
       labelled: bool [N], whether the token at a position of the stream counts in the loss.

@@ -114,7 +114,6 @@ class CheckpointTensors:
     """The tensors of a checkpoint folder, by name. A context manager.
 
     Attributes:
-      folder: the folder.
       names: the names of all tensors, in order, within the context; empty before.
     """
 
@@ -158,7 +157,6 @@ class CheckpointTensors:
         return list(takewhile(lambda name: name.startswith(prefix), self.names[first:]))
 
     def by_file(self) -> dict[Path, list[str]]:
-        """The names of the tensors that are read from each file."""
         names: dict[Path, list[str]] = {}
         for name, entry in self._entries.items():
             names.setdefault(entry.path, []).append(name)

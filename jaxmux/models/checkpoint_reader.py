@@ -63,11 +63,9 @@ class _Part(NamedTuple):
 
 
 class CheckpointReader:
-    """Reads weights from a Hugging Face checkpoint folder, whole or in parts. A context manager."""
+    """A context manager: files are opened on entering it. `read` calls `progress` in its thread."""
 
     def __init__(self, folder: Path, config: BackboneConfig, progress: Progress | None = None):
-        """Creates a reader; its files are opened on entering the context. `read` calls `progress`
-        in the thread that calls `read`."""
         self._files = CheckpointTensors(folder, config.tie_word_embeddings)
         self._config = config
         self._progress = progress or (lambda count: None)
@@ -332,7 +330,7 @@ def _written(array: Array, values: Array, start: Sequence[Array]) -> Array:
 
 
 def _size(config: BackboneConfig, module: str | None) -> tuple[int, int]:
-    """Output and input width of a linear of a layer, or of the head."""
+    """Output and input width of a linear of a layer; for None, of the head."""
     if module is None:
         return config.vocab_size, config.hidden_size
     return linear_sizes(config, module)[::-1]
@@ -357,7 +355,6 @@ def _module_of(name: str) -> str | None:
 
 @cache
 def _linears_of_layer(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, FrozenWeight]:
-    """Shapes, dtypes and formats of the weights of a layer's linears."""
     stacks = layer_linears(abstract_weights(config, dtype))
     return {module: _in_one_layer(stack) for module, stack in stacks.items()}
 
@@ -369,7 +366,6 @@ def _tensor(
     linears: Mapping[str, FrozenWeight],
     dtype: jnp.dtype,
 ) -> np.ndarray | FrozenWeight:
-    """See `CheckpointReader.tensor`; `linears` comes from `_linears_of_layer`."""
     plain = FrozenWeight(None, None, np.dtype(dtype).name)
     wanted = linears.get(_module_of(name), plain)
     if stored is None and wanted.is_plain:
@@ -447,7 +443,6 @@ def _stacked(layers: Iterator[FrozenWeight], shardings: FrozenWeight | None) -> 
 
 
 def _parts(leaf: Array, sharding: jax.sharding.Sharding) -> list[Array]:
-    """The parts of one layer of a stack that the devices of this process keep."""
     indices = sharding.addressable_devices_indices_map((1, *leaf.shape))
     return [jax.device_put(leaf[index[1:]], device) for device, index in indices.items()]
 

@@ -60,17 +60,17 @@ def head_adapters(
 
 def changed_logits(
     ops: AdapterOps,
-    own: HeadArrays,
+    arrays: HeadArrays,
     hidden: Float[Array, "chunks l d"],
     logits: Float[Array, "chunks l vocab"],
     first_token: Int[Array, ""] | int,
 ) -> Float[Array, "chunks l vocab"]:
-    """The logits of chunks with the changes of their owners' adapters. `own` is
+    """The logits of chunks with the changes of their owners' adapters. `arrays` are
     `LayerAdapters.own`; other arguments are as for `AdapterOp.logits`."""
     for name, op in ops:
         for point in AT_HEAD:
-            if point in own[name]:
-                logits = op.logits(own[name][point], hidden, logits, first_token)
+            if point in arrays[name]:
+                logits = op.logits(arrays[name][point], hidden, logits, first_token)
     return logits
 
 

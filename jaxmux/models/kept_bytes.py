@@ -1,5 +1,4 @@
-"""The memory that a layer keeps from its forward to its backward pass, counted in its traced
-program."""
+"""Counts the memory that a layer keeps for its backward pass, in its traced program."""
 
 import dataclasses
 

@@ -33,8 +33,7 @@ class Stream(NamedTuple):
     """Properties of a microbatch's tokens, the same for every layer.
 
     Attributes:
-      cos: float32, cosines of the rotary angles.
-      sin: float32, sines of the rotary angles.
+      cos, sin: float32, of the rotary angles.
       segments: the sequences of every row.
       dispatch: owners and dropout of the tokens.
       cached: the layer's cache of earlier tokens; None if the microbatch holds whole sequences and

@@ -143,7 +143,6 @@ def compute_dtype(weights: Weights) -> jnp.dtype:
 
 
 def is_weight(node: Any) -> bool:
-    """Whether a node of the weights is a `FrozenWeight`."""
     return isinstance(node, FrozenWeight)
 
 

@@ -110,7 +110,7 @@ def _scales(scale: Array, zero: Array | None, stored: StoredLinear) -> Scaled:
 
 
 def _words(count: int, bits: int) -> int:
-    """The number of integers of 32 bits that hold `count` codes."""
+    """The number of 32-bit integers that hold `count` codes."""
     return -(-count * bits // 32)
 
 

@@ -25,12 +25,8 @@ SETTINGS = ("quantization_config", "compression_config")
 
 
 class Quantisation(NamedTuple):
-    """The settings of a quantised checkpoint.
-
-    Attributes:
-      method: one of `METHODS`.
-      block: rows and columns of a weight that share a scale; None if the shapes of scales tell it.
-    """
+    """The settings of a quantised checkpoint: its method, one of `METHODS`; and the rows and columns
+    of a weight that share a scale, None if the shapes of scales tell it."""
 
     method: str
     block: tuple[int, int] | None = None
@@ -81,7 +77,6 @@ def _block_of_compressed(settings: Mapping[str, Any], where: str) -> Any:
 
 
 def _section(settings: Mapping[str, Any], key: str, where: str) -> dict[str, Any]:
-    """The object under a key; an empty one if there is none."""
     section = settings.get(key) or {}
     if not isinstance(section, dict):
         raise BackboneError(f"{where}: {key} should be an object, found {section!r}")

@@ -36,20 +36,14 @@ class StoredLinear(NamedTuple):
 
 
 class LinearTensors:
-    """The tensors of a linear P, whose names begin with "P.".
-
-    Attributes:
-      size: n and k, output and input width.
-      parts: the parts of their names after "P.".
-    """
+    """The tensors of a linear P, whose names begin with "P."; `parts` are the parts of their names
+    after it. `size` is n and k, the output and input width."""
 
     def __init__(self, files: CheckpointTensors, name: str, size: tuple[int, int]):
-        """Collects the names of the linear's tensors."""
         self._files, self._name, self.size = files, name, size
         self.parts = {tensor.removeprefix(f"{name}.") for tensor in files.of_module(name)}
 
     def refused(self, part: str, reason: str) -> BackboneError:
-        """The error for a tensor that cannot be used."""
         return BackboneError(f"{self._files.folder}: tensor {self._name}.{part}: {reason}")
 
     def require(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> str:
@@ -69,7 +63,6 @@ class LinearTensors:
         return self._files.shape(f"{self._name}.{part}")
 
     def dtype(self, part: str) -> np.dtype:
-        """The dtype of the array that `read` returns."""
         return self._files.array_dtype(f"{self._name}.{part}")
 
     def read(self, part: str) -> np.ndarray:
