@@ -1,7 +1,7 @@
-"""EVA, an initialisation of LoRA by the task's own data (Paischer et al. 2024).
+"""EVA, an initialisation of LoRA from the task's own data (Paischer et al. 2024).
 
-A holds the principal components of what each linear reads, and linears whose components explain
-more get more of them.
+A holds the principal components of each linear's inputs. Linears whose components explain more of
+the variance get more of them.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ from jaxmux.models import FIRST_READERS, MODULES, Calibration
 
 from .targets import LayerMask
 
-# Smaller shares of the variance are rounding errors of float32, and their components arbitrary.
+# Smaller shares of the variance are rounding errors of float32, so their components are arbitrary.
 _LEAST_SHARE = 1e-12
 
 
@@ -23,7 +23,7 @@ class Components(NamedTuple):
     """Principal components of inputs, the most important first.
 
     Attributes:
-      directions: float32, the components, which are orthonormal.
+      directions: float32, orthonormal.
       shares: float64, the part of the inputs' variance that each one explains.
     """
 
@@ -36,13 +36,12 @@ def eva_factors(
 ) -> dict[str, dict[int, Float[np.ndarray, "k components"]]]:
     """The components with which A begins, by linear and layer.
 
-    All linears together get `rank` components for each of them, at most `largest_rank` each: those
-    that explain the largest parts of their inputs' variances (Paischer et al. 2024, Algorithm 1).
-    Where linears read the same, or two components explain the same, the one that is computed first
-    in the model goes first.
+    All linears together get `rank` components for each of them, at most `largest_rank` each: the
+    components that explain the largest parts of their inputs' variances (Paischer et al. 2024,
+    Algorithm 1). Of linears with equal inputs, or of components that explain equal parts, the one
+    that the model computes first comes first.
 
     Args:
-      calibration: the samples, with the backbone.
       targets: by path of a linear, the layers in which it is adapted.
       rank: number of components that a linear gets on average.
       largest_rank: the largest number that a linear may get.
@@ -57,19 +56,21 @@ def eva_factors(
             f"may get {largest_rank} principal components of its inputs; raise calibration_tokens "
             "or lower the rank"
         )
-    found: dict[tuple[int, str], Components] = {}
+    components: dict[tuple[int, str], Components] = {}
     for layer, inputs in enumerate(calibration.linear_inputs()):
         adapted = [module for module in MODULES if module in targets and targets[module][layer]]
         of_input = {
             first: principal_components(inputs[first], largest_rank)
             for first in dict.fromkeys(FIRST_READERS[module] for module in adapted)
         }
-        found |= {(layer, module): of_input[FIRST_READERS[module]] for module in adapted}
-    counts = _counts({place: own.shares for place, own in found.items()}, rank * len(found))
+        components |= {(layer, module): of_input[FIRST_READERS[module]] for module in adapted}
+    counts = _counts(
+        {place: of_linear.shares for place, of_linear in components.items()}, rank * len(components)
+    )
     return {
         module: {
-            layer: own.directions[:, : counts[layer, module]]
-            for (layer, other), own in found.items()
+            layer: of_linear.directions[:, : counts[layer, module]]
+            for (layer, other), of_linear in components.items()
             if other == module
         }
         for module in targets
@@ -77,16 +78,10 @@ def eva_factors(
 
 
 def principal_components(x: Float[np.ndarray, "N k"], most: int) -> Components:
-    """The principal components of the rows of a matrix, without those that explain nothing.
-
-    The largest value of each component is positive.
-
-    Args:
-      x: float32.
-      most: the largest number of components.
-    """
+    """At most `most` principal components of the rows of a float32 matrix, without those that
+    explain nothing. The largest value of each component is positive."""
     x = x - x.mean(axis=0, dtype=np.float64)
-    # Of both products, the smaller one has the same eigenvalues but for zeros.
+    # Both products have the same eigenvalues except for zeros, so the smaller one is used.
     wide = len(x) < x.shape[1]
     gram = x @ x.T if wide else x.T @ x
     most = min(most, len(gram))
@@ -105,11 +100,11 @@ def principal_components(x: Float[np.ndarray, "N k"], most: int) -> Components:
 def _counts(
     shares: Mapping[tuple[int, str], Float[np.ndarray, " components"]], budget: int
 ) -> dict[tuple[int, str], int]:
-    """How many of its components each linear gets, of `budget` in all."""
+    """The number of components that each linear gets; `budget` is the sum."""
 
     def every() -> Iterator[tuple[float, int, tuple[int, str]]]:
-        for order, (place, own) in enumerate(shares.items()):
-            for share in own.tolist():
+        for order, (place, of_linear) in enumerate(shares.items()):
+            for share in of_linear.tolist():
                 yield -share, order, place
 
     counts = dict.fromkeys(shares, 0)

@@ -1,4 +1,4 @@
-"""What the engine, checkpoints and commands have to know of an adapter kind."""
+"""The interface of an adapter kind, through which the engine, checkpoints and commands use it."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -26,83 +26,84 @@ BaseTensors = Callable[[str], np.ndarray]
 
 
 class AdapterKind(NamedTuple):
-    """One kind of adapter: a name and the functions that describe, create and keep its arrays.
+    """One kind of adapter: a name and the functions that describe, create and store its arrays.
 
-    The adapters of all tasks are stacked in *pools* of arrays, one for each kind, in which every
-    task has a place, its *slot*. A *point* is a place of the backbone at which an adapter does
+    The adapters of all tasks are stacked in *pools* of arrays, one pool for each kind, in which
+    every task has a *slot*. A *point* is a place of the backbone at which an adapter does
     something, for example the path of a linear within a layer ("mlp.up_proj"). A pool, and the
     adapter of a single task, is a tree whose first keys are points (for LoRA: `Factors` with a and
     b below each linear).
 
     A kind may have low-rank factors besides its own arrays (`AdapterOp.low_rank`). The factors of
-    all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves them all.
-    Its own arrays are then a dict below each linear, with the scale of the low-rank product as
-    "scale"; an adapter of a single task has them and the factors "a" and "b" in one dict. What such
-    a kind has at points outside the layers is all its own.
+    all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves all tasks.
+    The kind's own arrays are then a dict below each linear, with the scale of the low-rank product
+    as "scale"; the adapter of a single task has these arrays and the factors "a" and "b" in one
+    dict. At points outside the layers, such a kind has arrays of its own only.
 
-    A specification is a frozen dataclass. Those of kinds with low-rank factors have an attribute
-    `dropout`, the rate of the inputs of their products.
+    A specification is a frozen dataclass. Specifications of kinds with low-rank factors have an
+    attribute `dropout`: the dropout rate of the inputs of the low-rank products.
 
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
       specification: class of the values that describe one task's adapter, for example `LoRA`.
-      op: what the kind computes at the points of a layer; None for LoRA, whose factors are part of
-        the frozen products.
+      op: the operations of the kind at the points of a layer; None for LoRA, whose factors are part
+        of the frozen products.
       targets: function (specification, config) that returns, by point, a bool mask [L] of the
         layers in which the adapter does something. It raises ValueError if there are none.
-      leaves: function (config, points, slots, rank) that describes a pool. It takes the backbone's
-        configuration, the points, the number of slots T and the pool's rank R, at least the largest
-        rank of any task. It returns a tree of `LeafSpec`, which give the shape and the axes of each
-        array, without low-rank factors.
+      leaves: function (config, points, slots, rank) that describes a pool with T slots and rank R,
+        which is at least the largest rank of any task. It returns a tree of `LeafSpec` without the
+        low-rank factors.
       initial: function (specification, targets, config, seed, base) that returns the arrays with
-        which a task begins, at the task's own rank and without the slot axis. `base` gives the
-        tensors of the backbone, for kinds that begin with something made of them; None if they are
-        not at hand, which these kinds refuse by ValueError (`base_values`).
+        which a task begins, at the task's rank and without the slot axis. `base` returns tensors of
+        the backbone. It may be None; kinds whose arrays are computed from the backbone then raise
+        ValueError (`base_values`).
       relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
         for each trained array: its learning rate in each of the L layers, divided by the task's
         learning rate; 0 in layers that are not adapted.
-      recognise: function (settings) that tells whether an adapter_config.json with these values is
-        one of this kind.
+      recognise: function (settings) that tells whether an adapter_config.json with these values
+        belongs to this kind.
       settings: function (specification, config, serving) that returns the values of
-        adapter_config.json, but for those that all adapters have. `serving` folds scales into the
-        arrays, for servers that know no other.
-      from_settings: function (settings, config), its inverse. It raises ValueError or KeyError if
-        no adapter of this kind has these settings.
+        adapter_config.json, without the values that all adapters have. `serving` folds scales into
+        the arrays, for servers that support no other scale.
+      from_settings: function (settings, config), the inverse of `settings`. It raises ValueError or
+        KeyError if no adapter of this kind has these settings.
       tensors: function (specification, adapter, config, serving, base) that returns the arrays of a
-        folder by name. `base` as for `initial`, for kinds that keep differences from the backbone.
-      from_tensors: function (specification, tensors, config, base), its inverse. It removes from
-        `tensors` those that it has used, and raises ValueError if one is missing or misshapen.
-      identity: attributes of a specification that an adapter in a folder must share with the task
-        that goes on with it, besides the targets.
+        folder by name. `base` is as for `initial`, for kinds that are stored as whole weights.
+      from_tensors: function (specification, tensors, config, base), the inverse of `tensors`. It
+        removes the tensors that it uses from `tensors`, and raises ValueError if one is missing or
+        has the wrong shape.
+      identity: attributes in which an adapter from a folder must equal the specification of the
+        task that continues it, besides the targets.
       weights_file: name of the file with the arrays.
-      rank: function (specification) that returns the size of the axis "rank" of its arrays; by
-        default the attribute of this name, 1 if there is none.
+      rank: function (specification) that returns the size of the axis "rank" of the kind's arrays;
+        by default the attribute `rank`, or 1 if there is none.
       size_field: the attribute of a specification by which users set that size, for messages.
-      factor_rank: the same for its low-rank factors; None if that is `rank`.
-      serves: function (specification) that tells whether an adapter whose specification has this
-        class is of this kind, for classes of several kinds.
+      factor_rank: function (specification) that returns the rank of the low-rank factors; None if
+        it is `rank`.
+      serves: function (specification) that tells whether a specification of this class is of this
+        kind, for classes that several kinds share.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
-        backbone, a function of its float32 values that gives those with the adapter merged; None if
-        the adapter cannot be merged.
-      work: function (config, point, rank) that returns what a pool of this rank takes at a point,
-        for the predicted times. None stands for a product with every trained value (two FLOPs), and
-        for two reads and a write of the backbone's width.
-      virtual_tokens: function (specification) that returns how many positions the adapter fills
-        before every sequence. They hold -1, -2, … in place of tokens, and `embedding_output` of the
-        op says what enters the first layer there.
-      with_tokens: function (specification, tokenizer) that returns the specification with the
-        tokens of a text in place of the text, for `initial`, which knows no tokenizer. It raises
-        ValueError if the text has none.
-      as_stored: function (specification) that returns the specification of the same adapter when it
-        is read from a folder, as far as `identity` is concerned.
-      reads_samples: whether `initial` takes a sixth argument, the samples of the task's training
-        data in the order in which they are trained first; None if they are not at hand. They are
-        drawn only as far as it iterates over them.
+        backbone, a function from the tensor's float32 values to the values with the adapter merged;
+        None if adapters of this kind cannot be merged.
+      work: function (config, point, rank) that returns the work of a pool of this rank at a point,
+        for predicted times. None stands for two FLOPs for each trained value, and for two reads and
+        one write of the backbone's width.
+      virtual_tokens: function (specification) that returns the number of positions that the adapter
+        fills before every sequence. These positions hold -1, -2, … in place of tokens;
+        `embedding_output` of the op gives the rows that enter the first layer there.
+      with_tokens: function (specification, tokenizer) that returns the specification with a text in
+        it replaced by the text's tokens, because `initial` has no tokenizer. It raises ValueError
+        if the text has none.
+      as_stored: function (specification) that returns the specification that the same adapter has
+        after it was written to a folder and read again, as far as `identity` is concerned.
+      reads_samples: whether `initial` takes a sixth argument: the samples of the task's training
+        data in the order in which they are trained, or None. Samples are made only as far as
+        `initial` iterates.
       begins_slowly: function (specification) that tells whether `initial` takes long, because it
-        goes through the weights of the backbone or through the backbone; a server computes few such
-        adapters at once. By default the attribute of this name, False if there is none.
-      same_in_any_rows: whether a task gets the same bits on a CPU in microbatches of any number of
-        rows. Where it does not, XLA computes small products otherwise for more tokens.
+        reads all weights of the backbone or runs the backbone; a server computes few such adapters
+        at once. By default the attribute of this name, or False if there is none.
+      same_in_any_rows: whether a task gets the same bits on a CPU in microbatches with any number
+        of rows. It is False if XLA computes small products differently for more tokens.
     """
 
     name: str
@@ -140,26 +141,18 @@ class AdapterKind(NamedTuple):
         return self.op is not None and self.op.low_rank
 
     def rank_in(self, pool: str, specification: Any) -> int:
-        """The size of the axis "rank" of an adapter's arrays in one of its pools.
-
-        Args:
-          pool: name of the pool: that of this kind, or of the low-rank factors.
-          specification: the specification of the adapter.
-        """
+        """Size of the axis "rank" of an adapter's arrays in one pool: that of this kind, or that of
+        the low-rank factors (`LOW_RANK_KIND`)."""
         of_factors = self.factor_rank if pool == LOW_RANK_KIND else None
         return (of_factors or self.rank)(specification)
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
-        """The arrays of adapters of this kind by the pool in which they lie. `from_pools` is the
-        inverse.
-
-        Args:
-          adapter: a tree by point.
-        """
+        """Splits adapters of this kind, a tree by point, into the pools in which their arrays lie.
+        `from_pools` is the inverse."""
         if not self.low_rank:
             return {self.name: adapter}
         linears = linears_of(adapter)
-        own = adapter | {
+        arrays_of_kind = adapter | {
             point: {name: leaf for name, leaf in arrays.items() if name not in Factors._fields}
             for point, arrays in linears.items()
         }
@@ -168,34 +161,24 @@ class AdapterKind(NamedTuple):
         }
         return {
             LOW_RANK_KIND: factors,
-            self.name: {p: arrays for p, arrays in own.items() if arrays},
+            self.name: {p: arrays for p, arrays in arrays_of_kind.items() if arrays},
         }
 
     def from_pools(self, pools: Mapping[str, Any]) -> Any:
-        """The arrays of adapters of this kind, as a tree by point.
-
-        Args:
-          pools: by name of the pool, its arrays.
-        """
+        """Joins the arrays of all pools of this kind, by name of the pool, into a tree by point."""
         if not self.low_rank:
             return pools[self.name]
-        own = pools[self.name]
+        arrays_of_kind = pools[self.name]
         linears = {
-            point: factors._asdict() | own.get(point, {})
+            point: factors._asdict() | arrays_of_kind.get(point, {})
             for point, factors in pools[LOW_RANK_KIND].items()
         }
-        return linears | {point: arrays for point, arrays in own.items() if point in OUTSIDE}
+        return linears | {
+            point: arrays for point, arrays in arrays_of_kind.items() if point in OUTSIDE
+        }
 
     def size(self, rank: int, points: Sequence[str], config: BackboneConfig) -> KindSize:
-        """The sizes of a pool of this kind.
-
-        Args:
-          rank: rank of the pool.
-          points: the points.
-          config: configuration of the backbone.
-
-        Low-rank factors are not counted.
-        """
+        """Sizes of a pool of this kind with this rank, without the low-rank factors."""
 
         def count(point: str, rank: int) -> tuple[int, int, int]:
             specs = jax.tree.leaves(self.leaves(config, [point], 1, rank))
@@ -236,15 +219,10 @@ class AdapterKind(NamedTuple):
 def base_values(
     base: BaseTensors | None, name: str, rows: Sequence[int] | None = None
 ) -> np.ndarray:
-    """The values of a tensor of the backbone, float32.
-
-    Args:
-      base: function that gives the tensors of the backbone, or None.
-      name: name of the tensor in Hugging Face's checkpoint.
-      rows: the rows of the tensor; None for all.
+    """A tensor of the backbone by its Hugging Face name, or some of its rows, as float32.
 
     Raises:
-      ValueError: the backbone is not at hand.
+      ValueError: `base` is None.
     """
     if base is None:
         raise ValueError(
@@ -260,18 +238,15 @@ def calibrated(
     samples: Iterable[Sample] | None,
     tokens: int,
 ) -> Calibration:
-    """The backbone with the first tokens of a task's samples, for initial values that depend on
-    them.
+    """Prepares the backbone and the first tokens of a task's samples, for initial values that
+    depend on both.
 
     Args:
-      config: configuration of the backbone.
-      base: function that gives the tensors of the backbone, or None.
-      samples: the samples, as for `AdapterKind.initial`.
-      tokens: number of tokens.
+      samples: as for `AdapterKind.initial`.
+      tokens: number of tokens that the backbone reads.
 
     Raises:
-      ValueError: the backbone or the samples are not at hand, or none of the tokens counts in the
-        loss.
+      ValueError: `base` or `samples` is None, or none of the tokens counts in the loss.
     """
     if samples is None:
         raise ValueError(
@@ -285,12 +260,8 @@ def changed_weights(
     targets: Mapping[str, LayerMask],
     change: Callable[[str, int], Callable[[np.ndarray], np.ndarray]],
 ) -> Changes:
-    """The changes of the weights of linears, for `AdapterKind.merged`.
-
-    Args:
-      targets: by path of a linear within a layer, the layers in which it is adapted.
-      change: function (path, layer) that returns the function of the weight.
-    """
+    """Changes of the weights of linears, for `AdapterKind.merged`: `change(path, layer)` returns
+    the function of one weight."""
     return {
         f"{full_name(module, layer)}.weight": change(module, layer)
         for module, mask in targets.items()
@@ -299,14 +270,9 @@ def changed_weights(
 
 
 def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree from names such as "mlp.down_proj/input": what is behind the slash is a key below the
-    place of the backbone.
-
-    Args:
-      points: by name, the leaves.
-    """
+    """A tree from leaves by names such as "mlp.down_proj/input", with a key for each half."""
     tree: dict[str, Any] = {}
     for name, leaf in points.items():
-        place, part = name.split("/")
-        tree.setdefault(place, {})[part] = leaf
+        point, part = name.split("/")
+        tree.setdefault(point, {})[part] = leaf
     return tree

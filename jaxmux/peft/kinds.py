@@ -1,7 +1,7 @@
 """The adapter kinds that tasks can use.
 
-The engine, checkpoints and commands find a kind here, by its name or by the class of a task's
-specification. A kind is one file, or two if it has much to say of its folders, and one entry of
+The engine, checkpoints and commands look a kind up here, by its name or by the class of a task's
+specification. To add a kind, write one file, or two if its folders need much code, and add it to
 `KINDS`.
 """
 
@@ -58,7 +58,7 @@ _lora_kind = AdapterKind(
     reads_samples=True,
 )
 
-# By name, all adapter kinds.
+# All adapter kinds by name.
 KINDS: dict[str, AdapterKind] = {
     kind.name: kind
     for kind in (
@@ -78,7 +78,8 @@ KINDS: dict[str, AdapterKind] = {
         trained_tokens_kind,
     )
 }
-# By name of the kind, the class of its specifications; of kinds with one class, the first.
+# The class of specifications of each kind, by its name. LoRA, which several kinds share, is listed
+# once.
 SPECIFICATIONS: dict[str, type] = {
     kind.name: kind.specification
     for kind in KINDS.values()
@@ -88,9 +89,6 @@ SPECIFICATIONS: dict[str, type] = {
 
 def register_kind(kind: AdapterKind) -> None:
     """Adds an adapter kind, so that tasks can use it.
-
-    Args:
-      kind: the kind.
 
     Raises:
       ValueError: there is a kind of this name.
@@ -102,10 +100,7 @@ def register_kind(kind: AdapterKind) -> None:
 
 
 def kind_of(specification: Any) -> AdapterKind:
-    """The kind (name and functions, `AdapterKind`) to which an adapter specification belongs.
-
-    Args:
-      specification: the specification of a task's adapter, for example a `LoRA`.
+    """The kind to which an adapter specification, for example a `LoRA`, belongs.
 
     Raises:
       ValueError: no kind has such a specification.
@@ -121,12 +116,8 @@ def kind_of(specification: Any) -> AdapterKind:
 
 
 def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
-    """The sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has
-    nothing else.
-
-    Args:
-      specification: the specification of the adapter.
-      config: configuration of the backbone.
+    """Sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has nothing
+    else.
 
     Raises:
       ValueError: the adapter does something nowhere in the backbone.
@@ -137,30 +128,19 @@ def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | No
 
 
 def scale_of(specification: Any) -> float:
-    """The factor of an adapter's low-rank products in `SlotTable.scale`. 0 if the adapter has none,
-    or if its kind has arrays of its own, with which the factors lie.
-
-    Args:
-      specification: the specification of the adapter.
-    """
+    """The factor of an adapter's low-rank products in `SlotTable.scale`. It is 0 if the adapter has
+    no such products, or if its kind stores the factor among arrays of its own."""
     kind = kind_of(specification)
     return 0.0 if kind.op else specification.scale
 
 
 def dropout_of(specification: Any) -> float:
-    """The dropout of the inputs of an adapter's low-rank products; 0 if it has none.
-
-    Args:
-      specification: the specification of the adapter.
-    """
+    """Dropout rate of the inputs of an adapter's low-rank products; 0 if it has none."""
     kind = kind_of(specification)
     return 0.0 if kind.op and not kind.low_rank else specification.dropout
 
 
 def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:
-    """What the kinds in a state compute at the points of a layer.
-
-    Args:
-      adapters: by name of the kind, the pool of its arrays; only the names are read.
-    """
+    """The operations of the kinds whose pools are in `adapters`, of which only the names are
+    read."""
     return tuple((name, KINDS[name].op) for name in sorted(adapters) if KINDS[name].op)

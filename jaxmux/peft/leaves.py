@@ -20,22 +20,29 @@ AXES = ("copy", "layer", "first", "last", "slot", "rank", "input", "output")
 class LeafSpec:
     """Description of one array of adapters or of their training state, without its values.
 
-    The arrays of all tasks are stacked in a *pool*, in which every task has a place, its *slot*.
-    All slots have the largest rank and all modules (adapted linears) of any task; what a task does
-    not have is padding.
+    The arrays of all tasks are stacked in a *pool*, in which every task has a *slot*. All slots
+    have the largest rank and all modules (adapted linears) of any task; ranks and modules that a
+    task does not have are padding.
 
     Attributes:
       shape: size of each axis.
-      axes: name of each axis: "layer" (of the backbone), "first" (of size 1; the array belongs to
-        what comes before the layers, and lies where the first layer does), "last" (of size 1; the
-        array belongs to what comes behind the layers, and lies where the last layer does), "slot",
-        "rank" (the pool's rank, or a task's own), "input" or "output" (width of the adapted
-        linear), or "copy" (summands that lie on several devices; the array stands for their sum).
-        No name occurs twice, and an array has at most one of the axes "layer", "first" and "last".
+      axes: name of each axis:
+
+        - "layer": the layers of the backbone.
+        - "first": size 1; the array belongs to the part of the backbone before the layers, and lies
+          where the first layer does.
+        - "last": size 1; the array belongs to the part behind the layers, and lies where the last
+          layer does.
+        - "slot": the tasks.
+        - "rank": the rank of the pool, or of one task.
+        - "input", "output": the width of the adapted linear.
+        - "copy": summands that lie on several devices; the array stands for their sum.
+
+        No name occurs twice, and an array has at most one of "layer", "first" and "last".
       trained: True if the array has gradients, optimizer moments and weight decay. False for data
         that the task needs but does not train.
-      padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if 1
-        is the value that leaves the backbone's output unchanged.
+      padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if
+        only 1 leaves the backbone's output unchanged.
       dtype: name of the dtype.
 
     Raises:
@@ -59,31 +66,27 @@ class LeafSpec:
 
     @property
     def slot_axis(self) -> int:
-        """Index of the axis "slot" in `shape`. The property raises ValueError if there is no such
-        axis."""
+        """Index of the axis "slot"; ValueError if there is none."""
         return self.axes.index("slot")
 
     @property
     def place(self) -> int:
-        """Index of the layer with which an array without the axis "layer" counts."""
+        """Index of the layer beside which an array without the axis "layer" lies: 0 or -1."""
         return -1 if "last" in self.axes else 0
 
     @property
     def divides_layers(self) -> bool:
-        """Whether parts of the backbone have parts of this array: some layers of it, or all of it
-        or nothing. Other arrays lie whole with every part."""
+        """Whether each part of the backbone holds only its own layers of this array, or all of it
+        or nothing. Other arrays lie whole in every part."""
         return bool({"layer", "first", "last"} & {*self.axes})
 
     def of_layers(self, first: int, layers: int, to_end: bool) -> "LeafSpec":
-        """Returns a new description: what some consecutive layers of the backbone have of this
-        array. Layers that do not begin with the first one have a single 0 for each slot in place of
-        an array with the axis "first", and so have layers that do not end with the last one in
-        place of an array with the axis "last". (XLA cannot compile all programs with empty arrays.)
+        """Describes the part of this array that `layers` consecutive layers from `first` hold;
+        `to_end` says whether the backbone's last layer is among them.
 
-        Args:
-          first: the first of these layers.
-          layers: number of layers.
-          to_end: whether the last of these layers is the last one of the backbone.
+        Layers without the first one hold a single 0 for each slot in place of an array with the
+        axis "first", and so do layers without the last one for the axis "last". (XLA cannot compile
+        all programs with empty arrays.)
         """
         sizes = {"layer": layers}
         if self._is_elsewhere(first, to_end):
@@ -95,15 +98,8 @@ class LeafSpec:
         return ("first" in self.axes and first > 0) or ("last" in self.axes and not to_end)
 
     def cut(self, value: Any, first: int, layers: int, to_end: bool) -> Any:
-        """The values that some consecutive layers have of an array, as `of_layers` describes them.
-
-        Args:
-          value: the array, NumPy's or JAX's, with the axes of this description; it may belong to a
-            part of the backbone.
-          first: the first of these layers, counted from the first one of `value`.
-          layers: number of layers.
-          to_end: whether the last of these layers is the last one of `value`.
-        """
+        """The values that some consecutive layers hold, as `of_layers` describes them. `first` and
+        `to_end` refer to `value`, which may itself belong to a part of the backbone."""
         if "layer" in self.axes:
             return value[(*(slice(None),) * self.axes.index("layer"), slice(first, first + layers))]
         if not self._is_elsewhere(first, to_end):
@@ -112,12 +108,8 @@ class LeafSpec:
         return np.zeros([n if axis in ("copy", "slot") else 1 for axis, n in pairs], value.dtype)
 
     def joined(self, values: Sequence[Any], concatenate: Callable[..., Any]) -> Any:
-        """An array from what consecutive parts of the backbone have of it: the inverse of `cut`.
-
-        Args:
-          values: the arrays of the parts, in order, with the axes of this description.
-          concatenate: `numpy.concatenate` or `jax.numpy.concatenate`.
-        """
+        """Joins the values of consecutive parts of the backbone, given in order: the inverse of
+        `cut`. `concatenate` is NumPy's or JAX's."""
         if "layer" not in self.axes:
             return values[self.place]
         if len(values) == 1:
@@ -125,18 +117,14 @@ class LeafSpec:
         return concatenate(values, self.axes.index("layer"))
 
     def of_rank(self, rank: int) -> "LeafSpec":
-        """Returns a new description: the same array with another size of the axis "rank", if it has
-        this axis."""
+        """Describes the same array with another size of the axis "rank", if it has this axis."""
         pairs = zip(self.axes, self.shape, strict=True)
         shape = tuple(rank if axis == "rank" else n for axis, n in pairs)
         return dataclasses.replace(self, shape=shape)
 
     def of_slot(self) -> "LeafSpec":
-        """Returns a new description: the same array for a single slot, without the slot axis.
-
-        Raises:
-          ValueError: the array has no slot axis.
-        """
+        """Describes the same array for a single slot, without the slot axis; ValueError if it has
+        none."""
         at = self.slot_axis
         return dataclasses.replace(
             self,
@@ -145,25 +133,20 @@ class LeafSpec:
         )
 
     def zero_padded(self) -> "LeafSpec":
-        """Returns a new description with padding 0, for the gradients or moments of this array."""
+        """Describes the gradients or moments of this array, which are padded with 0."""
         return dataclasses.replace(self, padding=0.0)
 
     def empty(self) -> jax.Array:
-        """Returns a new array of this shape and dtype in which every value is `padding`, as in a
-        pool without tasks."""
+        """A new array in which every value is `padding`, as in a pool without tasks."""
         return jnp.full(self.shape, self.padding, self.dtype)
 
 
 class Layout:
-    """A hashable wrapper of a tree of `LeafSpec` (shape, dtype and axes of an array), for use as a
-    static argument of a jitted function.
+    """A hashable wrapper of a tree of `LeafSpec`, for use as a static argument of a jitted
+    function.
 
-    The engine describes the arrays of all tasks by such a tree, and its compiled functions take
-    the layout to tell which axis of an array counts the tasks. Two layouts are equal if their trees
-    have equal structures and equal descriptions.
-
-    Attributes:
-      tree: the tree that the constructor was given.
+    The engine's compiled functions read from it which axis of each array counts the tasks. Two
+    layouts are equal if their trees have equal structures and equal descriptions.
     """
 
     def __init__(self, tree: Any):
@@ -179,24 +162,19 @@ class Layout:
 
 
 def trained(specs: Any, tree: Any) -> Any:
-    """A copy of a tree in which None stands for every leaf that is not trained. JAX treats None as
-    an empty subtree.
+    """Copies a tree and puts None, an empty subtree for JAX, in place of every leaf that is not
+    trained.
 
     Args:
-      specs: tree of `LeafSpec`.
-      tree: tree of the same structure; its leaves may be arrays or descriptions.
+      specs: tree of `LeafSpec` with the same structure.
+      tree: its leaves may be arrays or descriptions.
     """
     return jax.tree.map(lambda spec, leaf: leaf if spec.trained else None, specs, tree)
 
 
 def with_trained(specs: Any, tree: Any, replacement: Any) -> Any:
-    """A copy of a tree with new values for its trained leaves: the inverse of `trained`.
-
-    Args:
-      specs: tree of `LeafSpec`.
-      tree: tree of the same structure.
-      replacement: the new leaves, a tree like the one that `trained` returns.
-    """
+    """Copies a tree with new trained leaves: the inverse of `trained`, which returns trees like
+    `replacement`."""
     return jax.tree.map(
         lambda spec, leaf, new: new if spec.trained else leaf, specs, tree, replacement
     )

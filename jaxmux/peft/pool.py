@@ -19,25 +19,21 @@ from .kinds import kind_of
 from .leaves import LeafSpec, named_leaves
 from .lora import Adapter, lora_leaves
 
-# By path ("adapter/mlp.up_proj/a"), the NumPy arrays of one task at its own rank and modules, as
-# checkpoints hold them.
+# The NumPy arrays of one task, at its rank and with its modules only, by path
+# ("adapter/mlp.up_proj/a"), as checkpoints hold them.
 SlotArrays = dict[str, np.ndarray]
 
 
 def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank: int) -> Adapter:
     """The LoRA arrays for several tasks, before any task uses them: zero factors.
 
-    A pool stacks the adapters of all tasks. A slot is the place of one task in it.
-
     Args:
-      config: configuration of the backbone.
       modules: paths of the adapted linears within a layer, for example "mlp.up_proj".
-      slots: number of slots T.
+      slots: number of slots T, one for each task.
       rank: rank R of the pool, at least the largest rank of any task.
 
     Returns:
-      By path of a linear, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32, for L layers,
-      input width k and output width n.
+      By path of a linear, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32.
 
     Raises:
       KeyError: a path in `modules` names no linear.
@@ -46,20 +42,16 @@ def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank:
 
 
 def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any:
-    """Describes the arrays of one adapter alone: with a single slot (place of a task), the
-    adapter's own rank and its own modules (adapted linears).
+    """Describes the arrays of one adapter alone: with a single slot, its rank and its modules.
 
     Args:
       spec: specification of the adapter, for example a `LoRA`.
       modules: the points at which the adapter does something: the keys of `AdapterKind.targets`,
         for LoRA paths of linears.
-      config: configuration of the backbone.
 
     Returns:
-      A tree of `LeafSpec`, with the modules as keys. A `LeafSpec` describes one array: its shape,
-      the names of its axes (here with a slot axis of size 1) and whether it is trained. Without the
-      slot axis (`LeafSpec.of_slot`), `crop` takes such a tree to cut the adapter out of a larger
-      pool, the stacked adapters of all tasks.
+      A tree of `LeafSpec`, with the modules as keys and a slot axis of size 1. Without the slot
+      axis (`LeafSpec.of_slot`), `crop` takes such a tree to cut the adapter out of a larger pool.
 
     Raises:
       ValueError: `spec` belongs to no kind of adapter.
@@ -73,10 +65,8 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
 
 
 def crop(tree: Any, own: Any) -> SlotArrays:
-    """Cuts the arrays of a task out of its slot. `pad` is the inverse.
-
-    A slot is the task's place in the pool, the stacked arrays of all tasks. It has the largest rank
-    and all modules (adapted linears) of any task, so it may be larger than the task needs.
+    """Cuts the arrays of a task out of its slot, which has the largest rank and all modules of any
+    task. `pad` is the inverse.
 
     Args:
       tree: arrays of one slot, without the slot axis, at the pool's rank and modules. They are
@@ -97,13 +87,9 @@ def crop(tree: Any, own: Any) -> SlotArrays:
 
 
 def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
-    """Enlarges the arrays of a task to the size of a slot. `crop` is the inverse.
-
-    A slot is the task's place in the pool, the stacked arrays of all tasks. It has the largest rank
-    and all modules (adapted linears) of any task.
+    """Enlarges the arrays of a task, by path, to the size of a slot. `crop` is the inverse.
 
     Args:
-      arrays: the task's arrays by path, as `crop` returns them.
       specs: tree of `LeafSpec` of the slot, at the pool's rank and modules, without the slot axis.
 
     Returns:
@@ -111,7 +97,7 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
       have hold the padding value of their `LeafSpec`.
 
     Raises:
-      ValueError: `specs` does not describe one of the arrays, gives an array too little room or
+      ValueError: `specs` does not describe one of the arrays, describes it with a smaller size or
         another number of axes, or describes a scalar that `arrays` lacks.
     """
     used = set()
@@ -123,7 +109,7 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
             return _empty(spec)
         used.add(name)
         value = np.asarray(arrays[name], spec.dtype)
-        missing = [full - own for full, own in zip(spec.shape, value.shape, strict=True)]
+        missing = [full - size for full, size in zip(spec.shape, value.shape, strict=True)]
         if min(missing, default=0) < 0:
             raise ValueError(f"{name} has shape {value.shape}, its place {spec.shape}")
         if not any(missing):
@@ -139,11 +125,10 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
 
 
 def _empty(spec: LeafSpec) -> np.ndarray:
-    """An array that holds the padding value only."""
     if spec.padding:
         return np.full(spec.shape, spec.padding, spec.dtype)
-    # Tasks wait for it between two rounds. Memory of zeros is not written before it is used, which
-    # is several times as fast as `np.pad` for adapters of large backbones.
+    # Tasks wait for this array between two rounds. The operating system provides memory of zeros
+    # without writing it, which is several times as fast as `np.pad` for large backbones.
     return np.zeros(spec.shape, spec.dtype)
 
 
@@ -152,18 +137,15 @@ def adapter_of(arrays: SlotArrays, spec: Any, config: BackboneConfig) -> Any:
 
     Args:
       arrays: the task's arrays by path, from `runs.read_task` or `Engine.task_arrays`.
-      spec: specification of the task's adapter, for example its `LoRA`.
-      config: configuration of the backbone.
 
     Returns:
       The adapter at its own rank. For LoRA: by path of a linear within a layer ("mlp.up_proj"), the
-      NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input width k, output width n and rank
-      r.
+      NumPy arrays a [L, k, r] and b [L, r, n].
 
     Raises:
       ValueError: the adapter does something nowhere in the backbone.
       KeyError: `arrays` lacks an array of the adapter.
     """
-    own = own_leaves(spec, list(kind_of(spec).targets(spec, config)), config)
-    values = [np.asarray(arrays[f"adapter/{name}"]) for name in named_leaves(own)]
-    return jax.tree.unflatten(jax.tree.structure(own), values)
+    specs = own_leaves(spec, list(kind_of(spec).targets(spec, config)), config)
+    values = [np.asarray(arrays[f"adapter/{name}"]) for name in named_leaves(specs)]
+    return jax.tree.unflatten(jax.tree.structure(specs), values)

@@ -1,4 +1,4 @@
-"""Remembers what takes long to compute of a backbone's weights, for further tasks."""
+"""A cache of values that take long to compute from a backbone's weights, shared by all tasks."""
 
 import threading
 from collections import OrderedDict
@@ -11,61 +11,61 @@ import jax
 
 from .kind import BaseTensors
 
-# Most bytes for each backbone. What was not used for longest is forgotten first.
+# Most bytes for each backbone. The results that were not used for longest are dropped first.
 _MOST_BYTES = 2**30
 
 
 class _OfBackbone(NamedTuple):
-    """By key, the results that are known, and those that are being computed."""
+    """The results that are known, and those that are being computed, by key."""
 
     results: OrderedDict[Hashable, Any]
     coming: dict[Hashable, Future[Any]]
 
 
-# What is remembered of a backbone is gone with the function that gives its tensors.
+# The results of a backbone are dropped with the function that returns its tensors.
 _known: WeakKeyDictionary[BaseTensors, _OfBackbone] = WeakKeyDictionary()
 # Tasks are prepared in several threads.
 _lock = threading.Lock()
 
 
 def remembered[T](base: BaseTensors, key: Hashable, compute: Callable[[], T]) -> T:
-    """The result of `compute`, or what it returned for the same key and backbone before.
+    """The result of `compute`, or the result of an earlier call with the same key and backbone.
 
-    If another thread is computing it, this one waits for its result. If that fails, it computes the
-    result itself, so that no task fails by the error of another one.
+    If another thread is computing it, this one waits. If the other thread fails, this one computes
+    the result itself, so that no task fails through the error of another task.
 
     Args:
-      base: function that gives the tensors of the backbone.
+      base: function that returns the tensors of the backbone.
       key: everything else on which the result depends.
-      compute: function that returns a tree of NumPy arrays, which must not be changed. It does not
+      compute: function that returns a tree of NumPy arrays, which must not be changed. It must not
         call `remembered`.
     """
     while True:
         with _lock:
-            own = _known.setdefault(base, _OfBackbone(OrderedDict(), {}))
-            if key in own.results:
-                own.results.move_to_end(key)
-                return own.results[key]
-            other = own.coming.get(key)
+            cache = _known.setdefault(base, _OfBackbone(OrderedDict(), {}))
+            if key in cache.results:
+                cache.results.move_to_end(key)
+                return cache.results[key]
+            other = cache.coming.get(key)
             if other is None:
-                own.coming[key] = coming = Future()
+                cache.coming[key] = coming = Future()
                 break
         if other.exception() is None:
             return other.result()
     try:
-        found = compute()
+        result = compute()
     except BaseException as e:
         with _lock:
-            del own.coming[key]
+            del cache.coming[key]
         coming.set_exception(e)
         raise
     with _lock:
-        del own.coming[key]
-        own.results[key] = found
-        while len(own.results) > 1 and _bytes(own.results) > _MOST_BYTES:
-            own.results.popitem(last=False)
-    coming.set_result(found)
-    return found
+        del cache.coming[key]
+        cache.results[key] = result
+        while len(cache.results) > 1 and _bytes(cache.results) > _MOST_BYTES:
+            cache.results.popitem(last=False)
+    coming.set_result(result)
+    return result
 
 
 def _bytes(results: OrderedDict[Hashable, Any]) -> int:

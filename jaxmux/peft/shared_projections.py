@@ -1,8 +1,8 @@
-"""Products of chunks with random projections that many slots have in common.
+"""Products of chunks with random projections that many slots share.
 
-The projections of a slot are one pair for all layers, far too large to be gathered for every chunk.
-Tasks usually have the same pair, so that one product serves all of their chunks in a group; there
-is a turn for each different pair that chunks of a group use.
+A slot has one pair of projections for all layers, which is far too large to be gathered for every
+chunk. Tasks usually have the same pair, so one product serves all of their chunks in a group;
+`in_turns` takes one turn for each different pair that chunks of a group use.
 """
 
 import jax
@@ -21,11 +21,11 @@ def first_alike(
     b0: Float[Array, "T R n"],
     chunk_slot: Int[Array, " chunks"],
 ) -> Int[Array, " chunks"]:
-    """For every chunk, the first slot with the projections of the chunk's owner; T for chunks whose
-    owners have none.
+    """For every chunk, the first slot that has the same projections as the chunk's owner; T for
+    chunks whose owners have no projections.
 
-    Projections are the same if their fingerprints are, and the first column of A and the first row
-    of B: a fingerprint of rank 1 has 32 bits only, but such projections have nothing else.
+    Projections are the same if their fingerprints, the first columns of A and the first rows of B
+    are equal. (A fingerprint of rank 1 has only 32 bits, but such projections have nothing else.)
 
     Args:
       fingerprint: hash of the projections, 32 bits for each rank.
@@ -56,12 +56,13 @@ def add_projected(
     b0: Float[Array, "T R n"],
     group: Int[Array, " chunks"],
 ) -> Float[Array, "chunks l n"]:
-    """`y + (((x A) · ld) B) · lb` with the projections of each chunk's group; `y` for chunks
-    without one. The gradients of `ld` and `lb` are float32; the projections have none.
+    """`y + (((x A) · ld) B) · lb` with the projections of each chunk's owner; `y` for chunks
+    without projections. The gradients of `ld` and `lb` are float32; the projections have no
+    gradients.
 
     Args:
-      y: the output of the linear, in the compute dtype.
-      x: its input.
+      y: output of the linear, in the compute dtype.
+      x: input of the linear, in the compute dtype.
       ld: factors of the features between the projections, float32.
       lb: factors of the outputs, float32.
       a0: projections of inputs.
@@ -72,23 +73,23 @@ def add_projected(
 
 
 def _forward(y, x, ld, lb, a0, b0, group):
-    def turn(slot, given, values):
-        x, ld, lb = given
+    def turn(slot, inputs, values):
+        x, ld, lb = inputs
         u = stream_product(x, a0[slot])
         v = stream_product((u * ld[:, None]).astype(x.dtype), b0[slot], x.dtype)
         return u.astype(x.dtype), (values[1] + v * lb[:, None]).astype(x.dtype)
 
     u = jnp.zeros((*x.shape[:2], a0.shape[2]), x.dtype)
     u, y = in_turns(group, len(a0), turn, (x, ld, lb), (u, y), group_size(x))
-    # The backward pass needs no product of the forward pass but this one.
+    # This is the only product of the forward pass that the backward pass needs.
     return y, (x, checkpoint_name(u, LOW_RANK), ld, lb, a0, b0, group)
 
 
 def _backward(residuals, dy):
     x, u, ld, lb, a0, b0, group = residuals
 
-    def turn(slot, given, _):
-        dy, u, ld, lb = given
+    def turn(slot, inputs, _):
+        dy, u, ld, lb = inputs
         scaled = (u * ld[:, None]).astype(u.dtype)
         v = stream_product(scaled, b0[slot], u.dtype)
         dlb = token_sums(dy.astype(jnp.float32) * v.astype(jnp.float32))

@@ -1,4 +1,4 @@
-"""Products of chunks with sparse matrices, each of which belongs to the slot of some chunks."""
+"""Products of chunks with sparse matrices, one matrix for the owner slot of each chunk."""
 
 from functools import partial
 
@@ -12,13 +12,8 @@ from .turns import group_size, in_turns, stream_product
 def first_of_owner(
     chunk_slot: Int[Array, " chunks"], used: Bool[Array, " chunks"]
 ) -> Int[Array, " chunks"]:
-    """For every chunk, the first chunk with the same owner; the number of chunks for those that
-    have no sparse matrix.
-
-    Args:
-      chunk_slot: owner slot of each chunk.
-      used: whether the chunk's owner has a sparse matrix.
-    """
+    """For every chunk, the first chunk with the same owner; the number of chunks where `used` says
+    that the owner has no sparse matrix."""
     first = jnp.argmax(chunk_slot[:, None] == chunk_slot[None], axis=1)
     return jnp.where(used, first, len(chunk_slot))
 
@@ -31,16 +26,18 @@ def sparse_product(
     places: Int[Array, "chunks entries"],
     first: Int[Array, " chunks"],
 ) -> Float[Array, "chunks l n"]:
-    """The product of every chunk with its owner's matrix, 0 for chunks without one.
+    """The product of every chunk with its owner's matrix [k, n], 0 for chunks without a matrix.
 
-    The matrix is made dense in the compute dtype, one owner after another, so the device holds one
-    of them at a time. So is its gradient, of which the entries are read, one chunk after another.
+    Each matrix is made dense in the compute dtype. This is done for one owner after another, so the
+    device holds one dense matrix at a time. In the backward pass, the dense gradient is computed
+    for one chunk after another, and its entries are read from it.
 
     Args:
       width: n, number of columns of the matrices.
       x: activations, in the compute dtype.
-      values: the entries of the matrices [k, n], float32.
-      places: their places, row · n + column; each occurs once. Entries at k · n are left out.
+      values: entries of the matrices, float32.
+      places: index of each entry, row · n + column; each occurs once. Entries with the index k · n
+        are left out.
       first: the result of `first_of_owner`.
     """
 
@@ -61,22 +58,21 @@ def _backward(width, residuals, dy):
     def turn(chunk, dy, _):
         return stream_product(dy, _dense(width, x, values, places, chunk).T, x.dtype)
 
-    def gradients(_, given, __):
-        x, dy, places = (own[0] for own in given)
+    def gradients(_, inputs, __):
+        x, dy, places = (x[0] for x in inputs)
         dense = jnp.dot(x.T, dy, preferred_element_type=jnp.float32)
         return dense.reshape(-1).at[places].get(mode="fill", fill_value=0)[None]
 
     dx = in_turns(first, len(first), turn, dy, jnp.zeros_like(x), group_size(x))
-    given, none = (x, dy, places), jnp.zeros(values.shape, jnp.float32)
+    inputs, none = (x, dy, places), jnp.zeros(values.shape, jnp.float32)
     alone = (first == len(first)).astype(jnp.int32)
-    return dx, in_turns(alone, 1, gradients, given, none, 1), None, None
+    return dx, in_turns(alone, 1, gradients, inputs, none, 1), None, None
 
 
 sparse_product.defvjp(_forward, _backward)
 
 
 def _dense(width, x, values, places, chunk) -> Float[Array, "k n"]:
-    """The matrix of a chunk's owner."""
     zeros = jnp.zeros(x.shape[-1] * width, x.dtype)
     dense = zeros.at[places[chunk]].set(values[chunk].astype(x.dtype), mode="drop")
     return dense.reshape(-1, width)

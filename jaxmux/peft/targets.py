@@ -11,11 +11,11 @@ from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import EMBEDDING, HEAD, OUTSIDE
 
 ALL_LINEAR = "all-linear"
-# Names of linears, by which users choose them: "q_proj" and "self_attn.q_proj".
+# The names of linears from which users choose: "q_proj" and "self_attn.q_proj".
 MODULE_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
-# By the names by which users choose them, the points of the tables before and behind the layers.
+# The points of the tables before and behind the layers, by the names from which users choose.
 TABLES = {"embed_tokens": EMBEDDING, "model.embed_tokens": EMBEDDING, "lm_head": HEAD}
-# By point, the full name of a table.
+# The full name of each table, by point.
 _TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
 # The layers in which a module is adapted.
 LayerMask = Bool[np.ndarray, "L"]
@@ -27,14 +27,13 @@ _MOST_WIDTHS = 8
 def resolve_targets(
     target_modules: str | tuple[str, ...], config: BackboneConfig
 ) -> dict[str, LayerMask]:
-    """Finds the linears that an adapter changes, by the rules of Hugging Face PEFT.
+    """Chooses the linears that an adapter changes, by the rules of Hugging Face PEFT.
 
     Args:
       target_modules: "all-linear" (all linears of attention and MLP), a name ("q_proj") or a tuple
-        of names, or one regular expression. A linear is adapted if its full name, as `full_name`
-        makes it, equals one of the names or ends with it behind a dot, or if the expression matches
-        the whole full name.
-      config: configuration of the backbone.
+        of names, or one regular expression. A linear is adapted if its full name (`full_name`)
+        equals one of the names or ends with it behind a dot, or if the expression matches the whole
+        full name.
 
     Returns:
       By path of a linear within a layer ("self_attn.q_proj"), a bool mask [L] of the layers in
@@ -52,12 +51,12 @@ def resolve_targets(
     if not target_modules:
         raise ValueError("target_modules is empty")
     for pattern in patterns:
-        found = False
+        has_match = False
         for module, mask in masks.items():
             for layer in range(config.num_layers):
                 if _matches(pattern, full_name(module, layer), is_expression):
-                    mask[layer] = found = True
-        if not found:
+                    mask[layer] = has_match = True
+        if not has_match:
             names = ", ".join(m.split(".")[-1] for m in MODULES)
             raise ValueError(
                 f"target_modules: {pattern!r} matches no linear of the backbone; "
@@ -67,30 +66,23 @@ def resolve_targets(
 
 
 def tables_among(target_modules: Any) -> list[str]:
-    """The points of the tables that target modules name, sorted. Expressions name none.
-
-    Args:
-      target_modules: as for `resolve_targets`; other values name no table.
-    """
+    """The points of the tables that `target_modules` names, sorted. Expressions and values of other
+    types name no table."""
     names = [target_modules] if isinstance(target_modules, str) else target_modules
     names = names if isinstance(names, list | tuple) else []
     return sorted({TABLES[name] for name in names if isinstance(name, str) and name in TABLES})
 
 
 def linears_among(target_modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """The target modules without the names of tables."""
+    """`target_modules` without the names of tables."""
     if isinstance(target_modules, str):
         return () if target_modules in TABLES else target_modules
     return tuple(name for name in target_modules if name not in TABLES)
 
 
 def linears_of(points: Mapping[str, Any]) -> dict[str, Any]:
-    """Of values by point, those of linears, for kinds with low-rank factors.
-
-    Args:
-      points: by point, for example the arrays of an adapter.
-    """
-    return {point: own for point, own in points.items() if point not in OUTSIDE}
+    """The values at linears, of values by point."""
+    return {point: value for point, value in points.items() if point not in OUTSIDE}
 
 
 def target_names(targets: Mapping[str, LayerMask]) -> list[str]:

@@ -1,10 +1,11 @@
-"""Loops over the owners of chunks, for what is too large to be computed for all chunks at once.
+"""Loops over the owners of chunks, for products whose operands are too large to be gathered for
+every chunk.
 
-What large arrays of a slot add to its chunks is computed group by group and owner by owner: a group
-is some neighbouring chunks, and every turn computes what one owner would add to all of them, and
-selects the chunks that belong to it. Groups that no such owner has a chunk in cost nothing. The
-number of turns is not known when a program is compiled. Every turn has the same shape, so a chunk
-gets the same bits whatever owners its neighbours have.
+A loop goes over groups of neighbouring chunks, and in each group over the slots that own a chunk of
+it. Every turn of the loop computes one owner's contribution to all chunks of the group, and selects
+the chunks that belong to the owner. A group without such owners costs nothing. The number of turns
+is not known when a program is compiled. Every turn has the same shape, so a chunk gets the same
+bits whatever owners its neighbours have.
 """
 
 from collections.abc import Callable
@@ -23,25 +24,25 @@ def in_turns[T](
     owners: Int[Array, " chunks"],
     none: int,
     turn: Callable[[Int[Array, ""], Any, T], T],
-    given: Any,
+    inputs: Any,
     values: T,
     group: int,
 ) -> T:
-    """Applies `turn(owner, given, values)` to every group of chunks, for every different owner in
-    it, in ascending order. The results become the values of the owner's chunks.
+    """Sets the values of each chunk to the result of `turn(owner, inputs, values)`. In every group
+    of `group` chunks, `turn` is called once for each different owner, in ascending order.
 
     Args:
       owners: a number for each chunk.
       none: the number of chunks that need no turn; all others are smaller.
-      turn: function that takes an owner, and what a group has of `given` and `values`, and returns
-        the group's next values.
-      given: tree of arrays [chunks, ...].
+      turn: function of an owner and of a group's parts of `inputs` and `values` that returns the
+        group's next values.
+      inputs: tree of arrays [chunks, ...].
       values: tree of arrays [chunks, ...], the first values.
-      group: number of chunks in a group, a divisor of that of all chunks.
+      group: number of chunks in a group, a divisor of the number of all chunks.
     """
     chunks = len(owners)
     end = chunks // group * none
-    # Number of the group, then of the owner.
+    # Each turn has one number, from which the group and the owner can be computed.
     turns = jnp.where(owners < none, jnp.arange(chunks) // group * none + owners, end)
 
     def step(carry):
@@ -51,25 +52,21 @@ def in_turns[T](
         def of_group(x: Array) -> Array:
             return jax.lax.dynamic_slice_in_dim(x, first, group)
 
-        own, before = jax.tree.map(of_group, (given, values))
+        group_inputs, before = jax.tree.map(of_group, (inputs, values))
         chosen = of_group(owners) == owner
 
         def replaced(all_values: Array, new: Array, old: Array) -> Array:
             selected = select_chunks(chosen, new, old)
             return jax.lax.dynamic_update_slice_in_dim(all_values, selected, first, 0)
 
-        values = jax.tree.map(replaced, values, turn(owner, own, before), before)
+        values = jax.tree.map(replaced, values, turn(owner, group_inputs, before), before)
         return jnp.where(turns > number, turns, end).min(), values
 
     return jax.lax.while_loop(lambda carry: carry[0] < end, step, (turns.min(), values))[1]
 
 
 def group_size(x: Float[Array, "chunks l k"]) -> int:
-    """Number of chunks in a group.
-
-    Args:
-      x: the chunks.
-    """
+    """Number of chunks in a group."""
     chunks, length, _ = x.shape
     most = max(1, _GROUP_TOKENS // length)
     return max(size for size in range(1, min(chunks, most) + 1) if chunks % size == 0)
@@ -78,13 +75,8 @@ def group_size(x: Float[Array, "chunks l k"]) -> int:
 def stream_product(
     x: Float[Array, "chunks l k"], w: Float[Array, "k n"], dtype: jnp.dtype = jnp.float32
 ) -> Float[Array, "chunks l n"]:
-    """The product of all chunks with one matrix; sums are float32.
-
-    Args:
-      x: activations, in the compute dtype.
-      w: the matrix, which is rounded to that dtype.
-      dtype: dtype of the result.
-    """
+    """The product of all chunks with one matrix, which is rounded to the dtype of `x`. Sums are
+    float32; the result has `dtype`."""
     flat = x.reshape(-1, x.shape[-1])
     y = jnp.dot(flat, w.astype(x.dtype), preferred_element_type=dtype)
     return y.reshape(*x.shape[:2], -1)
@@ -101,6 +93,6 @@ def select_chunks(
 
 def token_sums(x: Float[Array, "chunks l n"]) -> Float[Array, "chunks n"]:
     """The sums over the tokens of each chunk."""
-    # Otherwise XLA moves the tokens to the last axis before it adds them up: in a loop it would
-    # transpose whole streams.
+    # Otherwise XLA moves the tokens to the last axis before it adds them up, which would transpose
+    # the whole stream in every turn of a loop.
     return with_layout_constraint(x, Layout((0, 1, 2))).sum(axis=1)

@@ -1,4 +1,4 @@
-"""The parts of weights with which LoRA may begin: singular vectors (PiSSA), orthonormal columns
+"""Parts of weights with which LoRA may begin: singular vectors (PiSSA) or orthonormal columns
 (OLoRA).
 
 Weights are [n, k], as in checkpoints. The parts are computed in float64.
@@ -12,14 +12,11 @@ from jaxmux.pallas_kernels.grouped_lora import Factors
 
 def principal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
     """The factors of PiSSA (Meng et al. 2024, Eq. 2 and 3): their product is the part of the
-    transposed weight that belongs to its largest singular values, which both factors share.
+    transposed weight that belongs to its `rank` largest singular values. Each factor contains the
+    square roots of these values.
 
-    The singular vectors are eigenvectors of the smaller one of W Wᵀ and Wᵀ W, of which only the
-    wanted ones are computed. That takes a small part of the time of a whole decomposition.
-
-    Args:
-      weight: the weight W.
-      rank: number r of singular values, at most the smaller one of n and k.
+    The singular vectors are computed as eigenvectors of the smaller one of W Wᵀ and Wᵀ W, and only
+    `rank` of them, which takes a small part of the time of a whole decomposition.
 
     Returns:
       a [k, r] and b [r, n], by descending singular values.
@@ -43,14 +40,8 @@ def approximate_principal_part(
     iterations: int,
     rng: np.random.Generator,
 ) -> Factors:
-    """`principal_part` by a randomised decomposition (Halko et al. 2011, Algorithms 4.4 and 5.1),
-    as `torch.svd_lowrank` computes it.
-
-    Args:
-      weight, rank: as for `principal_part`.
-      iterations: number of power iterations.
-      rng: draws the first vectors.
-    """
+    """`principal_part` by a randomised decomposition (Halko et al. 2011, Algorithms 4.4 and 5.1)
+    with `iterations` power iterations, as `torch.svd_lowrank` computes it."""
     is_tall = weight.shape[0] >= weight.shape[1]
     tall = np.float64(weight if is_tall else weight.T)
     basis, _ = np.linalg.qr(tall @ rng.standard_normal((tall.shape[1], rank)))
@@ -63,17 +54,8 @@ def approximate_principal_part(
 
 
 def orthonormal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
-    """The factors of OLoRA (Büyükakyüz 2024): the first columns of Q and rows of R, where W = Q R.
-
-    These columns of Q depend on the same columns of W only, and R is Qᵀ W.
-
-    Args:
-      weight: the weight W.
-      rank: number r of columns, at most the smaller one of n and k.
-
-    Returns:
-      a [k, r] and b [r, n].
-    """
+    """The factors a [k, r] and b [r, n] of OLoRA (Büyükakyüz 2024): the first columns of Q and rows
+    of R, where W = Q R. These columns of Q depend on the same columns of W only, and R is Qᵀ W."""
     weight = np.float64(weight)
     columns, _ = np.linalg.qr(weight[:, :rank])
     return Factors(weight.T @ columns, columns.T)
@@ -84,8 +66,8 @@ def _shared_out(
     right: Float[np.ndarray, "k r"],
     values: Float[np.ndarray, " r"],
 ) -> Factors:
-    """The factors that share out singular values equally. The signs of vectors are arbitrary; here
-    the largest entry of a left one is positive, so that they are the same on all machines."""
+    """Multiplies both factors by the square roots of the singular values. The sign of a singular
+    vector is arbitrary; the largest entry of each left one is made positive on all machines."""
     largest = np.take_along_axis(left, np.abs(left).argmax(axis=0)[None], axis=0)
     share = np.where(largest < 0, -1, 1) * np.sqrt(values)
     return Factors(right * share, (left * share).T)
