@@ -25,15 +25,15 @@ from .bottleneck import (
 from .kind import AdapterKind, BaseTensors
 from .peft_tensors import take_tensor
 
-# The name of the adapter within its folder.
+# The name that an exported adapter has within its folder.
 _NAME = "jaxmux"
-# By form, what AdapterHub's configuration says of it beyond the defaults.
+# The settings in which AdapterHub's configuration of each form differs from the defaults.
 _CONFIGS: dict[str, dict[str, Any]] = {
     "pfeiffer": {"mh_adapter": False, "original_ln_before": True, "is_parallel": False},
     "houlsby": {"mh_adapter": True, "original_ln_before": False, "is_parallel": False},
     "parallel": {"mh_adapter": False, "original_ln_before": False, "is_parallel": True},
 }
-# Names of whole configurations, with the reduction factor that they stand for.
+# Names of whole configurations, with the form and the reduction factor that they stand for.
 _NAMED = {
     "seq_bn": ("pfeiffer", 16),
     "pfeiffer": ("pfeiffer", 16),
@@ -81,30 +81,30 @@ def _settings(spec: Bottleneck, config: BackboneConfig, serving: bool) -> dict[s
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Bottleneck:
-    given = settings["config"]
-    if isinstance(given, str):
-        given = _expanded(given)
-    if architecture := given.get("architecture"):
+    values = settings["config"]
+    if isinstance(values, str):
+        values = _expanded(values)
+    if architecture := values.get("architecture"):
         reason = why_left_out(architecture) or "only bottlenecks are"
         raise ValueError(f"architecture={architecture!r} is not supported; {reason}")
     for key, only in _FIXED.items():
-        if given.get(key, only) != only:
-            raise ValueError(f"{key}={given[key]!r} is not supported, only {only!r}")
+        if values.get(key, only) != only:
+            raise ValueError(f"{key}={values[key]!r} is not supported, only {only!r}")
     forms = [
         form
-        for form, own in _CONFIGS.items()
-        if (bool(given.get("mh_adapter")), bool(given.get("is_parallel")))
-        == (own["mh_adapter"], own["is_parallel"])
+        for form, form_values in _CONFIGS.items()
+        if (bool(values.get("mh_adapter")), bool(values.get("is_parallel")))
+        == (form_values["mh_adapter"], form_values["is_parallel"])
     ]
     if not forms:
         raise ValueError("a parallel adapter behind attention is not supported")
-    scaling = given.get("scaling", 1.0)
+    scaling = values.get("scaling", 1.0)
     if isinstance(scaling, str):
         raise ValueError(f"scaling={scaling!r} is not supported, only a number")
-    reduction = given["reduction_factor"]
+    reduction = values["reduction_factor"]
     if isinstance(reduction, Mapping):
         raise ValueError("reduction_factor: one for each layer is not supported, only a number")
-    activation = given["non_linearity"]
+    activation = values["non_linearity"]
     if activation not in ACTIVATIONS:
         known = ", ".join(ACTIVATIONS)
         raise ValueError(f"non_linearity={activation!r} is not supported; known: {known}")
@@ -113,18 +113,18 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Bottl
 
 def _expanded(text: str) -> dict[str, Any]:
     """The configuration that a text such as "double_seq_bn[reduction_factor=4]" stands for."""
-    found = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text)
-    if not found or found[1] not in _NAMED:
+    match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text)
+    if not match or match[1] not in _NAMED:
         reason = why_left_out(text) or f"known names: {', '.join(_NAMED)}"
         raise ValueError(f"config={text!r} is not supported; {reason}")
-    form, reduction = _NAMED[found[1]]
+    form, reduction = _NAMED[match[1]]
     config: dict[str, Any] = {
         **_CONFIGS[form],
         "reduction_factor": reduction,
         "non_linearity": FORMS[form].activation,
         "scaling": FORMS[form].scaling,
     }
-    for part in filter(None, (found[2] or "").split(",")):
+    for part in filter(None, (match[2] or "").split(",")):
         key, _, value = (piece.strip() for piece in part.partition("="))
         config[key] = _value(value)
     return config
@@ -145,7 +145,7 @@ def _prefix(point: str, layer: int) -> str:
     return f"model.layers.{layer}.{block}.adapters."
 
 
-# By name of an array, that of its tensor; matrices are transposed.
+# The name of each array's tensor; matrices are transposed.
 _TENSORS = {
     "down": "adapter_down.0.weight",
     "down_bias": "adapter_down.0.bias",

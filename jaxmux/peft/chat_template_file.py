@@ -1,11 +1,11 @@
 """The chat template or tokenizer in an adapter folder, and the kinds of records that the adapter
 was trained on.
 
-The folder has the template in `chat_template.jinja`, as those of transformers and TRL do, if it is
-not that of the backbone's tokenizer. jaxmux writes no other files of a tokenizer: training does
-not change the backbone's, whose files have up to 35 MB, more than many adapters, and versions of
-vLLM load a tokenizer for each adapter that has one. Other trainers write them, and may have added
-tokens.
+If the chat template is not the one of the backbone's tokenizer, the folder has it in
+`chat_template.jinja`, as folders of transformers and TRL do. jaxmux writes no other files of a
+tokenizer. Training does not change the tokenizer, its files have up to 35 MB, more than many
+adapters, and some versions of vLLM load a tokenizer for each adapter that has one. Other trainers
+write these files, and may have added tokens.
 """
 
 import copy
@@ -23,28 +23,21 @@ from jaxmux.data.chat_templates import ChatTemplate, compiled, read_template
 from .kinds import KINDS
 
 TEMPLATE = "chat_template.jinja"
-# The key of the kinds of records in the metadata of the weights.
+# The key in the metadata of the weights that lists the kinds of records.
 TRAINED_ON = "jaxmux.trained_on"
 
 # Files that hold a whole vocabulary.
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "tekken.json")
-# Special tokens that change what is read or where an answer ends.
+# Special tokens that change how a prompt is tokenized or where an answer ends.
 _SPECIAL = ("bos_token", "eos_token")
 _SETTINGS = "tokenizer_config.json"
-# The folder of the templates that are not the usual one.
+# The folder of the templates besides the default one.
 _ADDITIONAL = "additional_chat_templates"
 
 
 def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
-    """Writes the template that adapters expect into a folder; without one, the folder has none.
-
-    Args:
-      folder: an adapter folder, or one of a checkpoint.
-      rendering: how the adapter's training data became text; None if that is not known.
-
-    Raises:
-      OSError: the file cannot be written.
-    """
+    """Writes the template that an adapter expects into its folder or into a checkpoint; removes the
+    folder's template if there is none to write."""
     template = rendering.own_template if rendering else None
     if template is None:
         (folder / TEMPLATE).unlink(missing_ok=True)
@@ -53,21 +46,21 @@ def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
 
 
 def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
-    """The tokenizer that renders and tokenizes prompts of an adapter, and decodes its answers: that
-    of its folder if the folder has a vocabulary, and otherwise the backbone's, with the chat
-    template of the folder if it has one.
+    """The tokenizer that renders and tokenizes prompts of an adapter, and decodes its answers. It
+    is the folder's tokenizer if the folder has a vocabulary, and otherwise the backbone's
+    tokenizer, with the folder's chat template if there is one.
 
     Args:
       folder: the adapter folder, of jaxmux or of a program that saves a tokenizer with an adapter.
       tokenizer: the backbone's tokenizer, which is not changed.
 
     Returns:
-      `tokenizer` itself if the folder's has the same tokens and the same template, and otherwise
-      another one. `tokenizer_key` tells whether its tokens are those of the backbone's.
+      `tokenizer` itself if it has the same tokens and the same template, and otherwise another
+      object. `tokenizer_key` tells whether its tokens are those of the backbone's tokenizer.
 
     Raises:
-      DataError: the template or the tokenizer cannot be read, or files without a vocabulary speak
-        of other tokens than the backbone's tokenizer has.
+      DataError: the template or the tokenizer cannot be read, or the folder has no vocabulary but
+        names tokens that the backbone's tokenizer does not have.
     """
     folder = Path(folder)
     template = _template_in(folder)
@@ -96,12 +89,8 @@ def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
 def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
     """Refuses an adapter whose folder has a tokenizer with other tokens than the backbone's.
 
-    Args:
-      folder: the adapter folder.
-      tokenizer: the backbone's tokenizer.
-
     Raises:
-      DataError: the tokens differ; the message says how. As for `adapter_tokenizer`, too.
+      DataError: the tokens differ, and the message says how; or as for `adapter_tokenizer`.
     """
     in_folder = adapter_tokenizer(folder, tokenizer)
     if tokenizer_key(in_folder)[0] != tokenizer_key(tokenizer)[0]:
@@ -114,23 +103,14 @@ def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
 
 
 def tokenizer_key(tokenizer: Any) -> tuple[int, str]:
-    """Equal for tokenizers with the same tokens and the same chat template, while they are in use.
-    The first part stands for the tokens.
-
-    Args:
-      tokenizer: a tokenizer, from `adapter_tokenizer` or `load_tokenizer`.
-    """
+    """A key that is equal for two tokenizers in use if they have the same tokens and the same chat
+    template. Its first part stands for the tokens."""
     return id(tokenizer.backend_tokenizer), str(tokenizer.chat_template)
 
 
 def difference_of_tokens(in_folder: Any, backbones: Any) -> str:
     """How the tokens of an adapter's tokenizer differ from those of the backbone's, in words; empty
-    if both make the same tokens of every text.
-
-    Args:
-      in_folder: the tokenizer in the adapter's folder.
-      backbones: the backbone's tokenizer.
-    """
+    if both make the same tokens of every text."""
     ids, wanted = in_folder.get_vocab(), backbones.get_vocab()
     if ids != wanted:
         differing = sorted((n, t) for t, n in ids.items() if wanted.get(t) != n)
@@ -155,37 +135,28 @@ def difference_of_tokens(in_folder: Any, backbones: Any) -> str:
 
 
 def with_chat_template(tokenizer: Any, template: ChatTemplate) -> Any:
-    """A copy of a tokenizer with another chat template. Messages call it by the template's name.
-
-    Args:
-      tokenizer: the tokenizer.
-      template: the template.
-    """
-    own = copy.copy(tokenizer)
-    own.chat_template, own.name_or_path = template.text, template.name
-    return own
+    """A copy of a tokenizer with another chat template, by whose name messages call it."""
+    renamed = copy.copy(tokenizer)
+    renamed.chat_template, renamed.name_or_path = template.text, template.name
+    return renamed
 
 
 def trained_on(folder: str | Path) -> str:
     """The kinds of records that an adapter was trained on, as `Rendering.kinds` names them; empty
-    if its folder does not tell.
-
-    Args:
-      folder: the adapter folder.
-    """
+    if its folder does not record them."""
     for name in dict.fromkeys(kind.weights_file for kind in KINDS.values()):
         try:
             with safe_open(Path(folder) / name, framework="numpy") as file:
                 return (file.metadata() or {}).get(TRAINED_ON, "")
         except (OSError, SafetensorError):
-            # Reading the adapter tells what is wrong with it.
+            # The error appears when the adapter itself is read.
             continue
     return ""
 
 
 def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
-    """Tokens of which the files beside a vocabulary speak, and which a tokenizer does not have so,
-    in words."""
+    """Descriptions of tokens that are listed in files beside a vocabulary, but that `tokenizer`
+    does not have under the same ids."""
     settings = _settings_in(folder / _SETTINGS)
     try:
         listed = settings.get("added_tokens_decoder", {})
@@ -210,43 +181,46 @@ def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
 
 
 def _settings_in(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; empty if there is no such file."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8-sig"))
+        settings = json.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from error
-    if not isinstance(found, dict):
+    if not isinstance(settings, dict):
         raise DataError(f"{path}: holds no JSON object")
-    return found
+    return settings
 
 
 def _template_in(folder: Path) -> ChatTemplate | None:
-    """The template of an adapter folder; with several ones, the text is a mapping from their names,
-    as in transformers' tokenizers."""
-    found = {}
+    """The template of an adapter folder. If there are several, the text is a mapping from their
+    names, as in transformers' tokenizers."""
+    by_name = {}
     if (folder / TEMPLATE).is_file():
-        found["default"] = read_template(folder / TEMPLATE).text
+        by_name["default"] = read_template(folder / TEMPLATE).text
     for file in sorted(folder.glob(f"{_ADDITIONAL}/*.jinja")):
-        found[file.stem] = read_template(file).text
-    where = folder / (TEMPLATE if "default" in found else _ADDITIONAL)
-    if not found:
+        by_name[file.stem] = read_template(file).text
+    where = folder / (TEMPLATE if "default" in by_name else _ADDITIONAL)
+    if not by_name:
         where = folder / _SETTINGS
-        found = _named_templates(where, _settings_in(where).get("chat_template"))
-    if not found:
+        by_name = _named_templates(where, _settings_in(where).get("chat_template"))
+    if not by_name:
         return None
-    return ChatTemplate(found["default"] if found.keys() == {"default"} else found, str(where))
+    return ChatTemplate(
+        by_name["default"] if by_name.keys() == {"default"} else by_name, str(where)
+    )
 
 
 def _named_templates(file: Path, setting: Any) -> dict[str, str]:
-    """By name, the chat templates of a tokenizer_config.json, which has one text or a list."""
+    """The chat templates of a tokenizer_config.json, which has one text or a list, by name."""
     if setting is None:
         return {}
     if isinstance(setting, str):
         setting = [{"name": "default", "template": setting}]
     try:
-        texts = {own["name"]: own["template"].removeprefix("\ufeff") for own in setting}
+        texts = {
+            template["name"]: template["template"].removeprefix("\ufeff") for template in setting
+        }
     except (AttributeError, KeyError, TypeError):
         raise DataError(
             f"{file}: chat_template should be a text, or a list of objects with 'name' and "

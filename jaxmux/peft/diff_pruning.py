@@ -19,7 +19,7 @@ from .leaves import LeafSpec
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import LayerMask, full_name, resolve_targets, target_names
 
-# PEFT's `mask_type` of these masks, with their number of columns.
+# PEFT's `mask_type` for masks of whole columns, with their number.
 _MASK_TYPE = re.compile(r"columns_(\d+)")
 
 
@@ -50,7 +50,7 @@ class DiffPruning:
 
 
 class _Columns(AdapterOp):
-    """Adds the products of some features with trained rows. `columns` counts features from 1; 0 is
+    """Adds the products of some features with trained rows. "columns" counts features from 1; 0 is
     padding."""
 
     def linear_output(self, own, x, y, first_column):
@@ -61,11 +61,7 @@ class _Columns(AdapterOp):
 
 
 def is_columns(settings: Mapping[str, Any]) -> bool:
-    """Whether the settings of a folder of PEFT's SHiRA are those of masks of whole columns.
-
-    Args:
-      settings: the values of adapter_config.json.
-    """
+    """Whether an adapter_config.json of PEFT's SHiRA has a mask of whole columns."""
     kind = settings.get("mask_type")
     return isinstance(kind, str) and _MASK_TYPE.fullmatch(kind) is not None
 
@@ -115,8 +111,8 @@ def _rates(spec: DiffPruning, targets: Mapping[str, LayerMask]) -> dict[str, Any
 
 
 def _entries_per_width(spec: DiffPruning, config: BackboneConfig) -> int:
-    """PEFT's r: every module has r (k + n) entries. Those that are too many are (0, 0) with the
-    value 0."""
+    """PEFT's r, which gives every module r (k + n) entries. Superfluous entries are at (0, 0) and
+    have the value 0."""
     sizes = [linear_sizes(config, module) for module in _targets(spec, config)]
     return max(math.ceil(spec.columns * n / (k + n)) for k, n in sizes)
 
@@ -125,7 +121,7 @@ def _settings(spec: DiffPruning, config: BackboneConfig, serving: bool) -> dict[
     return {
         "peft_type": "SHIRA",
         "r": _entries_per_width(spec, config),
-        # PEFT draws a mask of its own for "random" only, and takes others from the file.
+        # PEFT draws a mask itself for "random" only, and reads other masks from the file.
         "mask_type": f"columns_{spec.columns}",
         "target_modules": target_names(_targets(spec, config)),
         "fan_in_fan_out": False,
@@ -134,9 +130,9 @@ def _settings(spec: DiffPruning, config: BackboneConfig, serving: bool) -> dict[
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DiffPruning:
-    found = _MASK_TYPE.fullmatch(settings["mask_type"])
+    match = _MASK_TYPE.fullmatch(settings["mask_type"])
     targets = settings.get("target_modules") or ()
-    spec = DiffPruning(int(found[1]), targets if isinstance(targets, str) else tuple(targets))
+    spec = DiffPruning(int(match[1]), targets if isinstance(targets, str) else tuple(targets))
     _targets(spec, config)
     return spec
 
@@ -144,20 +140,20 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DiffP
 def _tensors(
     spec: DiffPruning, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    r, layers, found = _entries_per_width(spec, config), config.num_layers, {}
+    r, layers, tensors = _entries_per_width(spec, config), config.num_layers, {}
     for module, mask in _targets(spec, config).items():
         k, n = linear_sizes(config, module)
         weights = np.zeros((layers, r * (k + n)), np.float32)
         indices = np.zeros((layers, 2, r * (k + n)), np.int32)
-        own = spec.columns * n
+        entries = spec.columns * n
         for layer in np.flatnonzero(mask):
             # Row by row of the weight [n, k], as PEFT orders them.
-            weights[layer, :own] = adapter[module]["values"][layer].T.reshape(-1)
-            indices[layer, 0, :own] = np.repeat(np.arange(n), spec.columns)
-            indices[layer, 1, :own] = np.tile(adapter[module]["columns"][layer] - 1, n)
-        found |= layer_tensors(module, mask, "shira_weight", weights)
-        found |= layer_tensors(module, mask, "shira_indices", indices)
-    return found
+            weights[layer, :entries] = adapter[module]["values"][layer].T.reshape(-1)
+            indices[layer, 0, :entries] = np.repeat(np.arange(n), spec.columns)
+            indices[layer, 1, :entries] = np.tile(adapter[module]["columns"][layer] - 1, n)
+        tensors |= layer_tensors(module, mask, "shira_weight", weights)
+        tensors |= layer_tensors(module, mask, "shira_indices", indices)
+    return tensors
 
 
 def _from_tensors(
@@ -174,23 +170,23 @@ def _from_tensors(
             name = f"{PREFIX}{full_name(module, layer)}"
             values = take_tensor(tensors, f"{name}.shira_weight", (r * (k + n),))
             rows, columns = take_tensor(tensors, f"{name}.shira_indices", (2, r * (k + n)))
-            own = spec.columns * n
+            entries = spec.columns * n
             chosen = columns[: spec.columns]
-            whole = np.array_equal(rows[:own], np.repeat(np.arange(n), spec.columns))
-            if not (whole and np.array_equal(columns[:own], np.tile(chosen, n))):
+            whole = np.array_equal(rows[:entries], np.repeat(np.arange(n), spec.columns))
+            if not (whole and np.array_equal(columns[:entries], np.tile(chosen, n))):
                 raise ValueError(f"the entries of {name} are not whole columns")
             adapter[module]["columns"][layer] = chosen + 1
-            adapter[module]["values"][layer] = values[:own].reshape(n, spec.columns).T
+            adapter[module]["values"][layer] = values[:entries].reshape(n, spec.columns).T
     return adapter
 
 
 def _merged(spec: DiffPruning, adapter: Any, config: BackboneConfig) -> Changes:
     def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
-        own = adapter[module]
+        arrays = adapter[module]
 
         def merge(weight: np.ndarray) -> np.ndarray:
             weight = weight.copy()
-            weight[:, own["columns"][layer] - 1] += own["values"][layer].T
+            weight[:, arrays["columns"][layer] - 1] += arrays["values"][layer].T
             return weight
 
         return merge

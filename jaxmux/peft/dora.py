@@ -73,8 +73,6 @@ class DoRA(LoRA):
 
 
 class _Magnitude(AdapterOp):
-    """Scales the outputs of a linear."""
-
     low_rank = True
 
     def product(self, own, y):
@@ -95,7 +93,7 @@ class _Magnitude(AdapterOp):
         mixed = 2 * scale * (b * products).sum(axis=1)
         own_squares = jnp.square(scale) * (b * jnp.einsum("srq,sqn->srn", gram, b)).sum(axis=1)
         norm = jnp.sqrt(jnp.maximum(squares + mixed + own_squares, 0))
-        # Layers that the task does not adapt keep the padding.
+        # In layers that the task does not adapt, the norm stays 1.
         return {"norm": jnp.where(scale == 0, own["norm"], norm)}
 
 
@@ -128,7 +126,7 @@ def _initial(
     samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
     factors = initial_adapter(spec, targets, config, seed, base, samples)
-    # The product of the factors is zero.
+    # The product of the factors is zero, so the norms are those of the backbone's weights.
     norms = _of_layers(partial(_weight_norms, base), targets, config)
     return _adapter(spec, factors, targets, norms, norms)
 
@@ -156,13 +154,7 @@ def _of_layers(
     targets: Mapping[str, LayerMask],
     config: BackboneConfig,
 ) -> dict[str, np.ndarray]:
-    """By linear, norms [L, n]; 1 in layers that are not adapted.
-
-    Args:
-      norms: function (module, layer) that returns those of one layer.
-      targets: the linears with their layers.
-      config: configuration of the backbone.
-    """
+    """Norms [L, n] by linear, from those of a (module, layer); 1 in layers that are not adapted."""
     return {
         module: stacked(
             {layer: norms(module, layer) for layer in np.flatnonzero(mask).tolist()},
@@ -202,10 +194,10 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> DoRA:
 def _tensors(
     spec: DoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    found = lora_folder.tensors(spec, factors_of(adapter), config, False, base)
+    tensors = lora_folder.tensors(spec, factors_of(adapter), config, False, base)
     for module, mask in lora_targets(spec, config).items():
-        found |= layer_tensors(module, mask, _MAGNITUDE, adapter[module]["magnitude"])
-    return found
+        tensors |= layer_tensors(module, mask, _MAGNITUDE, adapter[module]["magnitude"])
+    return tensors
 
 
 def _from_tensors(
@@ -214,8 +206,8 @@ def _from_tensors(
     targets, magnitudes = lora_targets(spec, config), {}
     for module, mask in targets.items():
         width = linear_sizes(config, module)[1]
-        (found,) = take_layers(tensors, module, mask, {_MAGNITUDE: (width,)}).values()
-        magnitudes[module] = stacked(found, config.num_layers, np.ones(width))
+        (by_layer,) = take_layers(tensors, module, mask, {_MAGNITUDE: (width,)}).values()
+        magnitudes[module] = stacked(by_layer, config.num_layers, np.ones(width))
     factors = lora_folder.from_tensors(spec, tensors, config, base)
     changes = lora_folder.merged(spec, factors, config)
 

@@ -17,7 +17,7 @@ from .leaves import LeafSpec
 from .peft_tensors import layer_tensors, stacked, take_layers
 from .targets import LayerMask, full_name, resolve_targets, target_names
 
-# Parts of a point: the factors of a linear's input, and of its output.
+# Names of the trained arrays at a linear: the factors of its input, and of its output.
 INPUT, OUTPUT = "input", "output"
 
 
@@ -46,7 +46,7 @@ class IA3:
 
 
 class _Factors(AdapterOp):
-    """Multiplies the input and the output of a linear by the factors that its tasks have."""
+    """Multiplies the input and the output of a linear by a task's factors, where it has any."""
 
     def changes_input(self, own: Mapping[str, Any]) -> bool:
         return INPUT in own
@@ -60,7 +60,7 @@ class _Factors(AdapterOp):
 
 def targets(spec: IA3, config: BackboneConfig) -> dict[str, LayerMask]:
     """The layers in which an adapter multiplies, by linear and part ("mlp.down_proj/input"), see
-    `AdapterKind.targets`. ValueError if a feed-forward module is no target."""
+    `AdapterKind.targets`. ValueError if a feed-forward module is not among the targets."""
     adapted = resolve_targets(spec.target_modules, config)
     inputs = {}
     if spec.feedforward_modules:
@@ -91,7 +91,7 @@ def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int)
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    """A multiplication for every feature, which is read and written."""
+    """One multiplication for every feature, which is read and written."""
     module, part = point.split("/")
     width = config.num_layers * linear_sizes(config, module)[part == OUTPUT]
     return PointWork(width, 2 * width)
@@ -105,7 +105,7 @@ def _initial(
     base: BaseTensors | None,
 ) -> dict[str, Any]:
     specs = leaves(config, list(targets), 1, 1)
-    return jax.tree.map(lambda own: np.ones(own.of_slot().shape, np.float32), specs)
+    return jax.tree.map(lambda spec: np.ones(spec.of_slot().shape, np.float32), specs)
 
 
 def _rates(spec: IA3, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> IA3:
 
 
 def _shape(point: str, config: BackboneConfig) -> tuple[int, int]:
-    """The shape in which PEFT keeps the factors: a column for outputs, a row for inputs."""
+    """The shape in which PEFT stores the factors: a column for outputs, a row for inputs."""
     module, part = point.split("/")
     k, n = linear_sizes(config, module)
     return (n, 1) if part == OUTPUT else (1, k)
@@ -148,40 +148,40 @@ def _shape(point: str, config: BackboneConfig) -> tuple[int, int]:
 def _tensors(
     spec: IA3, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    found = {}
+    tensors = {}
     for point, mask in targets(spec, config).items():
         module, part = point.split("/")
         values = adapter[module][part].reshape(-1, *_shape(point, config))
-        found |= layer_tensors(module, mask, "ia3_l", values)
-    return found
+        tensors |= layer_tensors(module, mask, "ia3_l", values)
+    return tensors
 
 
 def _from_tensors(
     spec: IA3, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
 ) -> dict[str, Any]:
-    found = {}
+    factors = {}
     for point, mask in targets(spec, config).items():
         shape = _shape(point, config)
-        own = take_layers(tensors, point.split("/")[0], mask, {"ia3_l": shape})["ia3_l"]
-        flat = {layer: tensor.reshape(-1) for layer, tensor in own.items()}
-        found[point] = stacked(flat, config.num_layers, np.ones(max(shape)))
-    return spec_tree(found)
+        by_layer = take_layers(tensors, point.split("/")[0], mask, {"ia3_l": shape})["ia3_l"]
+        flat = {layer: tensor.reshape(-1) for layer, tensor in by_layer.items()}
+        factors[point] = stacked(flat, config.num_layers, np.ones(max(shape)))
+    return spec_tree(factors)
 
 
 def _merged(spec: IA3, adapter: Any, config: BackboneConfig) -> Changes:
-    """Rows of a weight, and its bias, times the factors of the output; or columns times those of
-    the input."""
+    """Multiplies the rows of a weight, and its bias, by the factors of the output, or its columns
+    by the factors of the input."""
     changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
     for point, mask in targets(spec, config).items():
         module, part = point.split("/")
         for layer in np.flatnonzero(mask):
             name, factors = full_name(module, layer), adapter[module][part][layer]
             if part == INPUT:
-                changes[f"{name}.weight"] = lambda weight, own=factors: weight * own
+                changes[f"{name}.weight"] = lambda weight, gain=factors: weight * gain
                 continue
-            changes[f"{name}.weight"] = lambda weight, own=factors: weight * own[:, None]
+            changes[f"{name}.weight"] = lambda weight, gain=factors: weight * gain[:, None]
             if has_bias(config, module):
-                changes[f"{name}.bias"] = lambda bias, own=factors: bias * own
+                changes[f"{name}.bias"] = lambda bias, gain=factors: bias * gain
     return changes
 
 

@@ -58,7 +58,7 @@ class LNTuning:
 
 
 class _Norm(AdapterOp):
-    """Adds what a task's weights add to the output of a norm."""
+    """Adds the norm's normalised input times the trained difference of weights."""
 
     def norm_output(self, own, x, h, eps):
         x = x.astype(jnp.float32)
@@ -73,15 +73,14 @@ def _targets(spec: LNTuning, config: BackboneConfig) -> dict[str, LayerMask]:
 
 
 def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
-    # The norm behind the last layer lies with it, so it has an axis of layers, too.
+    # The norm behind the last layer is stored with it, so it has an axis of layers too.
     shape = config.num_layers, slots, config.hidden_size
     return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    """The mean square, its root times the stream, and the trained weight times that are two, one
-    and two operations for every value; the stream and the norm's output are read, and a sum is
-    written."""
+    """For every value: two operations for the mean square, one for its root times the stream, and
+    two for the trained weight. The stream and the norm's output are read, and a sum is written."""
     width = config.hidden_size * (1 if point == FINAL_NORM else config.num_layers)
     return PointWork(5 * width, 3 * width)
 
@@ -108,12 +107,12 @@ def _settings(spec: LNTuning, config: BackboneConfig, serving: bool) -> dict[str
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LNTuning:
     if excluded := settings.get("exclude_modules"):
         raise ValueError(f"exclude_modules={excluded!r} is not supported")
-    given = settings.get("target_modules") or ()
-    return LNTuning(given if isinstance(given, str) else tuple(given))
+    modules = settings.get("target_modules") or ()
+    return LNTuning(modules if isinstance(modules, str) else tuple(modules))
 
 
 def _names(spec: LNTuning, config: BackboneConfig) -> list[tuple[str, int, str]]:
-    """For each norm in each layer: its point, the layer, and its name in the backbone."""
+    """Point, layer, and name in the backbone of each norm in each layer."""
     return [
         (point, layer, f"model.{FINAL_NORM}" if point == FINAL_NORM else full_name(point, layer))
         for point, mask in _targets(spec, config).items()
@@ -135,14 +134,14 @@ def _from_tensors(
 ) -> dict[str, np.ndarray]:
     adapter = _initial(spec, _targets(spec, config), config, 0, base)
     for point, layer, name in _names(spec, config):
-        own = take_tensor(tensors, f"{PREFIX}{name}.{_PARAMETER}", (config.hidden_size,))
-        adapter[point][layer] = own - base_values(base, f"{name}.weight")
+        weight = take_tensor(tensors, f"{PREFIX}{name}.{_PARAMETER}", (config.hidden_size,))
+        adapter[point][layer] = weight - base_values(base, f"{name}.weight")
     return adapter
 
 
 def _merged(spec: LNTuning, adapter: Any, config: BackboneConfig) -> Changes:
     return {
-        f"{name}.weight": lambda weight, own=adapter[point][layer]: weight + own
+        f"{name}.weight": lambda weight, added=adapter[point][layer]: weight + added
         for point, layer, name in _names(spec, config)
     }
 

@@ -31,11 +31,11 @@ from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets, tables_among
 
-# Random initial factors.
+# Initialisations that draw the factors at random.
 _DRAWN = ("kaiming", "gaussian", "orthogonal")
-# Initial factors whose product is zero: random ones, and those that depend on the task's data.
+# Initialisations whose product is zero: random factors, and factors from the task's data.
 ZERO_PRODUCTS = (*_DRAWN, "eva")
-# Initial factors that are parts of the adapted weights; N is a number of power iterations.
+# Initialisations that take parts of the adapted weights; N is a number of power iterations.
 _FROM_WEIGHTS = ("pissa", "olora")
 _PISSA_NITER, _PISSA_NITER_IN_WORDS = "pissa_niter_[1-9]?[0-9]", "'pissa_niter_N' with N up to 99"
 INITIALISATIONS = (*ZERO_PRODUCTS, *_FROM_WEIGHTS)
@@ -213,12 +213,8 @@ def _scale(spec: LoRA, rank: int, alpha: float) -> float:
 
 
 def as_stored(spec: LoRA) -> LoRA:
-    """The specification of an adapter as a folder describes it: with "eva", that of a LoRA of the
-    largest rank, whose alpha keeps the scale.
-
-    Args:
-      spec: specification of the adapter.
-    """
+    """The specification of the adapter as a folder describes it. With "eva" it becomes a LoRA of
+    the largest rank, whose alpha keeps the scale."""
     if spec.initialisation != "eva":
         return spec
     rank = spec.common_rank
@@ -235,42 +231,26 @@ def as_stored(spec: LoRA) -> LoRA:
 def ranks_and_scales(
     spec: LoRA, module: str, layers: int
 ) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:
-    """The rank of a linear in every layer, and the factor of its low-rank product.
-
-    Args:
-      spec: specification of the adapter.
-      module: path of the linear within a layer.
-      layers: number of layers L.
-    """
+    """The rank of a linear, by its path within a layer, in each of L layers, and the factor of its
+    low-rank product."""
     names = [full_name(module, layer) for layer in range(layers)]
     ranks = [matching(spec.rank_pattern, name, spec.common_rank) for name in names]
     alphas = [matching(spec.alpha_pattern, name, spec.alpha) for name in names]
-    # With "eva", the scale is that of the rank on average.
+    # With "eva", the average rank determines the scale.
     of_scale = [spec.rank] * layers if spec.initialisation == "eva" else ranks
     scales = [_scale(spec, *pair) for pair in zip(of_scale, alphas, strict=True)]
     return np.int64(ranks), np.float32(scales)
 
 
 def rank_and_scale(spec: LoRA, name: str) -> tuple[int, float]:
-    """The rank of a linear or table, and the factor of its low-rank product.
-
-    Args:
-      spec: specification of the adapter.
-      name: its full name.
-    """
+    """The rank of a linear or table, by its full name, and the factor of its low-rank product."""
     rank = matching(spec.rank_pattern, name, spec.rank)
     return rank, _scale(spec, rank, matching(spec.alpha_pattern, name, spec.alpha))
 
 
 def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any:
-    """The first value in a pattern whose expression matches a linear's name, as in Hugging Face
-    PEFT.
-
-    Args:
-      pattern: pairs of an expression and a value.
-      name: full name of the linear.
-      default: the value if there is none.
-    """
+    """The first value in a pattern, pairs of an expression and a value, whose expression matches
+    the full name of a linear as in Hugging Face PEFT; otherwise `default`."""
     return next((value for key, value in pattern if re.match(_expression(key), name)), default)
 
 
@@ -281,12 +261,8 @@ def _expression(key: str) -> str:
 def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
     """The linears that an adapter changes, by `resolve_targets`.
 
-    Args:
-      spec: specification of the adapter.
-      config: configuration of the backbone.
-
     Raises:
-      ValueError: there are none, or a smaller rank would express the same in every one.
+      ValueError: there are none, or the rank is larger than the smaller width of every linear.
     """
     targets = resolve_targets(spec.target_modules, config)
     widest = max(min(linear_sizes(config, module)) for module in targets)
@@ -298,26 +274,17 @@ def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
     return targets
 
 
-# By module path within a layer ("mlp.up_proj"), float32 factors: of one task, a [L, k, r] and
-# b [L, r, n]; of a pool, a [L, T, k, R] and b [L, T, R, n].
+# By module path within a layer ("mlp.up_proj"), float32 factors: a [L, k, r] and b [L, r, n] of one
+# task, or a [L, T, k, R] and b [L, T, R, n] of a pool.
 Adapter = dict[str, Factors]
 
 
 def lora_leaves(
     config: BackboneConfig, modules: Sequence[str], slots: int, rank: int
 ) -> dict[str, Factors]:
-    """Describes the arrays of a LoRA pool: for each module, `Factors` of `LeafSpec`.
-
-    Args:
-      config: configuration of the backbone.
-      modules: paths of the adapted modules within a layer. Points outside the layers have no
-        arrays in this pool.
-      slots: number of slots T.
-      rank: rank R of the pool.
-
-    Returns:
-      By module, the description of a with shape [L, T, k, R] and of b with shape [L, T, R, n].
-    """
+    """Describes the arrays of a LoRA pool with T slots and rank R: by module, `Factors` of
+    `LeafSpec` with shapes [L, T, k, R] and [L, T, R, n]. Points outside the layers are left out,
+    because they have no arrays in this pool."""
     leaves = {}
     for module in modules:
         if module in OUTSIDE:
@@ -339,28 +306,25 @@ def initial_adapter(
     base: BaseTensors | None = None,
     samples: Iterable[Sample] | None = None,
 ) -> Adapter:
-    """The LoRA factors with which a task (fine-tuning job) begins, whose product A B is zero.
+    """The LoRA factors with which a task begins, whose product A B is zero.
 
     The values depend only on the arguments, so a task begins with the same factors alone and beside
     other tasks.
 
     Args:
-      spec: specification of the adapter.
-      targets: the linears that the task adapts, from `resolve_targets`: by path of a linear within
-        a layer, a bool mask [L] of the layers in which it is adapted.
-      config: configuration of the backbone.
+      targets: the linears that the task adapts, from `resolve_targets`.
       seed: seed of the random values, not negative.
-      base: the tensors of the backbone, or None; read with "eva".
-      samples: the samples of the task's training data, or None; read with "eva".
+      base: function that returns tensors of the backbone; read with "eva" only.
+      samples: the samples of the task's training data; read with "eva" only.
 
     Returns:
-      By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for L layers, input
-      width k, output width n and the adapter's largest rank r. Layers that the task does not adapt,
-      and ranks that a linear does not have, are zero.
+      By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for the adapter's
+      largest rank r. Layers that the task does not adapt, and ranks that a linear does not have,
+      are zero.
 
     Raises:
-      ValueError: the factors are parts of the adapted weights; or with "eva", the backbone or the
-        samples are not at hand, or the samples are too few.
+      ValueError: the factors are parts of the adapted weights; or with "eva", `base` or `samples`
+        is None, or the samples are too few.
     """
     if spec.begins_at_weight:
         raise ValueError(f"factors of {spec.initialisation!r} are not drawn; use `kind_of`")
@@ -377,8 +341,8 @@ def initial_adapter(
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), int(layer)])
             rank = ranks[layer]
             if spec.initialisation == "eva":
-                own = components[module][int(layer)]
-                a[layer, :, : own.shape[1]] = own
+                directions = components[module][int(layer)]
+                a[layer, :, : directions.shape[1]] = directions
             else:
                 drawn = drawn_factors(spec.initialisation, rng, k, rank, n)
                 a[layer, :, :rank], b[layer, :rank] = drawn
@@ -389,22 +353,15 @@ def initial_adapter(
 def drawn_factors(
     initialisation: str, rng: np.random.Generator, k: int, rank: int, n: int
 ) -> Factors:
-    """Random factors a [k, rank] and b [rank, n] with the product 0.
-
-    Args:
-      initialisation: "kaiming", "gaussian" or "orthogonal".
-      rng: where they are drawn from.
-      k: width of the input.
-      rank: the rank.
-      n: width of the output.
-    """
+    """Random factors a [k, rank] and b [rank, n] with the product 0. The initialisation is
+    "kaiming", "gaussian" or "orthogonal"."""
     if initialisation == "kaiming":
         bound = 1 / math.sqrt(k)
         return Factors(rng.uniform(-bound, bound, (k, rank)), np.zeros((rank, n)))
     if initialisation == "gaussian":
         return Factors(rng.standard_normal((k, rank)) / rank, np.zeros((rank, n)))
-    # As PEFT draws them: random combinations of one half of the rows of an orthogonal matrix, and
-    # of the other half.
+    # As PEFT draws them: random combinations of the even rows of an orthogonal matrix, and of the
+    # odd rows.
     rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))
     a = rng.standard_normal((k, rank // 2)) @ rows[0::2]
     b = rng.standard_normal((n, rank // 2)) @ rows[1::2]
@@ -412,16 +369,8 @@ def drawn_factors(
 
 
 def relative_rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Factors]:
-    """The learning rate of each factor in each layer, divided by the task's learning rate.
-
-    Args:
-      spec: specification of the adapter.
-      targets: by module, the mask over the layers that the task adapts, from `resolve_targets`.
-
-    Returns:
-      By module, `Factors` of float32 arrays [L]: 1 for A, `loraplus_ratio` for B, and 0 in layers
-      that the task does not target.
-    """
+    """The learning rate of each factor in each layer, divided by the task's learning rate: float32
+    [L], 1 for A, `loraplus_ratio` for B, and 0 in layers that the task does not adapt."""
     return {
         module: Factors(
             layers.astype(np.float32), layers.astype(np.float32) * np.float32(spec.loraplus_ratio)

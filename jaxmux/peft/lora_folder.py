@@ -15,7 +15,7 @@ from .lora import Adapter, Factors, LoRA, as_stored, lora_targets, ranks_and_sca
 from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .targets import full_name, resolve_targets, tables_among, target_names
 
-# Settings of PEFT that change what an adapter computes. They are unset in a plain LoRA.
+# Settings of PEFT that change the adapter's outputs. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -34,26 +34,25 @@ _NOT_SUPPORTED = (
 )
 
 
-# Initialisations with which PEFT changes the backbone too, so that the factors alone say nothing.
+# Initialisations for which PEFT changes the backbone too, so that the factors alone are useless.
 _CHANGES_BACKBONE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 
 
 def is_low_rank(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter_config.json with these values is one of PEFT's LoRA adapters, DoRA
-    included."""
+    """Whether an adapter_config.json with these values is that of a LoRA or DoRA of PEFT."""
     return settings.get("peft_type", "LORA") == "LORA" and "config" not in settings
 
 
 def is_plain(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter_config.json with these values is one of a LoRA with one rank and one scale
-    for all linears, and nothing else."""
-    others = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-    own = [settings.get(key) for key in others] + tables_among(settings.get("target_modules"))
-    return is_low_rank(settings) and not any(own)
+    """Whether an adapter_config.json with these values is that of a LoRA with one rank and one
+    scale for all linears, and without other features."""
+    features = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+    present = [settings.get(key) for key in features] + tables_among(settings.get("target_modules"))
+    return is_low_rank(settings) and not any(present)
 
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
-    """The settings of an adapter, see `AdapterKind.settings`."""
+    """See `AdapterKind.settings`."""
     spec = as_stored(spec)
     rank = spec.largest_rank if serving else spec.rank
     return {
@@ -77,8 +76,9 @@ def _plain(alpha: float) -> float | int:
 
 
 def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
-    """The inverse of `settings`. ValueError if it is no plain LoRA: if it uses DoRA or biases.
-    `initialisation` and `loraplus_ratio` have their defaults, because PEFT does not record them."""
+    """The inverse of `settings`. ValueError if the adapter is not a plain LoRA, for example if it
+    has biases. `initialisation` and `loraplus_ratio`, which PEFT does not record, get their
+    defaults."""
     if (bias := settings.get("bias", "none")) != "none":
         raise ValueError(f"bias={bias!r} is not supported, only 'none'")
     for key in _NOT_SUPPORTED:
@@ -113,20 +113,20 @@ def tensors(
     serving: bool,
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
-    """The tensors of an adapter, see `AdapterKind.tensors`."""
-    found = {}
+    """See `AdapterKind.tensors`."""
+    by_name = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
         ranks, scales = ranks_and_scales(spec, module, config.num_layers)
         if serving:
-            # Servers know one rank and one scale; what is missing to the largest rank is zero.
+            # Servers support one rank and one scale; ranks that a linear does not have are zero.
             ranks[:] = spec.largest_rank
         scales = scales if serving else np.ones_like(scales)
         a, b = adapter[module]
-        own_a = [x[:, :rank].T for x, rank in zip(a, ranks, strict=True)]
-        own_b = [x[:rank].T * s for x, rank, s in zip(b, ranks, scales, strict=True)]
-        found |= layer_tensors(module, mask, "lora_A.weight", own_a)
-        found |= layer_tensors(module, mask, "lora_B.weight", own_b)
-    return found
+        factors_a = [x[:, :rank].T for x, rank in zip(a, ranks, strict=True)]
+        factors_b = [x[:rank].T * s for x, rank, s in zip(b, ranks, scales, strict=True)]
+        by_name |= layer_tensors(module, mask, "lora_A.weight", factors_a)
+        by_name |= layer_tensors(module, mask, "lora_B.weight", factors_b)
+    return by_name
 
 
 def from_tensors(
@@ -136,24 +136,24 @@ def from_tensors(
     adapter = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
         ranks, _ = ranks_and_scales(spec, module, config.num_layers)
-        (k, n), own = linear_sizes(config, module), {}
-        # All are checked before arrays of all layers are made, because their sizes are the file's.
+        (k, n), by_layer = linear_sizes(config, module), {}
+        # All are checked before anything is allocated for all layers: the file determines sizes.
         for layer in np.flatnonzero(mask).tolist():
             name, r = f"{PREFIX}{full_name(module, layer)}", int(ranks[layer])
             a = take_tensor(tensors, f"{name}.lora_A.weight", (r, k))
-            own[layer] = a, take_tensor(tensors, f"{name}.lora_B.weight", (n, r))
+            by_layer[layer] = a, take_tensor(tensors, f"{name}.lora_B.weight", (n, r))
         adapter[module] = Factors(
             np.zeros((config.num_layers, k, spec.largest_rank), np.float32),
             np.zeros((config.num_layers, spec.largest_rank, n), np.float32),
         )
-        for layer, (a, b) in own.items():
+        for layer, (a, b) in by_layer.items():
             adapter[module].a[layer, :, : len(a)] = a.T
             adapter[module].b[layer, : len(a)] = b.T
     return adapter
 
 
 def merged(spec: LoRA, adapter: Adapter, config: BackboneConfig) -> Changes:
-    """What merging an adapter does, see `AdapterKind.merged`: `W + scale · A B`."""
+    """See `AdapterKind.merged`: a weight becomes `W + scale · A B`."""
 
     def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
         a, b = adapter[module]

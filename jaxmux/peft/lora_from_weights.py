@@ -1,8 +1,9 @@
 """LoRA whose initial factors are parts of the adapted weights (PiSSA, OLoRA).
 
-PEFT takes the initial product A0 B0 off the weights. Here tasks share them, so it is taken off the
-adapter's product, which has twice the ranks: `A B - A0 B0 = A (B - B0) + (A - A0) B0`. Both sums
-are small while A and B are near their initial values, so low precision does them no harm.
+PEFT subtracts the initial product A0 B0 from the weights. Here tasks share the weights, so it is
+subtracted from the adapter's product, which then has twice the ranks:
+`A B - A0 B0 = A (B - B0) + (A - A0) B0`. Both sums are small while A and B are near their initial
+values, so low precision is enough.
 """
 
 import dataclasses
@@ -28,7 +29,7 @@ from .weight_parts import approximate_principal_part, orthonormal_part, principa
 
 
 class _Pairs(AdapterOp):
-    """Does nothing but give scales to the fused products and pair their ranks."""
+    """Provides the scales of the fused products and pairs their ranks, and changes nothing else."""
 
     low_rank = True
     paired_ranks = True
@@ -64,7 +65,7 @@ def _initial(
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), layer])
             rank, name = int(ranks[layer]), f"{full_name(module, layer)}.weight"
             part = _part_of(spec.initialisation, base, name, rank, rng)
-            # The singular values of PiSSA are those of the product with its scale.
+            # PiSSA decomposes the product with its scale, so each factor is divided by its root.
             root = 1.0 if spec.initialisation == "olora" else math.sqrt(scales[layer])
             # A is A0 and B is B0, so both differences are zero.
             a[layer, :, 0 : 2 * rank : 2] = part.a / root
@@ -80,7 +81,7 @@ def _part_of(
     rank: int,
     rng: np.random.Generator,
 ) -> Factors:
-    """The part of a weight with which the factors begin, but for the scale of PiSSA's product."""
+    """The part of a weight with which the factors begin, before PiSSA divides it by the scale."""
     weight = base_values(base, name)
     if initialisation == "olora":
         return orthonormal_part(weight, rank)
@@ -91,7 +92,7 @@ def _part_of(
 
 
 def _as_lora(spec: LoRA) -> LoRA:
-    """The LoRA of twice the ranks and the same scales that the adapter is."""
+    """The LoRA that computes the same as the adapter: twice the ranks, and the same scales."""
     factor = math.sqrt(2) if spec.rslora else 2
     return dataclasses.replace(
         spec,
@@ -104,22 +105,17 @@ def _as_lora(spec: LoRA) -> LoRA:
 
 
 def _reordered(spec: LoRA, adapter: Adapter, order: Callable[[int], np.ndarray]) -> Adapter:
-    """The factors with their ranks in another order.
-
-    Args:
-      spec: specification of the adapter.
-      adapter: the factors.
-      order: function of the rank r of a linear that returns the numbers of its 2 r ranks.
-    """
-    found = {}
+    """The factors with their ranks in another order. `order` is a function of the rank r of a
+    linear that returns its 2 r ranks in their new order."""
+    reordered = {}
     for module, (a, b) in adapter.items():
         a, b = a.copy(), b.copy()
         for layer, rank in enumerate(ranks_and_scales(spec, module, len(a))[0].tolist()):
             numbers = order(rank)
             a[layer, :, : 2 * rank] = a[layer][:, numbers]
             b[layer, : 2 * rank] = b[layer, numbers]
-        found[module] = Factors(a, b)
-    return found
+        reordered[module] = Factors(a, b)
+    return reordered
 
 
 def _halves(rank: int) -> np.ndarray:
@@ -139,7 +135,7 @@ def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, An
 def _tensors(
     spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    """The folder of a LoRA with the factors [A, A - A0] and [B - B0, B0]."""
+    """Writes a LoRA with the factors [A, A - A0] and [B - B0, B0]."""
     factors = _reordered(spec, factors_of(adapter), _halves)
     return lora_folder.tensors(_as_lora(spec), factors, config, serving, base)
 
@@ -163,7 +159,7 @@ lora_from_weights_kind = AdapterKind(
     scale_leaves,
     _initial,
     rates_by_name,
-    # Its folders are those of LoRAs of twice the rank.
+    # Its folders are those of LoRAs of twice the rank, and are read as such.
     lambda settings: False,
     _settings,
     lora_folder.from_settings,

@@ -1,7 +1,7 @@
 """LoRA whose linears have ranks and scales of their own (`rank_pattern`, `alpha_pattern`).
 
-The fused product takes one scale for each task. Where linears of a task have different ones, these
-lie in a pool of their own beside the factors, as for every kind with low-rank factors.
+The fused product takes one scale for each task. If the linears of a task have different scales,
+these lie in a separate pool, and the factors in LoRA's, as for every kind with low-rank factors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,38 +31,23 @@ from .targets import LayerMask, tables_among
 
 
 def scale_leaf(config: BackboneConfig, slots: int) -> LeafSpec:
-    """The description of the scales of a linear, [L, T], in kinds with low-rank factors.
-
-    Args:
-      config: configuration of the backbone.
-      slots: number of slots T.
-    """
+    """Describes the scales [L, T] of a linear, in kinds with low-rank factors."""
     return LeafSpec((config.num_layers, slots), ("layer", "slot"), trained=False)
 
 
 def scales_of(spec: LoRA, module: str, mask: LayerMask) -> np.ndarray:
-    """The scale of a linear in every layer, float32 [L]; 0 where it is not adapted.
-
-    Args:
-      spec: specification of the adapter.
-      module: path of the linear within a layer.
-      mask: the layers in which it is adapted.
-    """
+    """The scale of a linear in every layer, float32 [L]; 0 in layers outside `mask`."""
     _, scales = ranks_and_scales(spec, module, len(mask))
     return np.where(mask, scales, np.float32(0))
 
 
 def factors_of(adapter: Any) -> Adapter:
-    """The low-rank factors of an adapter of any kind that has them, by linear.
-
-    Args:
-      adapter: the adapter's arrays.
-    """
-    return {module: Factors(own["a"], own["b"]) for module, own in adapter.items()}
+    """The low-rank factors in an adapter of a kind that has other arrays too, by linear."""
+    return {module: Factors(arrays["a"], arrays["b"]) for module, arrays in adapter.items()}
 
 
 class _Scales(AdapterOp):
-    """Does nothing but give scales to the fused products."""
+    """Provides the scales of the fused products, and changes nothing else."""
 
     low_rank = True
 
@@ -70,25 +55,12 @@ class _Scales(AdapterOp):
 def scale_leaves(
     config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 ) -> dict[str, Any]:
-    """The arrays of a kind that has nothing but scales besides factors, see `AdapterKind.leaves`.
-
-    Args:
-      config: configuration of the backbone.
-      points: the linears.
-      slots: number of slots.
-      rank: rank of the pool; not read.
-    """
+    """Describes the pool of a kind whose only arrays besides factors are scales, see
+    `AdapterKind.leaves`."""
     return {module: {SCALE: scale_leaf(config, slots)} for module in points}
 
 
 def with_scales(spec: LoRA, factors: Adapter, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
-    """An adapter of factors and scales.
-
-    Args:
-      spec: specification of the adapter.
-      factors: its factors.
-      targets: the linears with their layers.
-    """
     return {
         module: {**factors[module]._asdict(), SCALE: scales_of(spec, module, mask)}
         for module, mask in targets.items()
@@ -107,13 +79,8 @@ def _initial(
 
 
 def rates_by_name(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
-    """`lora.relative_rates` with dicts in place of `Factors`.
-
-    Args:
-      spec: specification of the adapter.
-      targets: the linears with their layers.
-    """
-    return {module: own._asdict() for module, own in relative_rates(spec, targets).items()}
+    """`lora.relative_rates` with dicts in place of `Factors`."""
+    return {module: factors._asdict() for module, factors in relative_rates(spec, targets).items()}
 
 
 def _tensors(
@@ -134,11 +101,7 @@ def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
 
 
 def has_patterns(values: Any) -> bool:
-    """Whether linears have ranks or scales of their own.
-
-    Args:
-      values: a specification.
-    """
+    """Whether a specification gives some linears other ranks or scales than the rest."""
     return bool(values.rank_pattern or values.alpha_pattern)
 
 

@@ -1,7 +1,7 @@
 """LoRA of the embedding and of the head, besides linears or alone.
 
-The tables are adapted by arrays of their own. Linears of such tasks keep their factors in the pool
-of LoRA, and their scales here, as with `lora_pattern`.
+The tables are adapted by arrays of this kind. Linears of such tasks have their factors in the pool
+of LoRA and their scales in the pool of this kind, as with `lora_pattern`.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask, full_name, linears_among, linears_of, tables_among
 
-# By point, the names of the factors of a table in PEFT.
+# The names of a table's factors in PEFT, by point.
 _FACTORS = {
     EMBEDDING: ("lora_embedding_A", "lora_embedding_B"),
     HEAD: ("lora_A.weight", "lora_B.weight"),
@@ -76,7 +76,7 @@ class _Tables(AdapterOp):
 def _dropped(
     x: Float[Array, "chunks l d"], counters: Array, rate: Float[Array, " chunks"]
 ) -> Float[Array, "chunks l d"]:
-    """The input with the dropped features set to zero, and the others not scaled."""
+    """Sets the dropped features to 0, without scaling the others."""
     rates = jnp.broadcast_to(rate[:, None], counters.shape).reshape(-1)
     kept = keep_mask(counters.reshape(-1), rates, x.shape[2])
     return jnp.where(kept.reshape(x.shape), x, 0)
@@ -89,7 +89,7 @@ def _linears(spec: LoRA) -> LoRA | None:
 
 
 def _sizes(config: BackboneConfig, point: str) -> tuple[int, int]:
-    """Numbers of rows of A and of columns of B."""
+    """The number of rows of A and of columns of B."""
     sizes = config.vocab_size, config.hidden_size
     return sizes if point == EMBEDDING else sizes[::-1]
 
@@ -99,19 +99,19 @@ def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
     targets = lora_targets(linears, config) if linears else {}
     if spec.largest_rank > widest:
         raise ValueError(f"rank is {spec.largest_rank}, but the tables are no wider than {widest}")
-    places = {EMBEDDING: 0, HEAD: config.num_layers - 1}
+    layers = {EMBEDDING: 0, HEAD: config.num_layers - 1}
     tables = tables_among(spec.target_modules)
-    return targets | {point: np.arange(config.num_layers) == places[point] for point in tables}
+    return targets | {point: np.arange(config.num_layers) == layers[point] for point in tables}
 
 
 def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
     def table(point: str) -> dict[str, LeafSpec]:
-        place = "first" if point == EMBEDDING else "last"
+        end = "first" if point == EMBEDDING else "last"
         k, n = _sizes(config, point)
         return {
-            "a": LeafSpec((1, slots, k, rank), (place, "slot", "input", "rank")),
-            "b": LeafSpec((1, slots, rank, n), (place, "slot", "rank", "output")),
-            SCALE: LeafSpec((1, slots), (place, "slot"), trained=False),
+            "a": LeafSpec((1, slots, k, rank), (end, "slot", "input", "rank")),
+            "b": LeafSpec((1, slots, rank, n), (end, "slot", "rank", "output")),
+            SCALE: LeafSpec((1, slots), (end, "slot"), trained=False),
         }
 
     return {
@@ -127,11 +127,11 @@ def _initial(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    adapter: dict[str, Any] = {}
     if linears := _linears(spec):
-        own = linears_of(targets)
-        factors = initial_adapter(linears, own, config, seed, base)
-        found = with_scales(linears, factors, own)
+        modules = linears_of(targets)
+        factors = initial_adapter(linears, modules, config, seed, base)
+        adapter = with_scales(linears, factors, modules)
     for point in tables_among(spec.target_modules):
         rng = np.random.default_rng([seed, zlib.crc32(point.encode()), 0])
         (k, n), (rank, scale) = _sizes(config, point), rank_and_scale(spec, full_name(point, 0))
@@ -139,12 +139,11 @@ def _initial(
             a, b = np.zeros((k, rank)), rng.standard_normal((rank, n))
         else:
             a, b = drawn_factors(spec.initialisation, rng, k, rank, n)
-        found[point] = _table(spec, a, b, scale)
-    return found
+        adapter[point] = _table(spec, a, b, scale)
+    return adapter
 
 
 def _table(spec: LoRA, a: np.ndarray, b: np.ndarray, scale: float) -> dict[str, np.ndarray]:
-    """The arrays of a table, padded to the largest rank."""
     missing = spec.largest_rank - a.shape[1]
     a, b = np.float32(a), np.float32(b)
     return {
@@ -166,9 +165,11 @@ def _recognise(settings: Mapping[str, Any]) -> bool:
 def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
     linears = _linears(spec)
     others = linears or dataclasses.replace(spec, target_modules="all-linear")
-    found = lora_folder.settings(others, config, serving)
-    names = found["target_modules"] if linears else []
-    return found | {"target_modules": sorted([*names, *tables_among(spec.target_modules)])}
+    settings_of_linears = lora_folder.settings(others, config, serving)
+    names = settings_of_linears["target_modules"] if linears else []
+    return settings_of_linears | {
+        "target_modules": sorted([*names, *tables_among(spec.target_modules)])
+    }
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
@@ -184,30 +185,30 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
 def _tensors(
     spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    found = {}
+    tensors = {}
     if linears := _linears(spec):
-        own = linears_of(adapter)
-        found = lora_folder.tensors(linears, factors_of(own), config, serving, base)
+        of_linears = linears_of(adapter)
+        tensors = lora_folder.tensors(linears, factors_of(of_linears), config, serving, base)
     for point in tables_among(spec.target_modules):
         module, (name_a, name_b) = full_name(point, 0), _FACTORS[point]
         rank, scale = rank_and_scale(spec, module)
         if serving:
-            # As `lora_folder.tensors`: servers know one rank and one scale.
+            # As in `lora_folder.tensors`: servers support one rank and one scale.
             rank = spec.largest_rank
         a, b = adapter[point]["a"][0, :, :rank].T, adapter[point]["b"][0, :rank].T
         b = b * np.float32(scale) if serving else b
-        found[f"{PREFIX}{module}.{name_a}"] = np.ascontiguousarray(a)
-        found[f"{PREFIX}{module}.{name_b}"] = np.ascontiguousarray(b)
-    return found
+        tensors[f"{PREFIX}{module}.{name_a}"] = np.ascontiguousarray(a)
+        tensors[f"{PREFIX}{module}.{name_b}"] = np.ascontiguousarray(b)
+    return tensors
 
 
 def _from_tensors(
     spec: LoRA, tensors: dict[str, np.ndarray], config: BackboneConfig, base: BaseTensors | None
 ) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    adapter: dict[str, Any] = {}
     if linears := _linears(spec):
         factors = lora_folder.from_tensors(linears, tensors, config, base)
-        found = with_scales(linears, factors, lora_targets(linears, config))
+        adapter = with_scales(linears, factors, lora_targets(linears, config))
     for point in tables_among(spec.target_modules):
         module, (name_a, name_b) = full_name(point, 0), _FACTORS[point]
         (k, n), (rank, scale) = _sizes(config, point), rank_and_scale(spec, module)
@@ -215,8 +216,8 @@ def _from_tensors(
         b = take_tensor(tensors, f"{PREFIX}{module}.{name_b}", (n, rank))
         # PEFT also writes the table of the backbone.
         tensors.pop(f"{PREFIX}{module}.base_layer.weight", None)
-        found[point] = _table(spec, a.T, b.T, scale)
-    return found
+        adapter[point] = _table(spec, a.T, b.T, scale)
+    return adapter
 
 
 def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
@@ -227,14 +228,14 @@ def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
         )
 
     def change(point: str, weight: np.ndarray) -> np.ndarray:
-        own = adapter[point]
-        added = np.asarray(own[SCALE][0] * (own["a"][0] @ own["b"][0]))
+        arrays = adapter[point]
+        added = np.asarray(arrays[SCALE][0] * (arrays["a"][0] @ arrays["b"][0]))
         return weight + (added if point == EMBEDDING else added.T)
 
     changes: dict[str, Any] = {}
     if linears := _linears(spec):
-        own = linears_of(adapter)
-        changes |= lora_folder.merged(linears, factors_of(own), config)
+        of_linears = linears_of(adapter)
+        changes |= lora_folder.merged(linears, factors_of(of_linears), config)
     for point in tables_among(spec.target_modules):
         changes[f"{full_name(point, 0)}.weight"] = partial(change, point)
     return changes

@@ -1,7 +1,7 @@
-"""LoRA of linears with trained tokens beside it (PEFT's `trainable_token_indices`).
+"""LoRA of linears, together with trained tokens (PEFT's `trainable_token_indices`).
 
-The factors of the linears lie in the pool of LoRA, and their scales here, as with `lora_pattern`;
-the rows of the tokens are those of `trained_tokens`.
+The factors of the linears lie in the pool of LoRA, and their scales in the pool of this kind, as
+with `lora_pattern`. The rows of the tokens are arrays as in `trained_tokens`.
 """
 
 import dataclasses
@@ -39,9 +39,9 @@ def _parts(spec: LoRA) -> tuple[LoRA, TrainedTokens]:
 
 
 def _divided(points: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What belongs to linears and what belongs to tokens, by point."""
+    """Divides values by point into those of linears and those of tokens."""
     linears = linears_of(points)
-    return linears, {point: own for point, own in points.items() if point not in linears}
+    return linears, {point: value for point, value in points.items() if point not in linears}
 
 
 def _targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
@@ -67,15 +67,15 @@ def _initial(
     base: BaseTensors | None,
     samples: Iterable[Sample] | None = None,
 ) -> dict[str, Any]:
-    (linears, tokens), (own, rows) = _parts(spec), _divided(targets)
-    factors = initial_adapter(linears, own, config, seed, base, samples)
+    (linears, tokens), (modules, rows) = _parts(spec), _divided(targets)
+    factors = initial_adapter(linears, modules, config, seed, base, samples)
     first = trained_tokens_kind.initial(tokens, rows, config, seed, base)
-    return with_scales(linears, factors, own) | first
+    return with_scales(linears, factors, modules) | first
 
 
 def _rates(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
-    (linears, tokens), (own, rows) = _parts(spec), _divided(targets)
-    return rates_by_name(linears, own) | trained_tokens_kind.relative_rates(tokens, rows)
+    (linears, tokens), (modules, rows) = _parts(spec), _divided(targets)
+    return rates_by_name(linears, modules) | trained_tokens_kind.relative_rates(tokens, rows)
 
 
 def _recognise(settings: Mapping[str, Any]) -> bool:
@@ -84,25 +84,22 @@ def _recognise(settings: Mapping[str, Any]) -> bool:
 
 
 def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
-    found = lora_folder.settings(_parts(spec)[0], config, serving)
-    return found | {"trainable_token_indices": list(spec.trained_tokens)}
+    values = lora_folder.settings(_parts(spec)[0], config, serving)
+    return values | {"trainable_token_indices": list(spec.trained_tokens)}
 
 
 def token_indices(settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """The ids of the trained tokens in an adapter_config.json, unchecked; empty if it has none.
 
-    Args:
-      settings: its values.
-
     Raises:
-      ValueError: they are no list, or tokens of other tables than the embedding are trained.
+      ValueError: they are not a list, or tokens of other tables than the embedding are trained.
     """
-    tokens = found = settings.get("trainable_token_indices") or []
-    if isinstance(found, Mapping) and [name.split(".")[-1] for name in found] == [EMBEDDING]:
-        (tokens,) = found.values()
+    tokens = setting = settings.get("trainable_token_indices") or []
+    if isinstance(setting, Mapping) and [name.split(".")[-1] for name in setting] == [EMBEDDING]:
+        (tokens,) = setting.values()
     if not isinstance(tokens, list | tuple):
         raise ValueError(
-            f"trainable_token_indices={found!r} is not supported; expected a list of tokens of "
+            f"trainable_token_indices={setting!r} is not supported; expected a list of tokens of "
             f"{EMBEDDING!r} only"
         )
     return tuple(tokens)
@@ -118,8 +115,8 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
 def _tensors(
     spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    (linears, tokens), (own, rows) = _parts(spec), _divided(adapter)
-    found = lora_folder.tensors(linears, factors_of(own), config, serving, base)
+    (linears, tokens), (of_linears, rows) = _parts(spec), _divided(adapter)
+    found = lora_folder.tensors(linears, factors_of(of_linears), config, serving, base)
     of_tokens = trained_tokens_kind.tensors(tokens, rows, config, serving, base)
     return found | {_TENSOR: of_tokens[TOKENS_TENSOR]}
 
@@ -137,8 +134,8 @@ def _from_tensors(
 
 
 def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
-    (linears, tokens), (own, rows) = _parts(spec), _divided(adapter)
-    changes = lora_folder.merged(linears, factors_of(own), config)
+    (linears, tokens), (of_linears, rows) = _parts(spec), _divided(adapter)
+    changes = lora_folder.merged(linears, factors_of(of_linears), config)
     return {**changes, **trained_tokens_kind.merged(tokens, rows, config)}
 
 

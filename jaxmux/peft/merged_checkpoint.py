@@ -33,7 +33,7 @@ from .kinds import kind_of
 from .model_card import CARD, Notes, merged_card
 from .peft_folder import AdapterError
 
-# From a weight in float32 to the merged one.
+# A function from a weight in float32 to the merged weight.
 Change = Callable[[np.ndarray], np.ndarray]
 
 
@@ -48,21 +48,20 @@ def write_merged(
 ) -> None:
     """Writes the checkpoint of a backbone with an adapter merged into its weights.
 
-    Weights are merged in float32 and rounded to the dtype that they have in the checkpoint. Changes
-    that are small beside a weight are lost by that in bfloat16, which has 8 bits. The files are
-    divided like those of the backbone; host memory holds one of them. A quantised backbone is
-    decoded. A head that is the embedding is not written a second time. All other files of the
-    folder are copied.
+    Weights are merged in float32 and rounded to the dtype that they have in the checkpoint. In
+    bfloat16, which has 8 significant bits, changes that are small beside a weight are lost. The
+    weights are divided into the same files as those of the backbone, of which host memory holds one
+    at a time. A quantised backbone is decoded. If the head is the embedding, it is not written a
+    second time. All other files of the folder are copied.
 
     Args:
       folder: folder to write; it must not exist.
       backbone: the checkpoint folder of the backbone.
       adapter: the trained weights, as for `export_adapter`.
       spec: the specification with which the adapter was trained.
-      config: configuration of the backbone.
-      notes: what the model card tells of the training; None for nothing.
-      rendering: how the training data became text. Its chat template, if it is not that of the
-        backbone's tokenizer, becomes that of the checkpoint's. None if that is not known.
+      notes: facts about the training for the model card; None for none.
+      rendering: how the training data became text; None if that is not known. If its chat template
+        is not the one of the backbone's tokenizer, the checkpoint's tokenizer gets it.
 
     Raises:
       AdapterError: the kind of the adapter cannot be merged.
@@ -96,7 +95,7 @@ def write_merged(
 def _write_files(
     folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
 ) -> None:
-    """Writes each tensor once, in the file from which it is read, and an index that is true."""
+    """Writes each tensor once, to the file of the same name, and an index of what was written."""
     weight_map, total = {}, 0
     with CheckpointTensors(backbone, config.tie_word_embeddings) as files:
         for path, names in files.by_file().items():
@@ -144,9 +143,9 @@ def _write_decoded(
 
 
 def _replaced_in_list(folder: Path, rendering: Rendering) -> bool:
-    """Puts the adapter's template in the place of the default one if tokenizer_config.json has a
-    list of named templates; whether it has one that transformers reads. A file of a template would
-    hide the others of the list."""
+    """Replaces the default template if tokenizer_config.json has a list of named templates; returns
+    whether it has a list that transformers reads. A template in a file of its own would hide the
+    other templates of the list."""
     path = folder / "tokenizer_config.json"
     if any(folder.glob("chat_template*.jinja")) or any(folder.glob("*chat_templates/*.jinja")):
         return False
@@ -155,7 +154,7 @@ def _replaced_in_list(folder: Path, rendering: Rendering) -> bool:
         listed = settings["chat_template"]
         others = [each for each in listed if each["name"] != "default"]
     except (OSError, ValueError, KeyError, TypeError):
-        # No list; the tokenizer of the backbone has been read, so that nothing is damaged.
+        # There is no list. The file cannot be damaged, because the tokenizer has been read.
         return False
     default = {"name": "default", "template": rendering.own_template}
     settings["chat_template"] = [default, *others]

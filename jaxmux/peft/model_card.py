@@ -1,8 +1,8 @@
 """The README.md of an exported adapter or merged checkpoint, in the form of Hugging Face's model
 cards: metadata in YAML, then Markdown.
 
-All text that users have chosen, such as names of files, stands in JSON strings in the YAML, and in
-code spans or blocks in the Markdown, which it cannot end.
+Text that users have chosen, such as names of files, is written as JSON strings in the YAML, and as
+code spans or blocks in the Markdown, so that it cannot be read as markup.
 """
 
 import json
@@ -17,15 +17,15 @@ from jaxmux.installed_versions import installed_versions
 from jaxmux.printable import spaced
 
 CARD = "README.md"
-# The ranks for which vLLM can make room.
+# The maximum ranks that vLLM accepts.
 _VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 # The folder of a model in the cache of huggingface_hub: models--ORG--NAME/snapshots/COMMIT.
 _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/?$")
-# What the hub accepts as the name of a model.
+# Names of models that the hub accepts.
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 _HERE = "# run this in the folder of this card"
-# Where the backbone has no public name, the card does not show its path; adapter_config.json does.
+# If the backbone has no public name, the card does not show its path. adapter_config.json has it.
 _IMPORT_JSON = ("import json", "")
 _READ_NAME = (
     """python3 -c 'import json; print(json.load(open("adapter_config.json"))"""
@@ -34,13 +34,13 @@ _READ_NAME = (
 
 
 class Notes(NamedTuple):
-    """What is known of the training of an adapter, for its card.
+    """Facts about the training of an adapter, for its card.
 
     Attributes:
       title: name of the task.
-      sections: by heading, what its table shows: by label, the value. Values that are objects are
-        shown as JSON, and those that are None not at all.
-      datasets: names of the data sets of the Hugging Face hub that were trained on.
+      sections: the tables by heading; each is a mapping from labels to values. Objects are shown as
+        JSON. Values that are None are left out.
+      datasets: names of data sets on the Hugging Face hub that were trained on.
     """
 
     title: str
@@ -61,12 +61,10 @@ def adapter_card(
 
     Args:
       settings: the content of its adapter_config.json.
-      base_model: name or path of the backbone; the card shows no folders above it.
+      base_model: name or path of the backbone; the card does not show the folders of a path.
       base_format: the format in which the linears of the backbone were stored; None for its dtype.
-      kind: name of the adapter's kind.
       merges: whether `jaxmux export --merge` can merge adapters of this kind.
-      notes: what is known of the training; None if nothing is.
-      rendering: how the training data became text; None if that is not known.
+      notes, rendering: as for `export_adapter`.
     """
     base, public = model_name(base_model), public_name(base_model)
     has_template = bool(rendering and rendering.own_template)
@@ -98,11 +96,7 @@ def adapter_card(
 def merged_card(
     base_model: str, kind: str, notes: Notes | None, rendering: Rendering | None = None
 ) -> str:
-    """The card of a checkpoint into which an adapter is merged.
-
-    Args:
-      base_model, kind, notes, rendering: as for `adapter_card`.
-    """
+    """The card of a checkpoint into which an adapter is merged; arguments as for `adapter_card`."""
     base, reader = model_name(base_model), _tokenizer_class(base_model)
     title = notes.title if notes else Path(base).name
     text = [
@@ -126,15 +120,8 @@ def merged_card(
 
 
 def public_name(base_model: str) -> str | None:
-    """The name of a backbone on the Hugging Face hub: that of a folder of the hub's cache, or the
-    one that transformers has noted in a folder's config.json (`_name_or_path`).
-
-    Args:
-      base_model: name or path of the backbone.
-
-    Returns:
-      None if it is not known.
-    """
+    """The name of a backbone on the Hugging Face hub, from the path of a folder in the hub's cache
+    or from the config.json of a folder (`_name_or_path`); None if it is not known."""
     if cached := _CACHED.search(base_model):
         return f"{cached[1]}/{cached[2]}"
     if not Path(base_model).exists():
@@ -147,22 +134,18 @@ def public_name(base_model: str) -> str | None:
 
 
 def _is_public(name: str) -> bool:
-    """Whether a name is one of the hub, with the organisation, and no folder that is there."""
+    """Whether a name has the form ORGANISATION/NAME and is not a local folder."""
     return "/" in name and bool(_HUB_NAME.fullmatch(name)) and not Path(name).exists()
 
 
 def model_name(base_model: str) -> str:
-    """The name of a backbone: that on the Hugging Face hub if it is known, and otherwise the last
-    part of its path.
-
-    Args:
-      base_model: name or path of the backbone.
-    """
+    """The name of a backbone on the Hugging Face hub if it is known, and otherwise the last part of
+    its path."""
     return public_name(base_model) or Path(base_model).name or "backbone"
 
 
 def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: Notes | None) -> str:
-    """The metadata. A name that the hub would refuse is left out."""
+    """The metadata of the card. A name that the hub would refuse is left out."""
     fields: dict[str, Any] = {}
     if _HUB_NAME.fullmatch(base) and not re.search(r"--|\.\.|[.-]$|\.git$", base):
         fields |= {"base_model": base, "base_model_relation": relation}
@@ -173,29 +156,29 @@ def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: N
         fields["datasets"] = sorted(set(notes.datasets))
     lines = []
     for name, value in fields.items():
-        # A string of JSON is one of YAML too, if it is ASCII.
-        values = [f"\n- {json.dumps(own)}" for own in value] if isinstance(value, list) else ()
+        # A JSON string in ASCII is a YAML string too.
+        values = [f"\n- {json.dumps(item)}" for item in value] if isinstance(value, list) else ()
         lines.append(f"{name}:{''.join(values) or f' {json.dumps(value)}'}")
     return "\n".join(("---", *lines, "---"))
 
 
 def _sections(notes: Notes | None) -> list[str]:
-    found = []
+    blocks = []
     sections = dict(notes.sections) if notes else {}
     sections["Versions"] = installed_versions("jaxmux", "jax", "jaxlib")
     for heading, values in sections.items():
         rows = {label: value for label, value in values.items() if value is not None}
         if not rows:
             continue
-        found += [f"## {heading}", *_table(rows)]
+        blocks += [f"## {heading}", *_table(rows)]
         for label, value in rows.items():
             if isinstance(value, Mapping):
-                found += [f"{label}:", _block("json", json.dumps(value, indent=2))]
-    return found
+                blocks += [f"{label}:", _block("json", json.dumps(value, indent=2))]
+    return blocks
 
 
 def _table(rows: Mapping[str, Any]) -> list[str]:
-    """The rows whose values are no objects."""
+    """A table of the rows whose values are not objects."""
     plain = [
         f"| {label} | {_value(value)} |"
         for label, value in rows.items()
@@ -213,7 +196,7 @@ def _value(value: Any) -> str:
 
 
 def _code(text: str) -> str:
-    """A text as a code span within a line or a cell of a table."""
+    """A text as a code span, within a line or a cell of a table."""
     shown = spaced(text).strip() or "?"
     # A backslash keeps a bar from ending the cell, in code spans too.
     shown = shown.replace("|", "\\|")
@@ -227,31 +210,29 @@ def _block(language: str, *lines: str) -> str:
     return "\n".join((f"```{language}", *lines, "```"))
 
 
-def _prompts(rendering: Rendering | None, own: str) -> str:
-    """A paragraph on the prompts that an adapter expects, or an empty text if that is not known.
-
-    Args:
-      rendering: how the training data became text.
-      own: where the chat template is if it is not that of the backbone's tokenizer.
-    """
+def _prompts(rendering: Rendering | None, template_file: str) -> str:
+    """A paragraph on the prompts that an adapter expects; empty if that is not known. The last
+    argument names the place of a template that is not the one of the backbone's tokenizer."""
     if rendering is None or not rendering.kinds:
         return ""
     if not rendering.chat_templates:
         return "It was trained on texts without a chat template, so prompts need none."
-    template = own if rendering.own_template else "the chat template of the model's tokenizer"
+    template = (
+        template_file if rendering.own_template else "the chat template of the model's tokenizer"
+    )
     also = ", and on texts without a template" if rendering.texts else ""
     return f"It was trained on chats that {template} renders{also}. Prompts need the same."
 
 
 def _tokenizer_class(base_model: str) -> str:
-    """The class of transformers that reads a backbone's tokenizer as training did."""
-    # AutoTokenizer may make a class of the model's type, which has other tokens than the file.
+    """The class of transformers that reads a backbone's tokenizer as jaxmux reads it."""
+    # AutoTokenizer may choose a class by the model's type, which can make other tokens.
     has_file = (Path(base_model) / "tokenizer.json").is_file()
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 
 
 def _loaded_base(public: str | None, variable: str, reader: str, has_template: bool) -> list[str]:
-    """The lines of code that load the backbone, into a variable, and its tokenizer."""
+    """The lines of code that load the backbone into a variable, and its tokenizer."""
     lines = [f"name = {json.dumps(public)}"]
     if public is None:
         lines = [
@@ -296,10 +277,10 @@ def _use_with_adapters(public: str | None, reader: str, has_template: bool) -> s
 def _use_with_vllm(
     settings: Mapping[str, Any], public: str | None, title: str, merges: bool, has_template: bool
 ) -> str:
-    """How to serve an adapter with vLLM, or how to make something of it that vLLM serves."""
+    """How to serve an adapter with vLLM, or how to convert it for vLLM."""
     merge = "`jaxmux export --merge` makes a checkpoint that vLLM loads."
-    own = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
-    if settings.get("peft_type") == "LORA" and not any(settings.get(key) for key in own):
+    not_loaded = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
+    if settings.get("peft_type") == "LORA" and not any(settings.get(key) for key in not_loaded):
         ranks = [rank for rank in _VLLM_RANKS if rank >= settings["r"]]
         if not ranks:
             return f"vLLM has no room for rank {settings['r']}. {merge}"

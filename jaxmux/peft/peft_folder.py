@@ -1,5 +1,5 @@
-"""Reads and writes adapter folders: those of Hugging Face PEFT, which `peft` and vLLM load, and
-those of AdapterHub."""
+"""Reads and writes adapter folders, in the format of Hugging Face PEFT, which `peft` and vLLM load,
+or in the format of AdapterHub."""
 
 import json
 import logging
@@ -29,9 +29,9 @@ from .model_card import CARD, Notes, adapter_card, model_name, public_name
 
 # The settings in an adapter folder; the arrays are in the `weights_file` of its kind.
 SETTINGS = "adapter_config.json"
-# The key of the base model's fingerprint in the metadata of the weights.
+# The key of the backbone's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
-# The key there of the format in which the base model's linears were stored, if it was no dtype.
+# The key of the format in which the backbone's linears were stored, if it was not a plain dtype.
 _BASE_FORMAT = "jaxmux.base_format"
 # Files of PEFT and of AdapterHub that are not read.
 _PICKLES = ("adapter_model.bin", "pytorch_adapter.bin")
@@ -53,15 +53,15 @@ _KNOWN_SETTINGS = frozenset(
     config config_id hidden_size model_class model_name model_type name version
     """.split()
 )
-# Bytes of a model card that is read.
+# Model cards with more bytes are not read.
 _LARGEST_CARD = 2**20
 # Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
 
 
 class AdapterError(InputError):
-    """An adapter folder cannot be read or does not fit. The message names the file or folder, and
-    the key or tensor at fault."""
+    """An adapter folder cannot be read, or does not fit the backbone. The message names the file or
+    folder, and the key or tensor at fault."""
 
 
 def export_adapter(
@@ -77,21 +77,20 @@ def export_adapter(
     notes: Notes | None = None,
     rendering: Rendering | None = None,
 ) -> None:
-    """Writes an adapter as a folder: in the format of Hugging Face PEFT, which `peft` and vLLM
-    load, or of AdapterHub for bottleneck adapters. README.md in it is a model card for the Hugging
-    Face hub, and chat_template.jinja the chat template of the training data if it is not that of
-    the backbone's tokenizer.
+    """Writes an adapter as a folder, in the format of Hugging Face PEFT, which `peft` and vLLM
+    load, or of AdapterHub for bottleneck adapters. The folder gets a model card for the Hugging
+    Face hub (README.md), and the chat template of the training data (chat_template.jinja) if it is
+    not the one of the backbone's tokenizer.
 
     Args:
       folder: folder to write; it is created if it does not exist.
       adapter: the trained weights, for example from `Engine.adapter`. For LoRA: by path of a linear
-        within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n] of all L layers, for
-        input width k, output width n and the adapter's rank r.
+        within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n] of all L layers.
       spec: the specification with which the adapter was trained, for example a `LoRA`.
       config: configuration of the backbone (`Backbone.config`). Its `backbone_format` is recorded
         in the metadata of the weights.
-      base_model: name or path of the backbone. Its public name, if that is known, is recorded as
-        `base_model_name_or_path`, otherwise what is given.
+      base_model: name or path of the backbone. `base_model_name_or_path` records its public name if
+        that is known, and otherwise this value.
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
         multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
@@ -99,7 +98,7 @@ def export_adapter(
         recognises it; empty records none.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone, such as `LNTuning`, need it.
-      notes: what the card tells of the training; None for nothing.
+      notes: facts about the training for the card; None for none.
       rendering: how the training data became text, from `PreparedTask.samples`; None if that is not
         known. The metadata of the weights record the kinds of records.
 
@@ -118,8 +117,8 @@ def export_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
-    # safetensors writes to a file with a random name first, which stays if the process is killed.
-    # It is in a folder of its own, so that the next export removes it.
+    # safetensors first writes to a file with a random name, which stays if the process is killed.
+    # That file is in a separate folder, so that the next export removes it.
     partial = folder / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -138,7 +137,9 @@ def export_adapter(
         share_like_folder(weights)
         _sort_metadata(weights)
         weights.replace(folder / kind.weights_file)
-        for other in {own.weights_file for own in KINDS.values()} - {kind.weights_file}:
+        for other in {other_kind.weights_file for other_kind in KINDS.values()} - {
+            kind.weights_file
+        }:
             (folder / other).unlink(missing_ok=True)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
@@ -148,7 +149,7 @@ def export_adapter(
     )
     write_atomically(folder / CARD, card)
     write_chat_template(folder, rendering)
-    # The order of patterns in it means something.
+    # The order of patterns within a setting matters, so only the settings are sorted.
     text = json.dumps(dict(sorted(settings.items())), indent=2)
     write_atomically(folder / SETTINGS, text + "\n")
 
@@ -160,24 +161,23 @@ def import_adapter(
     base: BaseTensors | None = None,
     base_model: str = "",
 ) -> tuple[Any, Any]:
-    """Reads an adapter folder. Settings that jaxmux does not know, and the name of another base
-    model than the backbone, are told in a warning.
+    """Reads an adapter folder. A warning tells of settings that jaxmux does not know, and of a base
+    model that is not the backbone by its name.
 
     Args:
       folder: folder with `adapter_config.json` and the weights.
       config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
-        another one is refused. Empty checks nothing.
+        another hash is refused. If this is empty, nothing is checked.
       base: as for `export_adapter`.
-      base_model: name or path of the backbone, with which those that adapter_config.json and
-        README.md name are compared. Empty checks nothing.
+      base_model: name or path of the backbone, which is compared with the names in
+        adapter_config.json and README.md. If this is empty, nothing is compared.
 
     Returns:
-      A pair: the specification, for example a `LoRA`, and the weights. Those of LoRA are, by path
-      of a linear within a layer ("mlp.up_proj"), the factors a [L, k, r] and b [L, r, n], float32
-      NumPy arrays, for L layers, input width k, output width n and the adapter's rank r. They are
-      zero in layers that are not adapted. What the folder does not record, such as `initialisation`
-      and `loraplus_ratio` of LoRA, has its default.
+      The specification, for example a `LoRA`, and the weights. For LoRA, these are by path of a
+      linear within a layer ("mlp.up_proj") the factors a [L, k, r] and b [L, r, n], float32 NumPy
+      arrays, zero in layers that are not adapted. Fields that the folder does not record, such as
+      `initialisation` and `loraplus_ratio` of LoRA, have their defaults.
 
     Raises:
       AdapterError: no kind of adapter has such a folder (a LoRA with biases, for example), or a
@@ -219,15 +219,8 @@ def import_adapter(
 def _warn_of_another_base(
     folder: Path, settings: Mapping[str, Any], base_model: str, is_same: bool
 ) -> None:
-    """Warns if the folder names another base model than the backbone.
-
-    Args:
-      folder: the adapter folder.
-      settings: its adapter_config.json.
-      base_model: name or path of the backbone.
-      is_same: whether a fingerprint says that the adapter was trained on the backbone. Its folder
-        may have another name since.
-    """
+    """Warns if the folder names another base model than the backbone. `is_same` says that
+    fingerprints prove the backbone to be the same; its folder may have been renamed since."""
     paths = (model_name(base_model), base_model, os.path.realpath(base_model))
     names = {Path(path).name.casefold() for path in paths}
     claims = {SETTINGS: settings.get("base_model_name_or_path"), CARD: _base_on_card(folder)}
@@ -246,8 +239,8 @@ def _warn_of_another_base(
 
 
 def _base_on_card(folder: Path) -> Any:
-    """The base model in the metadata of the model card; None if there is none."""
-    # They are loaded here because only folders with a card need them.
+    """The base model in the metadata of the model card; None if it cannot be read."""
+    # Imported here because only folders with a card need them.
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 
@@ -265,11 +258,8 @@ def _warn_once(message: str) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder has the two files of an adapter; they are not read.
-
-    Args:
-      folder: the folder, which need not exist.
-    """
+    """Whether a folder, which need not exist, has the two files of an adapter. They are not
+    read."""
     return (folder / SETTINGS).is_file() and any(
         (folder / kind.weights_file).is_file() for kind in KINDS.values()
     )
@@ -285,8 +275,8 @@ def _recognised(settings: dict[str, Any], where: Path) -> AdapterKind:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata in a safetensors file, whose order is otherwise another one each time, so
-    that equal adapters are equal files. Returns when the file is on disk."""
+    """Sorts the metadata in a safetensors file, so that equal adapters are equal files; their order
+    is otherwise random. Returns when the file is on disk."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -304,16 +294,16 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     if not settings.is_file():
         raise AdapterError(f"{settings}: not found")
     try:
-        found = json.loads(settings.read_text())
+        values = json.loads(settings.read_text())
     except (ValueError, OSError, RecursionError) as e:
         raise AdapterError(f"{folder}: cannot be read: {e}") from None
-    if not isinstance(found, dict):
-        raise AdapterError(f"{settings}: should be a JSON object, found {type(found).__name__}")
-    return found
+    if not isinstance(values, dict):
+        raise AdapterError(f"{settings}: should be a JSON object, values {type(values).__name__}")
+    return values
 
 
 def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
-    """The tensors, and the fingerprint of the base model; empty if there is none."""
+    """The tensors, and the fingerprint of the backbone, which is empty if none is recorded."""
     if not weights.is_file():
         pickles = [name for name in _PICKLES if (weights.parent / name).is_file()]
         hint = f"; {pickles[0]} may run code when it is read, save safetensors" if pickles else ""

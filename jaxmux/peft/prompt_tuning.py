@@ -53,7 +53,7 @@ class PromptTuning:
 
 
 class _Rows(AdapterOp):
-    """Puts the rows where virtual tokens are. Other tasks have none."""
+    """Replaces the embeddings of virtual tokens by the trained rows."""
 
     def embedding_output(self, own, x, tokens):
         index = -1 - tokens
@@ -110,7 +110,7 @@ def _settings(spec: PromptTuning, config: BackboneConfig, serving: bool) -> dict
     return {
         "peft_type": "PROMPT_TUNING",
         "num_virtual_tokens": spec.virtual_tokens,
-        # How PEFT would begin; the tensor replaces it.
+        # PEFT's initialisation is not used, because the tensor replaces it.
         "prompt_tuning_init": "RANDOM",
         "token_dim": config.hidden_size,
         "num_layers": config.num_layers,

@@ -30,7 +30,7 @@ from .sparse_products import first_of_owner, sparse_product
 from .targets import LayerMask, full_name, resolve_targets, target_names
 
 MASKS = ("random", "magnitude", "gradient")
-# Rows and columns have 16 bits each in the number of an entry.
+# The number of an entry holds its row and its column, with 16 bits each.
 _WIDEST = 2**16 - 1
 
 
@@ -74,8 +74,8 @@ class SparseDiff:
 
 
 class _Entries(AdapterOp):
-    """Adds the product with the entries. A device may have some of the linear's inputs, or some of
-    its outputs; it leaves out the entries of others, so that its sums are parts of the whole."""
+    """Adds the product with the entries. If a device holds some of the linear's inputs or outputs
+    only, it leaves out the entries of the others, so its result is a part of the whole sum."""
 
     of_slots = frozenset({"outputs"})
 
@@ -116,7 +116,7 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
             "values": LeafSpec(shape, axes),
             # 1 + 2**16 · input + output; 0 is padding.
             "entries": LeafSpec(shape, axes, trained=False, dtype="uint32"),
-            # Numbers of the outputs from 1, by which a device knows those that it has.
+            # Numbers of the outputs, counted from 1; a device holds those of its outputs.
             "outputs": LeafSpec((slots, n), ("slot", "output"), trained=False, dtype="uint32"),
         }
 
@@ -124,31 +124,31 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 
 def _numbers(places: Int[np.ndarray, " entries"], k: int) -> Int[np.ndarray, " entries"]:
-    """The numbers of entries at places output · k + input of a weight [n, k], row by row of the
-    weight, as PEFT orders them."""
+    """Numbers of the entries at indices output · k + input of a weight [n, k], in PEFT's order: row
+    by row of the weight."""
     places = np.sort(places)
     return (1 + (places % k << 16) + places // k).astype(np.uint32)
 
 
 def _places(numbers: Int[np.ndarray, " entries"]) -> Int[np.ndarray, "2 entries"]:
-    """Outputs and inputs of entries; (0, 0) for padding."""
+    """Outputs and inputs of numbered entries; (0, 0) for padding."""
     numbers = np.maximum(numbers.astype(np.int64) - 1, 0)
     return np.stack([numbers & 0xFFFF, numbers >> 16]).astype(np.int32)
 
 
 def _empty(spec: SparseDiff, config: BackboneConfig) -> dict[str, Any]:
-    """Arrays without entries."""
+    """The arrays of an adapter that has no entries yet."""
     specs = _leaves(config, list(_targets(spec, config)), 1, spec.rank)
     adapter = {}
     for module, leaves in specs.items():
-        own = {name: np.zeros(leaf.of_slot().shape, leaf.dtype) for name, leaf in leaves.items()}
-        own["outputs"] += np.arange(1, 1 + len(own["outputs"]), dtype=np.uint32)
-        adapter[module] = own
+        arrays = {name: np.zeros(leaf.of_slot().shape, leaf.dtype) for name, leaf in leaves.items()}
+        arrays["outputs"] += np.arange(1, 1 + len(arrays["outputs"]), dtype=np.uint32)
+        adapter[module] = arrays
     return adapter
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    # With one task of this kind in a microbatch, whose entries are made a dense matrix.
+    # For a microbatch with one task of this kind, whose entries become a dense matrix.
     k, n = linear_sizes(config, point)
     return PointWork(2 * config.num_layers * k * n, 3 * config.num_layers * n)
 
@@ -164,7 +164,7 @@ def _initial(
     adapter = _empty(spec, config)
 
     def choose(module: str, layer: int, values: Float[np.ndarray, "n k"]) -> None:
-        """Takes the entries with the largest absolute values, in the layout of the weight."""
+        """Takes the entries with the largest absolute values."""
         entries = adapter[module]["entries"][layer]
         places = np.argpartition(-np.abs(values).reshape(-1), len(entries) - 1)[: len(entries)]
         entries[:] = _numbers(places, values.shape[1])
@@ -197,7 +197,7 @@ def _settings(spec: SparseDiff, config: BackboneConfig, serving: bool) -> dict[s
     return {
         "peft_type": "SHIRA",
         "r": spec.rank,
-        # PEFT draws a mask of its own for "random" only, and takes others from the file.
+        # PEFT draws a mask itself for "random" only, and reads other masks from the file.
         "mask_type": f"{spec.mask}_entries",
         "target_modules": target_names(_targets(spec, config)),
         "fan_in_fan_out": False,
@@ -211,7 +211,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Spars
             raise ValueError(f"{key}={settings[key]!r} is not supported")
     targets = settings.get("target_modules") or ()
     mask = str(settings.get("mask_type")).removesuffix("_entries")
-    # Masks of other programs stay what they are, as if they had been drawn.
+    # Masks of other programs are kept as they are, and treated as random ones.
     spec = SparseDiff(
         settings["r"],
         mask if mask in MASKS else "random",
@@ -224,13 +224,13 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Spars
 def _tensors(
     spec: SparseDiff, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    found = {}
+    tensors = {}
     for module, mask in _targets(spec, config).items():
-        own = adapter[module]
-        indices = np.stack([_places(numbers) for numbers in own["entries"]])
-        found |= layer_tensors(module, mask, "shira_weight", own["values"])
-        found |= layer_tensors(module, mask, "shira_indices", indices)
-    return found
+        arrays = adapter[module]
+        indices = np.stack([_places(numbers) for numbers in arrays["entries"]])
+        tensors |= layer_tensors(module, mask, "shira_weight", arrays["values"])
+        tensors |= layer_tensors(module, mask, "shira_indices", indices)
+    return tensors
 
 
 def _from_tensors(
@@ -241,7 +241,7 @@ def _from_tensors(
 ) -> dict[str, Any]:
     adapter = _empty(spec, config)
     for module, mask in _targets(spec, config).items():
-        (k, n), own = linear_sizes(config, module), adapter[module]
+        (k, n), arrays = linear_sizes(config, module), adapter[module]
         entries = spec.rank * (k + n)
         for layer in np.flatnonzero(mask).tolist():
             name = f"{PREFIX}{full_name(module, layer)}"
@@ -251,20 +251,20 @@ def _from_tensors(
                 raise ValueError(f"an index of {name} is outside of its weight [{n}, {k}]")
             places = rows.astype(np.int64) * k + columns
             chosen, at = np.unique(places, return_inverse=True)
-            # PEFT adds up entries that occur twice, as (0, 0) does that fills up a mask.
-            np.add.at(own["values"][layer], at, np.asarray(values, np.float32))
-            own["entries"][layer, : len(chosen)] = _numbers(chosen, k)
+            # PEFT adds up entries that occur twice; superfluous entries of a mask are all (0, 0).
+            np.add.at(arrays["values"][layer], at, np.asarray(values, np.float32))
+            arrays["entries"][layer, : len(chosen)] = _numbers(chosen, k)
     return adapter
 
 
 def _merged(spec: SparseDiff, adapter: Any, config: BackboneConfig) -> Changes:
     def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
-        own = adapter[module]
+        arrays = adapter[module]
 
         def merge(weight: Float[np.ndarray, "n k"]) -> Float[np.ndarray, "n k"]:
             weight = weight.copy()
             # Padding adds 0.
-            np.add.at(weight, tuple(_places(own["entries"][layer])), own["values"][layer])
+            np.add.at(weight, tuple(_places(arrays["entries"][layer])), arrays["values"][layer])
             return weight
 
         return merge

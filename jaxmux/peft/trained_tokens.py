@@ -1,5 +1,5 @@
-"""Trained tokens: some rows of the embedding are trained, for tokens that are new or mean something
-else. If the backbone's head is its embedding, the rows of the head change with them."""
+"""Trained tokens: some rows of the embedding are trained, for tokens that are new or get another
+meaning. If the backbone's head is its embedding, the rows of the head change with them."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -26,9 +26,9 @@ from .leaves import LeafSpec
 from .peft_tensors import PREFIX, take_tensor
 from .targets import LayerMask
 
-# The rows in folders of this kind.
+# The name of the tensor with the rows, in folders of this kind.
 TOKENS_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"
-# A head that is the embedding has the same rows once more in PEFT's folders.
+# If the head is the embedding, PEFT's folders hold the same rows a second time.
 _TENSOR_OF_HEAD = f"{PREFIX}{HEAD}.trainable_tokens_delta"
 
 
@@ -60,7 +60,7 @@ class TrainedTokens:
 
 
 class Rows(AdapterOp):
-    """Adds rows to the embeddings of the tokens to which they belong. `tokens` counts from 1; 0 is
+    """Adds rows to the embeddings of their tokens. "tokens" counts token ids from 1; 0 is
     padding."""
 
     def embedding_output(self, own, x, tokens):
@@ -75,7 +75,7 @@ class Rows(AdapterOp):
         added = matmul_of_chunks(hidden, own["rows"].swapaxes(1, 2), logits.dtype)
         column = own["tokens"] - 1 - first_token
         is_here = (own["tokens"] > 0) & (column >= 0) & (column < vocab)
-        # Columns behind the last one are dropped. All differ, so the sums have one order.
+        # Columns outside the vocabulary are dropped. All columns differ, so sums have one order.
         column = jnp.where(is_here, column, vocab + jnp.arange(count))
 
         def add(logits, column, added):
@@ -107,8 +107,8 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 def _with_rows(spec: TrainedTokens, rows: np.ndarray, config: BackboneConfig) -> dict[str, Any]:
     tokens = 1 + np.asarray(spec.indices, np.int32)
-    own = {"rows": np.asarray(rows, np.float32)[None], "tokens": tokens[None]}
-    return {_point(config): own}
+    arrays = {"rows": np.asarray(rows, np.float32)[None], "tokens": tokens[None]}
+    return {_point(config): arrays}
 
 
 def _initial(
@@ -134,10 +134,10 @@ def _settings(spec: TrainedTokens, config: BackboneConfig, serving: bool) -> dic
 
 
 def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> TrainedTokens:
-    given = settings.get("target_modules") or EMBEDDING
-    names = [given] if isinstance(given, str) else list(given)
+    tables = settings.get("target_modules") or EMBEDDING
+    names = [tables] if isinstance(tables, str) else list(tables)
     if [name.split(".")[-1] for name in names] != [EMBEDDING]:
-        raise ValueError(f"target_modules={given!r} is not supported; expected {EMBEDDING!r}")
+        raise ValueError(f"target_modules={tables!r} is not supported; expected {EMBEDDING!r}")
     spec = TrainedTokens(tuple(settings["token_indices"]))
     _targets(spec, config)
     return spec

@@ -21,7 +21,7 @@ from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
 from .shared_projections import add_projected, first_alike
 from .targets import LayerMask, refuse_size, resolve_targets, target_names
 
-# PEFT's names of the two projections, which are not those of a module.
+# PEFT's names of the two projections, which belong to no module.
 _A, _B = "base_model.vera_A", "base_model.vera_B"
 _NOT_SUPPORTED = ("fan_in_fan_out", "layers_to_transform", "layers_pattern", "exclude_modules")
 
@@ -61,7 +61,7 @@ class VeRA:
 
 
 class _Factors(AdapterOp):
-    """Adds what the projections and their factors make of a linear's input."""
+    """Adds the product of a linear's input with the projections and their trained factors."""
 
     of_slots = frozenset({"a0", "b0", "fingerprint"})
 
@@ -80,7 +80,6 @@ def drawn_projections(
 
     Args:
       key: seed of the generator.
-      rank: r.
       k: width of the widest input.
       n: width of the widest output.
     """
@@ -90,7 +89,7 @@ def drawn_projections(
         bound = float(np.sqrt(3.0) * (np.sqrt(2.0) / np.sqrt(shape[1])))
         bits = rng.randint(0, 2**32, size=shape, dtype=np.uint32) & 0xFFFFFF
         low, high = np.float32(-bound), np.float32(bound)
-        # One rounding at the end, as of a fused multiply-add.
+        # Rounded once at the end, as a fused multiply-add does.
         values = bits * 2.0**-24 * np.float64(high - low) + np.float64(low)
         return values.astype(np.float32)
 
@@ -98,7 +97,7 @@ def drawn_projections(
 
 
 def _widest(spec: VeRA, config: BackboneConfig) -> tuple[int, int]:
-    """The widest input and the widest output of the adapted linears."""
+    """The width of the widest input and of the widest output of the adapted linears."""
     sizes = [linear_sizes(config, m) for m in resolve_targets(spec.target_modules, config)]
     return max(k for k, _ in sizes), max(n for _, n in sizes)
 
@@ -106,17 +105,17 @@ def _widest(spec: VeRA, config: BackboneConfig) -> tuple[int, int]:
 def _projections(
     spec: VeRA, config: BackboneConfig, a: np.ndarray, b: np.ndarray
 ) -> dict[str, dict[str, np.ndarray]]:
-    """By linear, its parts of the projections, which are given in PEFT's layout, and a hash of the
+    """The parts of the projections, which are in PEFT's layout, for each linear, and a hash of the
     whole projections."""
     whole = b"".join(np.asarray(x, np.float32, "C").tobytes() for x in (a, b))
     words = np.frombuffer(hashlib.blake2b(whole).digest(), np.int32)
-    fingerprint, found = np.resize(words, spec.rank), {}
+    fingerprint, by_module = np.resize(words, spec.rank), {}
     for module in resolve_targets(spec.target_modules, config):
         k, n = linear_sizes(config, module)
         parts = {"a0": a[:, :k].T, "b0": b[:n].T}
-        found[module] = {name: np.asarray(x, np.float32, "C") for name, x in parts.items()}
-        found[module]["fingerprint"] = fingerprint
-    return found
+        by_module[module] = {name: np.asarray(x, np.float32, "C") for name, x in parts.items()}
+        by_module[module]["fingerprint"] = fingerprint
+    return by_module
 
 
 def _targets(spec: VeRA, config: BackboneConfig) -> dict[str, LayerMask]:
@@ -141,7 +140,7 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    # With one pair of projections in a microbatch.
+    # For a microbatch with one pair of projections.
     k, n = linear_sizes(config, point)
     layers = config.num_layers
     return PointWork(2 * layers * rank * (k + n), 3 * layers * n, layers * rank)
@@ -178,8 +177,8 @@ def _as_lora(spec: VeRA) -> LoRA:
     return LoRA(spec.rank, float(spec.rank), target_modules=spec.target_modules)
 
 
-def _factors(own: Mapping[str, np.ndarray]) -> Factors:
-    return Factors(own["a0"] * own["ld"][:, None], own["b0"] * own["lb"][:, None])
+def _factors(arrays: Mapping[str, np.ndarray]) -> Factors:
+    return Factors(arrays["a0"] * arrays["ld"][:, None], arrays["b0"] * arrays["lb"][:, None])
 
 
 def _settings(spec: VeRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
@@ -225,16 +224,16 @@ def _tensors(
     spec: VeRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
     if serving:
-        factors: Adapter = {module: _factors(own) for module, own in adapter.items()}
+        factors: Adapter = {module: _factors(arrays) for module, arrays in adapter.items()}
         return lora_folder.tensors(_as_lora(spec), factors, config, serving, base)
-    targets, found = _targets(spec, config), {}
+    targets, tensors = _targets(spec, config), {}
     for module, mask in targets.items():
-        found |= layer_tensors(module, mask, "vera_lambda_d", adapter[module]["ld"])
-        found |= layer_tensors(module, mask, "vera_lambda_b", adapter[module]["lb"])
-    # The widest linears have all of the projections.
+        tensors |= layer_tensors(module, mask, "vera_lambda_d", adapter[module]["ld"])
+        tensors |= layer_tensors(module, mask, "vera_lambda_b", adapter[module]["lb"])
+    # The widest linears have the whole projections.
     a = max((adapter[module]["a0"] for module in targets), key=np.size)
     b = max((adapter[module]["b0"] for module in targets), key=np.size)
-    return found | {_A: np.ascontiguousarray(a.T), _B: np.ascontiguousarray(b.T)}
+    return tensors | {_A: np.ascontiguousarray(a.T), _B: np.ascontiguousarray(b.T)}
 
 
 def _from_tensors(
@@ -251,19 +250,19 @@ def _from_tensors(
     for module, mask in _targets(spec, config).items():
         names = {"ld": "vera_lambda_d", "lb": "vera_lambda_b"}
         shapes = {"ld": (spec.rank,), "lb": (linear_sizes(config, module)[1],)}
-        own = take_layers(tensors, module, mask, {names[x]: shapes[x] for x in names})
+        taken = take_layers(tensors, module, mask, {names[x]: shapes[x] for x in names})
         for leaf, name in names.items():
-            adapter[module][leaf] = stacked(own[name], config.num_layers, np.zeros(shapes[leaf]))
+            adapter[module][leaf] = stacked(taken[name], config.num_layers, np.zeros(shapes[leaf]))
     return adapter
 
 
 def _merged(spec: VeRA, adapter: Any, config: BackboneConfig) -> Changes:
     def change(module: str, layer: int) -> Callable[[np.ndarray], np.ndarray]:
-        own = adapter[module]
+        arrays = adapter[module]
 
         def merge(weight: np.ndarray) -> np.ndarray:
-            product = (own["a0"] * own["ld"][layer]) @ own["b0"]
-            return weight + (product * own["lb"][layer]).T
+            product = (arrays["a0"] * arrays["ld"][layer]) @ arrays["b0"]
+            return weight + (product * arrays["lb"][layer]).T
 
         return merge
 
