@@ -298,7 +298,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     except (ValueError, OSError, RecursionError) as e:
         raise AdapterError(f"{folder}: cannot be read: {e}") from None
     if not isinstance(values, dict):
-        raise AdapterError(f"{settings}: should be a JSON object, values {type(values).__name__}")
+        raise AdapterError(f"{settings}: should be a JSON object, found {type(values).__name__}")
     return values
 
 
