@@ -1,4 +1,4 @@
-"""From a source of records to the arrays of a microbatch.
+"""The way of training data from the records of a source to the arrays of a microbatch.
 
 `read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
 them into `Samples`, whose tokens are in a `TokenFile`. `GlobalBatches` draws the global batches of
@@ -44,7 +44,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # The module imports JAX, which help texts do not wait for.
+    # That module imports JAX, which is too slow to import for help texts.
     if name in ("Microbatch", "fill_microbatch"):
         return getattr(import_module(f"{__name__}.microbatch"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

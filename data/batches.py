@@ -6,21 +6,19 @@ from functools import lru_cache
 from .errors import DataError
 from .samples import Sample
 
-# Global batches of a task whose indices are kept.
+# Number of global batches of a task whose indices are cached.
 _REMEMBERED = 8
 
 
 class GlobalBatches:
-    """Random access to the global batches of one task: the samples of each of its optimizer
-    updates.
+    """Random access to the global batches of one task: the samples of each optimizer update.
 
-    `batches[k]` is the k-th global batch, a list of samples; it raises IndexError if there are at
-    most k. `len(batches)` is their number in all epochs; it is `sys.maxsize` without a limit.
+    `batches[k]` is the k-th global batch, a list of samples. `len(batches)` is the number of
+    batches in all epochs, or `sys.maxsize` without a limit.
 
-    A global batch depends only on k and the arguments of the constructor, so a checkpoint needs to
-    store only k as the task's position in its data. Every epoch (one pass over the samples) holds
-    each sample exactly once; if `shuffle` is True, in a random order of its own. The last batch of
-    an epoch may be short.
+    A global batch depends only on k and the arguments of the constructor, so a checkpoint stores
+    only k. Every epoch (one pass over the samples) holds each sample exactly once, in an order that
+    is drawn for each epoch if `shuffle` is True. The last batch of an epoch may be short.
 
     Attributes:
       batches_per_epoch: number of global batches in one epoch.
@@ -34,10 +32,10 @@ class GlobalBatches:
         epochs: int | None = None,
         shuffle: bool = True,
     ):
-        """Describes the batches; no sample is drawn yet.
+        """Describes the batches without reading samples.
 
         Args:
-          samples: the samples of the task, at least one; `load_samples` makes them.
+          samples: the samples of the task, at least one, from `load_samples`.
           batch_size: samples in a global batch, at least 1. If it exceeds the number of samples,
             every epoch is one short batch.
           seed: seed of the random order, not negative.
@@ -55,7 +53,7 @@ class GlobalBatches:
             raise DataError(f"seed must not be negative, found {seed}")
         if epochs is not None and epochs < 1:
             raise DataError(f"epochs must be at least 1 or None, found {epochs}")
-        # Importing grain imports JAX, which help texts do not wait for.
+        # Imported here because grain imports JAX, which is too slow to import for help texts.
         import grain
 
         order = grain.MapDataset.range(len(samples)).seed(seed)
@@ -64,20 +62,15 @@ class GlobalBatches:
         one_epoch = order.batch(batch_size, drop_remainder=False, batch_fn=tuple)
         self.batches_per_epoch: int = len(one_epoch)
         self._samples, self._batches = samples, one_epoch.repeat(epochs)
-        # The next batches are asked for again whenever another task comes or goes, and to shuffle
-        # a sample among few takes 1 ms.
+        # The next batches are read again whenever another task comes or goes, and shuffling takes
+        # 1 ms for each sample.
         self._indices = lru_cache(_REMEMBERED)(self._batches.__getitem__)
 
     def __len__(self) -> int:
-        """The number of global batches in all epochs; `sys.maxsize` if `epochs` is None."""
         return len(self._batches)
 
     def __getitem__(self, k: int) -> list[Sample]:
-        """The k-th global batch, k from 0.
-
-        Raises:
-          IndexError: k is negative, or there are at most k batches.
-        """
+        """The k-th global batch, from 0; IndexError if there is none."""
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
         return [self._samples[i] for i in self._indices(k)]

@@ -1,4 +1,5 @@
-"""Chat records: rendering by the tokenizer's chat template, and the ranges of assistant turns."""
+"""Chat records: rendering by the tokenizer's chat template, and the ranges of assistant
+messages."""
 
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,7 @@ from .time_limit import TimeLimit, TimeLimitExceeded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Words with which answers begin, and which most tokenizers join with a space before them.
+# Words with which answers begin. Most tokenizers join them with a space before them.
 _FIRST_WORDS = ("I", "The", "a", "is")
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -30,19 +31,17 @@ def read_chat(
     record: Record,
     tokenizer: "PreTrainedTokenizerBase",
     form: Form,
-    own: ChatTemplate | None = None,
+    source_template: ChatTemplate | None = None,
 ) -> tuple[ChatTemplate, Messages, Tools | None]:
-    """The messages and the tools of a record, and the template that renders them.
-
-    Args:
-      record, tokenizer, form, own: as for `render_chat`.
+    """The template that renders a record, and the record's messages and tools. Arguments are as for
+    `render_chat`.
 
     Raises:
       DataError: the messages or tools are malformed, there is no template, or it does not render
-        what they hold.
+        tools or roles that they contain.
     """
     tools = read_tools(record, form)
-    template = own or template_of(tokenizer, tools, record.where)
+    template = source_template or template_of(tokenizer, tools, record.where)
     if tools and "tools" not in template.text:
         raise DataError(
             f"{record.where}: the record has tools, which {template.name} "
@@ -58,37 +57,39 @@ def render_chat(
     limit: TimeLimit | None = None,
     form: Form = "messages",
     treated: Callable[[Record], Record] = lambda record: record,
-    own: ChatTemplate | None = None,
+    source_template: ChatTemplate | None = None,
 ) -> RenderedText:
-    """Renders a record with messages; the target ranges are the parts that the assistant generates.
+    """Renders a record with messages. The target ranges are the parts that the assistant generates.
 
     If the template marks these parts with `{% generation %}`, the marks are used. Without marks,
     the range of an assistant message begins where the rendering of the earlier messages with the
     generation prompt ends, and ends where the rendering of all messages up to and including this
     one ends. Such a range includes the template's end-of-turn token. Assistant messages whose
-    weight is 0 are no targets. A generation prompt that the template writes behind a message of the
-    assistant, although nobody has asked for it, is no part of the text.
+    weight is 0 are no targets. If the template writes a generation prompt behind the last message
+    of the assistant, although none was asked for, this prompt is cut off.
 
     Args:
       record: a record whose field "messages" is a list of {"role", "content"} objects, or a
         ShareGPT record; its field "tools" may describe functions.
-      tokenizer: the tokenizer, with a chat template unless `own` is given.
+      tokenizer: a tokenizer with a chat template, unless `source_template` is given.
       loss_on: as in `Source`; "all" makes the whole text one target range, without the messages
         whose weight is 0.
       limit: time limit of each call of the template; None for no limit.
       form: "messages" or "sharegpt".
-      treated: function that is applied to the record before it is rendered, when the JSON texts in
-        it have been parsed.
-      own: the template of the source; None for the tokenizer's.
+      treated: function that is applied to the record before it is rendered, and after the JSON
+        texts in it have been parsed.
+      source_template: the template of the source; None for the tokenizer's.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
         refuses the conversation, or the template has no marks and renders the first messages
         differently when more messages follow.
     """
-    template, messages, tools = read_chat(record, tokenizer, form, own)
-    found = treated(record._replace(fields={**record.fields, "messages": messages, "tools": tools}))
-    messages, tools = found.fields["messages"], found.fields["tools"]
+    template, messages, tools = read_chat(record, tokenizer, form, source_template)
+    treated_record = treated(
+        record._replace(fields={**record.fields, "messages": messages, "tools": tools})
+    )
+    messages, tools = treated_record.fields["messages"], treated_record.fields["tools"]
     weights = [message.pop("weight", 1) for message in messages]
     chat = _Chat(record, tokenizer, template, messages, tools, limit, {})
     spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
@@ -107,13 +108,9 @@ def render_chat(
 
 def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) -> str:
     """The last line of a template's generation prompt, if the tokenizer joins its end with the
-    answer, as most do with a space: generated answers then begin unlike those of the samples. Empty
-    if it does not, if there are no chats, or if the template does not render a chat of two words.
-
-    Args:
-      tokenizer: the tokenizer.
-      rendering: how the records of one source became text.
-    """
+    beginning of the answer, as most do with a space. Generated answers then begin with other tokens
+    than those of the samples. Empty if the tokenizer does not, if there are no chats, or if the
+    template refuses a short test chat."""
     if not rendering.chat_templates:
         return ""
     render = partial(
@@ -123,7 +120,7 @@ def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) ->
     chats = [[*chat, {"role": ASSISTANT, "content": word}] for word in _FIRST_WORDS]
     try:
         prompt, *texts = render(chat, add_generation_prompt=True), *map(render, chats)
-    except Exception:  # such a template needs other messages
+    except Exception:  # the template needs other messages
         return ""
     if not all(text.startswith(prompt) for text in texts):
         return ""
@@ -133,7 +130,7 @@ def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) ->
 
 
 class _Chat(NamedTuple):
-    """A conversation, and what renders it."""
+    """A conversation with its template and tokenizer."""
 
     record: Record
     tokenizer: "PreTrainedTokenizerBase"
@@ -141,11 +138,11 @@ class _Chat(NamedTuple):
     messages: Messages
     tools: Tools | None
     limit: TimeLimit | None
-    # By number of messages and whether a generation prompt was asked for, what was rendered.
+    # The texts that were rendered, by number of messages and whether a generation prompt was added.
     texts: dict[tuple[int, bool], str]
 
     def rendered(self, number: int | None = None, add_generation_prompt: bool = False) -> str:
-        """The text of the first messages, or of all of them."""
+        """The text of the first `number` messages; None for all of them."""
         number = len(self.messages) if number is None else number
         key = number, add_generation_prompt
         if key not in self.texts:
@@ -164,13 +161,13 @@ class _Chat(NamedTuple):
             )
 
     def _unprompted(self, text: str, number: int) -> str:
-        """The text of the first messages without the generation prompt at its end, if the template
-        writes one behind every chat."""
+        """Cuts off the generation prompt at the end of the text of the first `number` messages, if
+        the template writes one behind every chat."""
         messages = self.messages[:number]
         if number < 2 or messages[-1]["role"] != ASSISTANT:
             return text
-        # Such a template does not heed the question for a prompt, the answer follows the prompt,
-        # and the text has another end when the user's next message follows.
+        # Such a template ignores `add_generation_prompt`. It writes the prompt before the answer
+        # too, and the text ends differently when the user's next message follows.
         before = self.rendered(number - 1)
         if before != self.rendered(number - 1, True) or not text.startswith(before):
             return text
@@ -178,8 +175,8 @@ class _Chat(NamedTuple):
             longer = self._render([*messages, {"role": "user", "content": "?"}], False)
         except DataError:
             return text
-        # The prompt begins at `end` at the latest, and at `start` or behind it: the message before
-        # the answer may end in the same text as the answer.
+        # The prompt begins at `start` or later, because the message before the answer may end in
+        # the same text as the answer, and at `end` at the latest.
         end = len(commonprefix([text, longer]))
         same = len(commonprefix([text[::-1], before[::-1]]))
         said = (messages[-1].get("content") or "").strip()
@@ -187,38 +184,38 @@ class _Chat(NamedTuple):
         start = max(len(text) - same, said_until)
         if end == len(text) or start > end:
             return text
-        # What ends a turn is a part of the answer, and so is the white space behind it.
+        # The token that ends a turn is a part of the answer, and so is the white space behind it.
         special = re.compile("|".join(map(re.escape, self._ends_of_turns(text))) or "(?!)")
-        if found := special.search(text, start, end):
-            start = found.end()
+        if match := special.search(text, start, end):
+            start = match.end()
         while start < end and text[start].isspace():
             start += 1
         return text[:start]
 
     def _ends_of_turns(self, text: str) -> list[str]:
-        """The special tokens that may end a turn, the longest first: all but the one with which
-        turns begin."""
+        """The special tokens that may end a turn, the longest first. The token with which turns
+        begin is left out."""
         tokens = self.tokenizer.convert_ids_to_tokens(list(ends_of_turns(self.tokenizer)))
         tokens = sorted(set(tokens), key=len, reverse=True)
         heading = text.partition(self.messages[0].get("content") or text)[0]
         spelt = re.findall("|".join(map(re.escape, tokens)) or "(?!)", heading)
-        first = next((own for own in spelt if own != self.tokenizer.bos_token), None)
-        return [own for own in tokens if own != first]
+        first = next((token for token in spelt if token != self.tokenizer.bos_token), None)
+        return [token for token in tokens if token != first]
 
     def marked(self, number: int | None = None) -> tuple[str, list[TextRange]]:
-        """The text of the first messages, or of all of them, and its generation blocks."""
-        # `apply_chat_template(return_assistant_tokens_mask=True)` calls this function too, but if a
-        # block ends in a character that the tokenizer drops, its mask of tokens extends to the end
-        # of the chat. The ranges of characters are exact.
+        """The text of the first `number` messages (None for all) and its generation blocks."""
+        # `apply_chat_template(return_assistant_tokens_mask=True)` uses this function too. But if a
+        # block ends in a character that the tokenizer drops, that mask extends to the end of the
+        # chat. The ranges of characters are exact.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with self._template_errors():
             (text,), (blocks,) = render_jinja_template(
-                # As in `apply_chat_template`, keys without a value are missing ones.
+                # As in `apply_chat_template`, keys whose value is None are left out.
                 conversations=[
                     [
-                        {k: v for k, v in own.items() if v is not None}
-                        for own in self.messages[:number]
+                        {k: v for k, v in message.items() if v is not None}
+                        for message in self.messages[:number]
                     ]
                 ],
                 tools=self.tools,
@@ -252,13 +249,8 @@ class _Chat(NamedTuple):
 def _ranges(
     chat: _Chat, spoken: Sequence[int], wanted: Sequence[int]
 ) -> tuple[str, tuple[TextRange, ...]]:
-    """The text of a chat, and the ranges of some of the assistant's messages in it.
-
-    Args:
-      chat: the chat.
-      spoken: the numbers of all of the assistant's messages.
-      wanted: the numbers of those whose ranges are returned.
-    """
+    """The text of a chat, and the ranges of the messages with the numbers `wanted`. `spoken` are
+    the numbers of all of the assistant's messages."""
     if not _GENERATION_BLOCK.search(chat.template.text):
         text = chat.rendered()
         return text, tuple(_range_by_prefix(chat, text, number) for number in wanted)
@@ -276,18 +268,20 @@ def _ranges(
 def _blocks_of(
     chat: _Chat, text: str, blocks: Sequence[TextRange], number: int
 ) -> Sequence[TextRange]:
-    """The generation blocks of one message: those that it adds to the messages before it."""
+    """The generation blocks of one message: the blocks that it adds to the earlier messages'."""
     before = len(chat.marked(number)[1]) if number else 0
-    shorter, found = chat.marked(number + 1)
-    own = blocks[before : len(found)]
-    if [text[start:end] for start, end in own] != [shorter[s:e] for s, e in found[before:]]:
+    shorter, shorter_blocks = chat.marked(number + 1)
+    added = blocks[before : len(shorter_blocks)]
+    if [text[start:end] for start, end in added] != [
+        shorter[s:e] for s, e in shorter_blocks[before:]
+    ]:
         raise chat.error(
             f"{chat.template.name} does not preserve prefixes: it "
             f"marks other text with {{% generation %}} when more messages follow message {number}, "
             "so the parts of single messages cannot be found, which weights and "
             'loss_on="last_turn" need'
         )
-    return own
+    return added
 
 
 def _range_by_prefix(chat: _Chat, text: str, number: int) -> TextRange:
@@ -310,7 +304,7 @@ def _range_by_prefix(chat: _Chat, text: str, number: int) -> TextRange:
 
 
 def _outside(text: str, excluded: Sequence[TextRange]) -> tuple[TextRange, ...]:
-    """The parts of a text outside of some ranges, which are in order."""
-    starts = [0, *(own.end for own in excluded)]
-    ends = [*(own.start for own in excluded), len(text)]
+    """The parts of a text outside of some ranges, which are in ascending order."""
+    starts = [0, *(part.end for part in excluded)]
+    ends = [*(part.start for part in excluded), len(text)]
     return tuple(TextRange(s, e) for s, e in zip(starts, ends, strict=True) if s < e)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 _SUFFIX = ".jinja"
 _BYTE_ORDER_MARK = "\ufeff"
-# By these names transformers takes one of several templates of a tokenizer: for chats with tools,
-# and for others.
+# If a tokenizer has several templates, transformers takes the first name for chats with tools, and
+# the second one for others.
 _FOR_TOOLS, _DEFAULT = "tool_use", "default"
 
 
@@ -25,7 +25,7 @@ class ChatTemplate(NamedTuple):
 
     Attributes:
       text: the template, in Jinja.
-      name: what error messages call it.
+      name: the name of the template in error messages.
     """
 
     text: str
@@ -33,26 +33,23 @@ class ChatTemplate(NamedTuple):
 
 
 class TemplateClock:
-    """Stops the time that chat templates read, as by `strftime_now`, in this thread: the same
-    templates then render the same chats alike, whenever that is.
+    """Stops the time that chat templates read in this thread, for example by `strftime_now`. The
+    same templates then render the same chats alike at any time.
 
     Attributes:
       date: the time that templates read, without a time zone.
-      was_read: whether one has read it since the clock was entered.
+      was_read: whether a template has read it since the clock was entered.
     """
 
     def __init__(self, date: datetime | None = None):
-        """Makes a clock that stands.
-
-        Args:
-          date: the time; None for that of the clock around this one, or for now.
-        """
+        """Makes a stopped clock. None for `date` takes the time of the clock that was entered
+        before this one, or the present time if there is none."""
         around = _CLOCK.get()
         self.date = date or (around.date if around else datetime.now())
         self.was_read = False
 
     def __enter__(self) -> "TemplateClock":
-        # Templates get no other function than that of transformers, which asks this class.
+        # transformers gives templates one function that reads the time; it asks this class.
         from transformers.utils import chat_template_utils
 
         chat_template_utils.datetime = _TemplateTime
@@ -67,7 +64,7 @@ _CLOCK: ContextVar[TemplateClock | None] = ContextVar("chat template clock", def
 
 
 class _TemplateTime(datetime):
-    """The time of the clock that was entered last, or the present time."""
+    """Reads the time of the clock that was entered last, or the present time."""
 
     @classmethod
     def now(cls, tz=None):
@@ -78,16 +75,12 @@ class _TemplateTime(datetime):
 
 
 def template_file(source: Source) -> str | None:
-    """The file that `Source.chat_template` names; None if it is the text of a template, or None.
-
-    Args:
-      source: the source.
-    """
-    given = source.chat_template
-    if given is None or given.endswith(_SUFFIX):
-        return given
+    """The file that `Source.chat_template` names; None if it is the text of a template, or None."""
+    template = source.chat_template
+    if template is None or template.endswith(_SUFFIX):
+        return template
     try:
-        return given if Path(given).is_file() else None
+        return template if Path(template).is_file() else None
     except (OSError, ValueError):  # too long for a path, as texts are
         return None
 
@@ -95,11 +88,11 @@ def template_file(source: Source) -> str | None:
 def own_template(
     source: Source, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> ChatTemplate | None:
-    """The template that a source brings with it, or that it names among several ones of the
-    tokenizer; None if the tokenizer's usual one serves.
+    """The template that `Source.chat_template` gives or names among several ones of the tokenizer;
+    None to use the tokenizer's default template.
 
     Args:
-      source: the source; only its `path` and `chat_template` are used.
+      source: only its `path` and `chat_template` are used.
       tokenizer: the tokenizer; None if it has no templates that a source can name.
 
     Raises:
@@ -120,9 +113,9 @@ def own_template(
 
 
 def _without_mark(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
-    """The tokenizer's template without the byte order mark at its beginning, which no editor shows
-    and transformers would render; None if there is no mark. Like a source's own template, it goes
-    with the adapter."""
+    """The tokenizer's template without its byte order mark, which editors do not show and
+    transformers would render; None if it has none. Like a template of the source, it is written
+    beside the adapter."""
     text = tokenizer.chat_template
     if not isinstance(text, str) or not text.startswith(_BYTE_ORDER_MARK):
         return None
@@ -130,12 +123,7 @@ def _without_mark(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
 
 
 def named_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatTemplate | None:
-    """One of several templates of a tokenizer; None if it has none of this name.
-
-    Args:
-      tokenizer: the tokenizer.
-      name: name of the template.
-    """
+    """The template of this name, if a tokenizer has several templates; None if there is none."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict) or name not in templates:
         return None
@@ -144,10 +132,7 @@ def named_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatTempl
 
 
 def read_template(file: str | Path) -> ChatTemplate:
-    """Reads a chat template, without the byte order mark that may be before it.
-
-    Args:
-      file: a file with a Jinja template.
+    """Reads a Jinja template from a file, without a byte order mark at its beginning.
 
     Raises:
       DataError: the file cannot be read, or holds no Jinja template. The message names the line.
@@ -159,16 +144,16 @@ def read_template(file: str | Path) -> ChatTemplate:
 
 
 def compiled(template: ChatTemplate) -> ChatTemplate:
-    """The template, if it is a Jinja template that a file can hold. If it is none, DataError, which
-    names the line."""
+    """Returns the template if it compiles as Jinja and can be written to a file. Otherwise raises
+    DataError, which names the line."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
-        # Adapters bring their template along as a file.
+        # The template must be valid UTF-8, because it is written to a file beside adapters.
         template.text.encode()
         # Without conversations, the template is only compiled.
         render_jinja_template(conversations=[], chat_template=template.text)
-    except Exception as error:  # templates come from anywhere, and Jinja may raise anything
+    except Exception as error:  # users choose the template, and Jinja may raise anything
         raise DataError(f"{template.name}: {error}{line_of(error)}") from error
     return template
 
@@ -179,12 +164,11 @@ def template_of(
     """The chat template of a tokenizer.
 
     Args:
-      tokenizer: the tokenizer.
-      tools: the tools of a chat, for which the tokenizer may have a template of its own.
-      where: what needs the template, as the message names it; may be empty.
+      tools: the tools of a chat, for which the tokenizer may have a separate template.
+      where: the record or file that needs the template, for the message; may be empty.
 
     Raises:
-      DataError: the tokenizer has no chat template, or several ones of which none is the usual one.
+      DataError: the tokenizer has no chat template, or several templates without a default one.
     """
     before = where and f"{where}: "
     if tokenizer.chat_template is None:
@@ -198,8 +182,8 @@ def template_of(
         text = tokenizer.chat_template.removeprefix(_BYTE_ORDER_MARK)
         return ChatTemplate(text, f"the chat template of {tokenizer.name_or_path}")
     for name in (_FOR_TOOLS,) * (tools is not None) + (_DEFAULT,):
-        if found := named_template(tokenizer, name):
-            return found
+        if named := named_template(tokenizer, name):
+            return named
     names = ", ".join(map(repr, sorted(tokenizer.chat_template)))
     raise DataError(
         f"{before}the tokenizer {tokenizer.name_or_path} has several chat templates ({names}), and "
@@ -209,11 +193,8 @@ def template_of(
 
 
 def line_of(error: BaseException) -> str:
-    """The line of a template in which an error was raised, in words; empty if it is not known.
-
-    Args:
-      error: what compiling or rendering the template has raised.
-    """
+    """The line of a template in which compiling or rendering it raised an error, in words; empty if
+    it is not known."""
     line = getattr(error, "lineno", None)
     for frame, number in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == "<template>":

@@ -1,4 +1,4 @@
-"""Records whose fields have other names than those of a form: `Source.columns`, and hints."""
+"""Records whose fields have other names than those of a form: `Source.columns` and hints for it."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -8,7 +8,7 @@ from .errors import DataError
 from .forms import OPTIONAL_FIELDS, REQUIRED_FIELDS, Form, fields_of
 from .sources import Record, Source
 
-# By field of a form, the names that other data sets give it.
+# The names that other data sets give to a form's fields, by field.
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "input", "instruction", "problem", "request", "user"),
     "completion": ("answer", "response", "output", "reply", "solution", "assistant"),
@@ -18,85 +18,61 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "conversations": ("conversation", "messages", "dialogue", "dialog", "chat", "turns"),
     "text": ("content", "body", "document", "article"),
 }
-# Hints name the first form that fits.
+# The order in which forms are tried for hints; the first one that fits is named.
 _ORDER: Sequence[Form] = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 
 
 class Columns:
-    """Gives the fields of records the names that their form has, as `Source.columns` says."""
+    """Renames the fields of records to those of their form, by `Source.columns`."""
 
     def __init__(self, source: Source):
-        """No record has been seen yet.
-
-        Args:
-          source: the source of the records.
-        """
         self._source = source
         optional = {name for names in OPTIONAL_FIELDS.values() for name in names}
-        self._unseen = {name: own for name, own in source.columns if name in optional}
+        self._unseen = {name: field for name, field in source.columns if name in optional}
         self._required = {name for name, _ in source.columns} - optional
 
     def see(self, record: Record) -> None:
-        """Takes note of the optional fields of a record, for `refuse_unseen`.
-
-        Args:
-          record: a record as it comes from its source.
-        """
-        for name, own in list(self._unseen.items()):
-            if own in record.fields:
+        """Notes which optional fields a record has, as it comes from its source, for
+        `refuse_unseen`."""
+        for name, field in list(self._unseen.items()):
+            if field in record.fields:
                 del self._unseen[name]
 
     def renamed(self, record: Record) -> Record:
-        """The record with the fields of its form.
-
-        Args:
-          record: a record as it comes from its source.
-
-        Raises:
-          DataError: the record lacks a field that its form needs.
-        """
+        """The record with the fields of its form. DataError if a required field is missing."""
         if not self._source.columns:
             return record
-        found: dict[str, Any] = {}
-        for name, own in self._source.columns:
-            if own in record.fields:
-                found[name] = record.fields[own]
+        fields: dict[str, Any] = {}
+        for name, field in self._source.columns:
+            if field in record.fields:
+                fields[name] = record.fields[field]
             elif name in self._required:
                 raise DataError(
-                    f"{record.where}: no field {own!r}, which columns names for {name!r}; "
+                    f"{record.where}: no field {field!r}, which columns names for {name!r}; "
                     f"found fields: {field_names(record)}"
                 )
         names = {name for name, _ in self._source.columns}
         rest = {name: value for name, value in record.fields.items() if name not in names}
-        return record._replace(fields=rest | found)
+        return record._replace(fields=rest | fields)
 
     def refuse_unseen(self) -> None:
-        """Raises DataError if no record that was seen had an optional field that the columns
-        name, as after a typing error."""
-        for name, own in self._unseen.items():
+        """Raises DataError if the columns name an optional field that no record had, for example
+        because it is misspelt."""
+        for name, field in self._unseen.items():
             raise DataError(
-                f"{self._source.path}: no record has the field {own!r}, which columns names for "
+                f"{self._source.path}: no record has the field {field!r}, which columns names for "
                 f"{name!r}"
             )
 
 
 def field_names(record: Record) -> str:
-    """The names of a record's fields, as error messages list them.
-
-    Args:
-      record: the record.
-    """
+    """The names of a record's fields, as error messages list them."""
     return ", ".join(map(repr, record.fields)) or "none"
 
 
 def hint(record: Record, forms: Sequence[Form]) -> str:
-    """How the source of a record that fits no form can be trained on, behind an error message;
-    empty if the record tells nothing.
-
-    Args:
-      record: the record.
-      forms: the forms that the source permits.
-    """
+    """A setting that would make the source of a record trainable, for the end of an error message;
+    empty if no setting can be derived from the record, which fits none of the permitted forms."""
     fields = record.fields
     if {"chosen", "rejected"} <= fields.keys():
         return (
@@ -116,24 +92,24 @@ def _chosen(fields: Mapping[str, Any], forms: Sequence[Form]) -> str:
     if not isinstance(fields["chosen"], str):
         return _setting({"messages": "chosen"}, "messages", forms)
     if prompt := _found(fields, "prompt"):
-        own = {} if prompt == "prompt" else {"prompt": prompt}
-        return _setting(own | {"completion": "chosen"}, "prompt_completion", forms)
+        prompt_column = {} if prompt == "prompt" else {"prompt": prompt}
+        return _setting(prompt_column | {"completion": "chosen"}, "prompt_completion", forms)
     return _setting({"text": "chosen"}, "text", forms)
 
 
 def _columns(fields: Mapping[str, Any], form: Form) -> dict[str, str]:
     """The columns that make a record fit a form; empty if there are none."""
-    found = {name: _found(fields, name) for name in fields_of(form)}
-    if any(found[name] is None for name in REQUIRED_FIELDS[form]):
+    by_name = {name: _found(fields, name) for name in fields_of(form)}
+    if any(by_name[name] is None for name in REQUIRED_FIELDS[form]):
         return {}
-    return {name: own for name, own in found.items() if own is not None and own != name}
+    return {name: field for name, field in by_name.items() if field is not None and field != name}
 
 
 def _found(fields: Mapping[str, Any], name: str) -> str | None:
-    """The field of a record that holds what a form calls `name`."""
-    own = {field.lower(): field for field in fields if _may_be(fields[field], name)}
+    """The field of a record that holds the values which a form calls `name`."""
+    by_lower_case = {field.lower(): field for field in fields if _may_be(fields[field], name)}
     names = (name, *_SYNONYMS.get(name, ()))
-    return next((own[similar] for similar in names if similar in own), None)
+    return next((by_lower_case[similar] for similar in names if similar in by_lower_case), None)
 
 
 def _may_be(value: Any, name: str) -> bool:
@@ -146,5 +122,5 @@ def _may_be(value: Any, name: str) -> bool:
 
 
 def _setting(columns: Mapping[str, str], form: Form, forms: Sequence[Form]) -> str:
-    own = "" if form in forms else f'form="{form}" and '
-    return f"{own}columns={json.dumps(columns)}"
+    form_setting = "" if form in forms else f'form="{form}" and '
+    return f"{form_setting}columns={json.dumps(columns)}"

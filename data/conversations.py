@@ -1,4 +1,4 @@
-"""The messages and tools of chat records, in the form that chat templates take."""
+"""The messages and tools of chat records, as chat templates take them."""
 
 import json
 import re
@@ -15,11 +15,11 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
 ASSISTANT = "assistant"
-# The roles that chat templates of public models know. Targets are the messages of the assistant.
+# The roles that chat templates of public models use. Messages of the assistant are targets.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 _OTHER_NAMES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 
-# By the name of a ShareGPT speaker, the role. The value of a function call is JSON, not text.
+# The role of each ShareGPT speaker. The value of a function call is JSON, not text.
 SPEAKERS = {
     "system": "system",
     "human": "user",
@@ -31,19 +31,16 @@ SPEAKERS = {
     "observation": "tool",
     "function_call": ASSISTANT,
 }
-# The speaker of a call in ShareGPT, and the key of a call in a message of OpenAI's old form.
+# The speaker of a function call in ShareGPT, and the key of a call in OpenAI's old form.
 _FUNCTION_CALL = "function_call"
 
 
 def read_tools(record: Record, form: Form) -> Tools | None:
-    """The field "tools" of a record: the descriptions of functions that the assistant may call. The
-    field "functions", which OpenAI's old form has in its place, holds them without {"type":
-    "function", "function": …} around them.
-
-    Columnar files often hold them as JSON texts, which are parsed.
+    """The descriptions of functions that the assistant may call, from the field "tools". OpenAI's
+    old form has the field "functions" instead, which holds descriptions without {"type":
+    "function", "function": …} around them. Descriptions may be JSON texts, as in columnar files.
 
     Args:
-      record: a record of the form.
       form: "messages" or "sharegpt". In the latter, descriptions often lack {"type": "function",
         "function": …} around them, which templates expect and which is then added.
 
@@ -53,11 +50,11 @@ def read_tools(record: Record, form: Form) -> Tools | None:
     Raises:
       DataError: the field is no list of objects, its text is not JSON, or there are both fields.
     """
-    found = {name: _described(record, name) for name in ("tools", "functions")}
-    if all(found.values()):
+    by_field = {name: _described(record, name) for name in ("tools", "functions")}
+    if all(by_field.values()):
         raise DataError(f"{record.where}: has both 'tools' and 'functions'; keep one of them")
-    tools = found["tools"] or found["functions"]
-    if form == "sharegpt" or found["functions"]:
+    tools = by_field["tools"] or by_field["functions"]
+    if form == "sharegpt" or by_field["functions"]:
         tools = [
             tool if {"type", "function"} & tool.keys() else {"type": "function", "function": tool}
             for tool in tools
@@ -67,19 +64,19 @@ def read_tools(record: Record, form: Form) -> Tools | None:
 
 def _described(record: Record, field: str) -> Tools:
     """The descriptions of functions in a field; empty if there are none."""
-    found = record.fields.get(field)
-    if isinstance(found, str) and found.strip():
-        found = _parsed(record, f"field {field!r}", found)
-    if not found or isinstance(found, str):
+    value = record.fields.get(field)
+    if isinstance(value, str) and value.strip():
+        value = _parsed(record, f"field {field!r}", value)
+    if not value or isinstance(value, str):
         return []
-    tools = list(found) if _is_list(found) else [None]
+    tools = list(value) if _is_list(value) else [None]
     for number, tool in enumerate(tools):
         if isinstance(tool, str):
             tools[number] = _parsed(record, f"entry {number} of field {field!r}", tool)
     if not all(isinstance(tool, Mapping) for tool in tools):
         raise DataError(
             f"{record.where}: field {field!r} must be a list of objects that describe functions, "
-            f"or the JSON text of one, found {type(found).__name__}"
+            f"or the JSON text of one, found {type(value).__name__}"
         )
     return tools
 
@@ -88,36 +85,36 @@ def read_messages(record: Record, form: Form, template: str) -> Messages:
     """The messages of a record, each with a role that the template knows.
 
     Arguments of tool calls that are JSON texts become objects, as transformers recommends. Fields
-    that are null are left out, except the content of a message with tool calls: in columnar files
-    every message has the fields of all messages, and some templates would print these nulls.
+    that are null are left out, because in columnar files every message has the fields of all
+    messages, and some templates would print these nulls. Null content of a message with tool calls
+    is kept.
 
     The record may have its system prompt in a field "system". Messages of OpenAI's old form are
     rewritten: "function_call" becomes "tool_calls", and the role "function" becomes "tool" unless
     the template compares roles with "function".
 
     Args:
-      record: a record of the form.
       form: "messages" or "sharegpt".
-      template: the chat template, which may know further roles.
+      template: the chat template, which may define further roles.
 
     Raises:
-      DataError: the messages are malformed; the message names the first one at fault.
+      DataError: the messages are malformed; the error names the first message at fault.
     """
     if form == "sharegpt":
         messages = _of_sharegpt(record)
     else:
         messages = _list_of_messages(record, form, "messages")
-    found = [_valid_message(record, number, message) for number, message in enumerate(messages)]
-    _insert_system(record, form, found)
-    _rename_functions(record, found, template)
-    for number, message in enumerate(found):
+    valid = [_valid_message(record, number, message) for number, message in enumerate(messages)]
+    _insert_system(record, form, valid)
+    _rename_functions(record, valid, template)
+    for number, message in enumerate(valid):
         _refuse_unknown_role(record, number, message["role"], template)
         if "tool_calls" in message and "tool_calls" not in template:
             raise DataError(
                 f"{record.where}: message {number} has tool calls, which the chat template does "
                 "not render; use a tokenizer whose template does"
             )
-    return found
+    return valid
 
 
 def _insert_system(record: Record, form: Form, messages: Messages) -> None:
@@ -134,9 +131,10 @@ def _insert_system(record: Record, form: Form, messages: Messages) -> None:
 
 
 def _rename_functions(record: Record, messages: Messages, template: str) -> None:
-    """Gives results of calls the role that took the place of "function"."""
-    # A template that compares no role prints all of them.
-    is_old = record.fields.get("functions") or any("tool_calls" in own for own in messages)
+    """Renames the role "function" to "tool", its successor, unless the template knows
+    "function"."""
+    # A template that compares no role prints every role, so it tells nothing about "tool".
+    is_old = record.fields.get("functions") or any("tool_calls" in message for message in messages)
     if (is_old or _compares(template, "tool")) and not _compares(template, "function"):
         for message in messages:
             if message["role"] == "function":
@@ -144,7 +142,7 @@ def _rename_functions(record: Record, messages: Messages, template: str) -> None
 
 
 def _compares(template: str, role: str) -> bool:
-    """Whether a template has a case of its own for a role."""
+    """Whether a template handles a role separately."""
     return bool(re.search(rf"==\s*['\"]{re.escape(role)}['\"]", template))
 
 
@@ -168,10 +166,10 @@ def _valid_message(record: Record, number: int, message: Any) -> dict[str, Any]:
             'columns={"conversations": "NAME"}'
         )
     valid_text(record, f"'role' of message {number}", message.get("role"))
-    found = {key: value for key, value in message.items() if value is not None}
+    kept = {key: value for key, value in message.items() if value is not None}
     by_assistant = message["role"] == ASSISTANT
-    calls = found.pop("tool_calls", None)
-    if old := found.pop(_FUNCTION_CALL, None):
+    calls = kept.pop("tool_calls", None)
+    if old := kept.pop(_FUNCTION_CALL, None):
         if calls:
             raise DataError(
                 f"{record.where}: message {number} has both 'tool_calls' and 'function_call'; keep "
@@ -180,31 +178,31 @@ def _valid_message(record: Record, number: int, message: Any) -> dict[str, Any]:
         if isinstance(old, str):
             old = _parsed(record, f"'function_call' of message {number}", old)
         calls = [{"type": "function", "function": old}]
-        if found.get("content") == "":
+        if kept.get("content") == "":
             message = {key: value for key, value in message.items() if key != "content"}
-            del found["content"]
+            del kept["content"]
     if calls:
         if not by_assistant:
             raise DataError(
                 f"{record.where}: message {number} has tool calls, but its role is "
                 f"{message['role']!r}; only the assistant calls tools"
             )
-        found["tool_calls"] = _valid_calls(record, number, calls)
+        kept["tool_calls"] = _valid_calls(record, number, calls)
     if not calls or message.get("content") is not None:
         valid_text(record, f"'content' of message {number}", message.get("content"))
     elif "content" in message:
-        found["content"] = None
-    weight = found.get("weight", 1)
+        kept["content"] = None
+    weight = kept.get("weight", 1)
     if isinstance(weight, bool) or weight not in (0, 1):
         raise DataError(
             f"{record.where}: 'weight' of message {number} must be 0 or 1, found {weight!r}"
         )
-    if "weight" in found and weight and not by_assistant:
+    if "weight" in kept and weight and not by_assistant:
         raise DataError(
             f"{record.where}: message {number} has weight 1, but its role is {message['role']!r}; "
             "only messages of the assistant count in the loss"
         )
-    return found
+    return kept
 
 
 def _refuse_unknown_role(record: Record, number: int, role: str, template: str) -> None:
@@ -230,14 +228,14 @@ def _valid_calls(record: Record, number: int, calls: Any) -> list[dict[str, Any]
 
 
 def _valid_call(record: Record, name: str, call: Any) -> dict[str, Any]:
-    """A call {"type": "function", "function": {"name", "arguments"}}; or the inner object alone,
+    """A call {"type": "function", "function": {"name", "arguments"}}, or the inner object alone,
     which some templates expect."""
     if not isinstance(call, Mapping):
         raise DataError(f"{record.where}: {name} must be an object, found {type(call).__name__}")
-    found = {key: value for key, value in call.items() if value is not None}
-    if "function" in found:
-        return found | {"function": _valid_function(record, name, found["function"])}
-    return _valid_function(record, name, found)
+    kept = {key: value for key, value in call.items() if value is not None}
+    if "function" in kept:
+        return kept | {"function": _valid_function(record, name, kept["function"])}
+    return _valid_function(record, name, kept)
 
 
 def _valid_function(record: Record, name: str, function: Any) -> dict[str, Any]:
@@ -259,8 +257,7 @@ def _valid_function(record: Record, name: str, function: Any) -> dict[str, Any]:
 
 
 def _of_sharegpt(record: Record) -> list[Any]:
-    """The messages of a record with "conversations". A message that has a role already stays as it
-    is."""
+    """The messages of a record with "conversations". Messages that have a role are not changed."""
     turns = _list_of_messages(record, "sharegpt", "conversations")
     messages = [_of_turn(record, number, turn) for number, turn in enumerate(turns)]
     _name_observations(messages)
@@ -268,15 +265,17 @@ def _of_sharegpt(record: Record) -> list[Any]:
 
 
 def _name_observations(messages: Sequence[Any]) -> None:
-    """Gives results of function calls the names of the functions, which some templates need. The
-    results are in the order of the calls."""
+    """Adds the names of functions to the results of their calls, which are in the order of the
+    calls. Some templates need these names."""
     names: list[Any] = []
     for message in messages:
         if not isinstance(message, Mapping):
             continue
         if isinstance(calls := message.get("tool_calls"), list):
             functions = [call.get("function") for call in calls if isinstance(call, Mapping)]
-            names = [own.get("name") for own in functions if isinstance(own, Mapping)]
+            names = [
+                function.get("name") for function in functions if isinstance(function, Mapping)
+            ]
         elif message.get("role") == "tool" and message.get("name") is None and names:
             message["name"] = names.pop(0)
 
@@ -295,7 +294,7 @@ def _of_turn(record: Record, number: int, turn: Any) -> Any:
             f"{record.where}: message {number} is from the unknown speaker {speaker!r}; the "
             f"speakers are {', '.join(SPEAKERS)}" + (f"; did you mean {similar!r}?" * bool(similar))
         )
-    rest = {key: own for key, own in turn.items() if key not in ("from", "value", "role")}
+    rest = {key: part for key, part in turn.items() if key not in ("from", "value", "role")}
     if speaker != _FUNCTION_CALL:
         return {"role": SPEAKERS[speaker], "content": value} | rest
     calls = _parsed(record, f"'value' of message {number}", value)

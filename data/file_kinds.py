@@ -1,8 +1,8 @@
-"""Kinds of files: JSONL, JSON arrays, CSV, TSV, Parquet, compressed files, and patterns of names.
+"""Readers of files: JSONL, JSON arrays, CSV, TSV, Parquet, compressed files, and patterns of names.
 
-A reader yields the place of each record and its fields. In place of the fields of a malformed line
-it yields the error, so that the line can be left out. A file of which the rest cannot be read
-raises the error.
+A reader yields the place of each record and its fields. For a malformed line it yields the error
+instead of the fields, so that the line can be left out. It raises the error if the rest of the file
+cannot be read.
 """
 
 import csv
@@ -27,42 +27,32 @@ JSONL_SUFFIXES = (".jsonl", ".json")
 _PARQUET = ".parquet"
 _ZSTD = ".zst"
 _COMPRESSED = (".gz", _ZSTD)
-# An array begins within so many bytes, apart from white space.
+# A JSON array must begin within this number of bytes, apart from white space.
 _HEAD = 2**16
-# Most bytes of a line, and characters of a field of a CSV file. The default of the csv module,
-# 2**17, is short for text.
+# Most bytes of a line, and most characters of a field of a CSV file. The csv module's default,
+# 2**17, is too small for text.
 _LONGEST = 2**26
-# Rows and bytes of a Parquet file that are read at once.
+# Rows of a Parquet file, and bytes of its buffer, that are read at once.
 _ROWS = 512
 _BUFFER = 2**20
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path is a pattern of names, with "*" or "?", and not the path of a file.
-
-    Args:
-      path: the path of a source that lies on disk.
-    """
+    """Whether a path is a pattern with "*" or "?", and not the path of an existing file."""
     return ("*" in path or "?" in path) and not Path(path).exists()
 
 
 def files_of(path: str) -> list[str]:
-    """The files of a path: itself, or in the order of their names the files that match it.
-
-    Args:
-      path: a path. If it is a pattern, "*" stands for any characters but "/", and "?" for one.
-    """
+    """The files that a path names: the path itself, or the files that match a pattern, sorted by
+    name. "*" stands for any characters but "/", and "?" for one."""
     if not is_pattern(path):
         return [path]
-    # Brackets are common in names, so they stand for themselves.
-    return sorted(own for own in glob(path.replace("[", "[[]")) if Path(own).is_file())
+    # Brackets are common in names, so they match themselves.
+    return sorted(file for file in glob(path.replace("[", "[[]")) if Path(file).is_file())
 
 
 def read_file(path: Path) -> Rows:
-    """Reads a file of any kind.
-
-    Args:
-      path: path of the file; its suffixes tell its kind.
+    """Reads a file, whose suffixes tell its kind.
 
     Raises:
       DataError: the file is missing, unreadable or of an unknown kind, or the optional package that
@@ -130,7 +120,7 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
         hint = "; write one object per line, not an array" if is_array else ""
         problem = error
         if isinstance(error, json.JSONDecodeError):
-            # Its own text would number lines within this one.
+            # The decoder's message contains a line number within this one line.
             problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return DataError(f"{where}: malformed JSON line: {problem}{hint}")
     if not isinstance(fields, dict):
@@ -139,7 +129,7 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
 
 
 def _read_json(stream: BinaryIO, path: Path) -> Rows:
-    """A .json file holds one object per line, or an array of objects."""
+    """Reads a .json file, which holds one object per line, or an array of objects."""
     is_array = begins_array(stream.read(_HEAD))
     stream.seek(0)
     if is_array:
@@ -148,9 +138,9 @@ def _read_json(stream: BinaryIO, path: Path) -> Rows:
 
 
 def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
-    # The limit is one of the whole process.
+    # This limit is global to the process.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
-    # Only LF and CRLF end lines; the csv module refuses other returns outside of quotes.
+    # Lines end with LF or CRLF only; the csv module refuses other carriage returns outside quotes.
     lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -167,7 +157,7 @@ def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
             raise DataError(f"{path}:{before + 1}: malformed row: {problem}") from error
         if row is None:
             return
-        # A row may have several lines; it is called after the first one.
+        # A row may span several lines; messages name its first line.
         where, before = f"{path}:{before + 1}", rows.line_num
         if row and not header:
             header = row
@@ -183,19 +173,19 @@ def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
 
 
 def nested_columns(schema: Any) -> dict[str, Any]:
-    """By name, the Arrow types of the columns of a schema that hold objects or lists."""
+    """The Arrow types of the columns of a schema that hold objects or lists, by name."""
     from pyarrow import types
 
     return {column.name: column.type for column in schema if types.is_nested(column.type)}
 
 
 def without_padding(fields: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """A record of a columnar file as its writer had it, as far as that is known.
+    """Removes the nulls that Arrow adds to a record of a columnar file, as far as possible.
 
-    All objects of a column have the keys of all of them, so a key that another object has is null
-    where the writer had none. Such nulls are left out of objects, at any depth. A key that is null
-    in every object of the file stays: somebody wrote it. Columns themselves stay, too, and maps,
-    which have only keys of their own, become objects.
+    All objects in a column have the same keys, so an object has null for keys that only other
+    objects have. These nulls are left out, at any depth. A key whose value is null in every object
+    of the file stays, because somebody must have written it. Columns that are null stay too. Maps
+    become objects.
 
     Args:
       fields: the values by column, as Arrow gives them.
@@ -210,12 +200,12 @@ def _unpadded(value: Any, kind: Any) -> Any:
     if value is None or kind is None:
         return value
     if types.is_struct(kind) and isinstance(value, Mapping):
-        found = {}
+        kept = {}
         for field in kind:
             part = value.get(field.name)
             if field.name in value and (part is not None or types.is_null(field.type)):
-                found[field.name] = _unpadded(part, field.type)
-        return found
+                kept[field.name] = _unpadded(part, field.type)
+        return kept
     if types.is_map(kind) and isinstance(value, list):
         return {key: _unpadded(part, kind.item_type) for key, part in value}
     if isinstance(value, list) and hasattr(kind, "value_type"):
@@ -235,7 +225,7 @@ def _read_parquet(path: Path) -> Rows:
     try:
         with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER) as table:
             batches = table.iter_batches(_ROWS)
-            rows = chain.from_iterable(own.to_pylist() for own in batches)
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
             columns = nested_columns(table.schema_arrow)
             for number, fields in enumerate(rows, start=1):
                 yield f"{path}:{number}", without_padding(fields, columns)
@@ -243,7 +233,7 @@ def _read_parquet(path: Path) -> Rows:
         raise DataError(f"{path}: cannot be read as Parquet: {error}") from error
 
 
-# By suffix, the readers of files that may be compressed.
+# The readers of files that may be compressed, by suffix.
 _READERS: Mapping[str, Callable[[BinaryIO, Path], Rows]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,

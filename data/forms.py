@@ -5,7 +5,7 @@ from typing import Literal
 
 Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
 
-# By form, the fields that a record needs. `detect_form` takes the first form that fits. "text"
+# The fields that a record of each form needs. `detect_form` takes the first form that fits. "text"
 # comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
 REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("messages",),
@@ -14,7 +14,7 @@ REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "text": ("text",),
     "sharegpt": ("conversations",),
 }
-# By form, the fields that a record may have.
+# The fields that a record of each form may have.
 OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("system", "tools", "functions"),
     "alpaca": ("input", "system", "history"),
@@ -25,11 +25,7 @@ CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
 
 
 def fields_of(form: Form) -> tuple[str, ...]:
-    """The fields of a form, required ones first.
-
-    Args:
-      form: the form.
-    """
+    """The fields of a form, required ones first."""
     return (*REQUIRED_FIELDS[form], *OPTIONAL_FIELDS.get(form, ()))
 
 
@@ -39,9 +35,5 @@ def all_fields() -> list[str]:
 
 
 def forms_with(names: set[str]) -> list[Form]:
-    """The forms that have all of some fields.
-
-    Args:
-      names: names of fields.
-    """
+    """The forms that have all of these fields."""
     return [form for form in REQUIRED_FIELDS if names <= {*fields_of(form)}]

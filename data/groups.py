@@ -1,4 +1,4 @@
-"""Divides records into groups that are tokenized at once, so that few are in memory."""
+"""Divides records into groups that are tokenized in one call, so that few are in memory at once."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -7,31 +7,28 @@ from .record_forms import RenderedText
 from .sources import Record
 
 _RECORDS_PER_CALL = 1024
-# The tokens and offsets of a call are objects of Python, with up to 280 bytes for each character.
+# The tokens and offsets of a call are Python objects with up to 280 bytes for each character.
 _CHARACTERS_PER_CALL = 2**18
 
 
 def groups_of_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Divides records so that those of a group are few and short together, or one long record.
-
-    Args:
-      records: the records.
-    """
+    """Divides records into groups. The records of a group are few and short together, or there is
+    one long record."""
     group: list[Record] = []
     characters = 0
     for record in records:
-        own = _characters(record.fields)
-        if group and (len(group) == _RECORDS_PER_CALL or characters + own > _CHARACTERS_PER_CALL):
+        size = _characters(record.fields)
+        if group and (len(group) == _RECORDS_PER_CALL or characters + size > _CHARACTERS_PER_CALL):
             yield group
             group, characters = [], 0
         group.append(record)
-        characters += own
+        characters += size
     if group:
         yield group
 
 
 def _characters(value: Any) -> int:
-    """The characters of all texts in the fields of a record, up to a depth that Python can go."""
+    """Number of characters of all texts in the fields of a record."""
     try:
         match value:
             case str():
@@ -41,7 +38,7 @@ def _characters(value: Any) -> int:
             case list():
                 return sum(map(_characters, value))
     except RecursionError:
-        # Rendering the record refuses it.
+        # Such a record is refused when it is rendered.
         pass
     return 0
 
@@ -49,12 +46,8 @@ def _characters(value: Any) -> int:
 def groups_of_texts(
     rendered: Sequence[tuple[Record, RenderedText]],
 ) -> Iterator[list[tuple[Record, RenderedText]]]:
-    """Divides rendered records so that the texts of a group are short together, or one long text.
-    There is one group at least.
-
-    Args:
-      rendered: the records with their texts.
-    """
+    """Divides rendered records into at least one group. The texts of a group are short together, or
+    there is one long text."""
     part: list[tuple[Record, RenderedText]] = []
     characters = 0
     for record, text in rendered:

@@ -12,15 +12,15 @@ from .errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-# The hub is out of reach if it does not answer one request in this time. Its own library tries for
-# half a minute.
+# The hub counts as out of reach if it does not answer one request in this time. Its own library
+# tries for half a minute.
 _SECONDS = 2.0
 _GRACE = 0.5
 
 
 def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | datasets.DatasetDict":
-    """Loads one split of a data set on the hub, or all of a folder that `save_to_disk` wrote. If
-    the hub cannot be reached, a data set on the hub comes from the local cache.
+    """Loads one split of a data set on the hub, or a whole folder that `save_to_disk` wrote. If the
+    hub cannot be reached, a data set of the hub is loaded from the local cache.
 
     Args:
       name: name of the data set on the hub, or the folder.
@@ -33,7 +33,7 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     """
     from huggingface_hub.constants import ENDPOINT
 
-    # Importing datasets takes seconds, in which the hub can answer. A folder needs no hub.
+    # Importing datasets takes seconds, so the hub is asked at the same time.
     hub_answers = (lambda: True) if Path(name).exists() else ask_hub(ENDPOINT)
     try:
         import datasets
@@ -63,22 +63,19 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """True if `save_to_disk` wrote this folder."""
+    """Whether `save_to_disk` wrote this folder."""
     return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
 def ask_hub(endpoint: str) -> Callable[[], bool]:
-    """Sends one request to a hub.
-
-    Args:
-      endpoint: address of the hub, for example "https://huggingface.co".
+    """Sends one request to a hub, for example "https://huggingface.co".
 
     Returns:
-      A function that returns True if the hub answers within a few seconds after the request, and
-      waits that long. It returns False also if an environment variable such as HF_HUB_OFFLINE keeps
-      the library of the hub from asking.
+      A function that waits for the answer, at most a few seconds after the request, and returns
+      whether it came. It returns False too if an environment variable such as HF_HUB_OFFLINE keeps
+      the hub's library from sending requests.
     """
-    # The client of the hub's library uses the proxy and the certificates of later requests too.
+    # This client uses the same proxy and certificates as later requests.
     from huggingface_hub import get_session
 
     answered = threading.Event()
@@ -90,12 +87,12 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
             return
         answered.set()
 
-    # The time limit of the client does not hold while the name of the host is looked up.
+    # The client's time limit does not include looking up the host's name, so a thread is used.
     asking, asked = threading.Thread(target=ask, daemon=True), time.monotonic()
     asking.start()
 
     def answers() -> bool:
-        # An import beside it may have kept the thread from its turn.
+        # An import in the main thread may have kept this thread from running.
         asking.join(max(_GRACE, asked + _SECONDS - time.monotonic()))
         return answered.is_set()
 
@@ -104,8 +101,9 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Within this context, the libraries of the hub send no requests. They read the environment
-    variable HF_HUB_OFFLINE only once, when they are imported, and transformers has done so."""
+    """Keeps the hub's libraries from sending requests within this context. They read the
+    environment variable HF_HUB_OFFLINE only when they are imported, so their constants are
+    changed."""
     import datasets
     import huggingface_hub
 

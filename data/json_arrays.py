@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from .errors import DataError
 
-# Characters that are read at once, and that one element may have.
+# Number of characters that are read at once, and most characters of one element.
 _CHUNK = 2**20
 _LONGEST = 2**26
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -16,20 +16,13 @@ _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 def begins_array(head: bytes) -> bool:
-    """Whether JSON text is an array.
-
-    Args:
-      head: the beginning of the text in UTF-8, perhaps with a byte order mark.
-    """
+    """Whether JSON text in UTF-8, perhaps with a byte order mark, begins an array."""
     return head.removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"[")
 
 
 def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    """The place and the fields of each object; an error in place of an element that is none.
-
-    Args:
-      text: the array.
-      path: its file, for error messages. Elements are numbered from 1.
+    """The place and the fields of each object of an array, or an error instead of the fields for an
+    element that is no object. `path` is for messages, in which elements are numbered from 1.
 
     Raises:
       DataError: the text is no JSON array, or an element has more than 64 Mi characters.
@@ -38,13 +31,13 @@ def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any
     array.take()
     number, separator = 0, ""
     while True:
-        found = array.next_character()
+        character = array.next_character()
         where = f"{path}:{number + 1}"
-        if found == "]" and (number == 0 or separator == ""):
+        if character == "]" and (number == 0 or separator == ""):
             break
         if number and not separator:
-            if found != ",":
-                what = f"found {found!r}" if found else "the file ends"
+            if character != ",":
+                what = f"found {character!r}" if character else "the file ends"
                 raise DataError(f"{where}: expected ',' or ']' behind element {number}, {what}")
             separator = array.take()
             continue
@@ -60,7 +53,7 @@ def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any
 
 
 class _Array:
-    """The text of an array, of which a part is in memory."""
+    """The text of an array, a part of which is in memory."""
 
     def __init__(self, text: TextIO):
         self._text = text
@@ -69,7 +62,7 @@ class _Array:
         self.next_character()
 
     def next_character(self) -> str:
-        """The next character that is not blank; empty at the end of the text."""
+        """The next character that is not white space; empty at the end of the text."""
         while True:
             self._at = _BLANK.match(self._buffer, self._at).end()
             if self._at < len(self._buffer):
@@ -78,12 +71,12 @@ class _Array:
                 return ""
 
     def take(self) -> str:
-        """Goes behind the next character and returns it."""
+        """Returns the next character and advances behind it."""
         self._at += 1
         return self._buffer[self._at - 1]
 
     def element(self, where: str) -> Any:
-        """Goes behind the next element and returns it."""
+        """Returns the next element and advances behind it."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
@@ -95,17 +88,18 @@ class _Array:
                     raise DataError(problem) from error
                 continue
             length = end - self._at
-            # What ends where the buffer ends, such as a number, may go on behind it.
+            # An element such as a number that ends where the buffer ends may continue in the file.
             if end < len(self._buffer) or not self._read_on():
                 self._at += length
                 return value
 
     def _read_on(self) -> bool:
-        """Reads as much as is in memory already, so that a long element is decoded few times."""
+        """Reads as much as is in memory already, so that long elements are decoded only few
+        times."""
         rest = self._buffer[self._at :]
-        found = self._text.read(max(_CHUNK, len(rest)))
-        self._buffer, self._at = rest + found, 0
-        return bool(found)
+        chunk = self._text.read(max(_CHUNK, len(rest)))
+        self._buffer, self._at = rest + chunk, 0
+        return bool(chunk)
 
 
 def _shown(error: Exception, begin: int) -> str:

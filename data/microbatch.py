@@ -15,23 +15,21 @@ class Microbatch(NamedTuple):
 
     It has `rows` rows of `row_len` tokens. A row may hold several samples one after another;
     attention stays within a sample. All rows in order form a stream of N = rows · row_len tokens,
-    divided into *chunks* of equal length, each of which belongs to one task. `fill_microbatch`
-    makes microbatches.
+    divided into *chunks* of equal length, each of which belongs to one task.
 
     Attributes:
-      tokens: int32 [rows, row_len], the tokens that the model reads; 0 on padding; -1 - i at
-        virtual token i of a sample, from 0.
-      targets: int32 [rows, row_len], the token to predict at each position; 0 on padding.
-      loss_weight: float32 [rows, row_len], the weight of each position's loss: 1 / n where the
-        target counts in the loss, for n such targets in the task's whole global batch (the samples
-        of one optimizer update); 0 elsewhere.
-      positions: int32 [rows, row_len], position in the sample, from 0; 0 on padding.
-      segment_ids: int32 [rows, row_len], number of the sample within its row, from 0; -1 on
-        padding.
-      sample_id: uint32 [rows, row_len], `Sample.sample_id` of each token's sample; 0 on padding.
-        Dropout masks depend on it.
-      chunk_slot: int32 [chunks], for each chunk the slot of its task, that is, the index of the
-        task's adapter in the stacked adapters of all tasks; -1 for a chunk without tokens.
+      tokens: int32, the tokens that the model reads; 0 on padding; -1 - i at virtual token i of a
+        sample, from 0.
+      targets: int32, the token to predict at each position; 0 on padding.
+      loss_weight: float32, the weight of each position's loss: 1 / n where the target counts in the
+        loss, for n such targets in the task's whole global batch (the samples of one optimizer
+        update); 0 elsewhere.
+      positions: int32, position in the sample, from 0; 0 on padding.
+      segment_ids: int32, number of the sample within its row, from 0; -1 on padding.
+      sample_id: uint32, `Sample.sample_id` of each token's sample; 0 on padding. Dropout masks
+        depend on it.
+      chunk_slot: int32, the slot of each chunk's task, which is the index of the task's adapter in
+        the stacked adapters of all tasks; -1 for a chunk without tokens.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -51,12 +49,10 @@ def fill_microbatch(
     row_len: int,
     chunk_len: int,
 ) -> Microbatch:
-    """Copies the samples of one microbatch to their places and pads the rest.
+    """Copies the samples of one microbatch to their positions and pads the rest.
 
-    A microbatch has rows of tokens, divided into *chunks*: consecutive tokens of one task. A *slot*
-    is the index of a task's adapter in the stacked adapters of all tasks. A sample of n tokens
-    takes n - 1 positions: the model reads all but its last token, and predicts all but its first
-    one. The positions of its virtual tokens come before them.
+    A sample of n tokens takes n - 1 positions: the model reads all but its last token, and predicts
+    all but its first one. The positions of its virtual tokens come before them.
 
     Args:
       placements: for every sample of this microbatch, a tuple (slot, sample, row, offset), as in
@@ -64,11 +60,8 @@ def fill_microbatch(
         task's global batch, the row, and the position in the row of the sample's first token. The
         samples of a row come in ascending order of their offsets. Samples of two slots must not
         share a chunk, and samples must not overlap or exceed their row; this is not checked.
-      batches: by slot, the whole global batch (the samples of one optimizer update) of the task,
-        even if other microbatches hold a part of it. The loss is divided by the number of tokens in
-        the whole global batch that count in the loss.
-      rows: rows of the microbatch.
-      row_len: tokens of a row.
+      batches: by slot, the whole global batch of the task, even if other microbatches hold a part
+        of it. The loss is divided by the number of target tokens in the whole global batch.
       chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
         several whole rows.
 
@@ -86,17 +79,17 @@ def fill_microbatch(
 
     for slot, index, row, offset in placements:
         sample = batches[slot][index]
-        place = slice(offset, offset + sample.stream_length)
+        span = slice(offset, offset + sample.stream_length)
         virtual = slice(offset, offset + sample.virtual_tokens)
         tokens[row, virtual] = -1 - np.arange(sample.virtual_tokens)
-        text = slice(virtual.stop, place.stop)
+        text = slice(virtual.stop, span.stop)
         tokens[row, text] = sample.input_ids[:-1]
         targets[row, text] = sample.input_ids[1:]
         loss_weight[row, text] = np.where(sample.target_mask[1:], weight[slot], 0)
-        positions[row, place] = np.arange(sample.stream_length)
-        segment_ids[row, place] = sequences[row]
-        sample_id[row, place] = sample.sample_id
-        start, stop = row * row_len + place.start, row * row_len + place.stop
+        positions[row, span] = np.arange(sample.stream_length)
+        segment_ids[row, span] = sequences[row]
+        sample_id[row, span] = sample.sample_id
+        start, stop = row * row_len + span.start, row * row_len + span.stop
         chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
         sequences[row] += 1
     return Microbatch(tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot)

@@ -1,4 +1,4 @@
-"""How often an epoch of a task has the samples of each of its sources."""
+"""The number of samples of each source in an epoch of a task."""
 
 from collections.abc import Sequence
 
@@ -9,21 +9,21 @@ from .sources import Source
 from .split import stable_hash
 from .stored_samples import StoredSamples
 
-# An epoch is a list of numbers of samples in memory, with 20 bytes for each.
+# An epoch is a list of samples in memory, with 20 bytes for each.
 _MOST_SAMPLES = 2**27
-# A number of samples of one source that is refused.
+# A number of samples that is above every limit.
 _ENDLESS = 2.0**40
 
 
 def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
-    """The number of samples that an epoch has of each source.
+    """The number of samples of each source in an epoch.
 
-    With `Source.weight`, the source that has the most samples for its weight stands in the epoch
-    once, and the others as often as the weights say.
+    With `Source.weight`, the source that has the most samples for its weight is used once in an
+    epoch, and the samples of other sources are repeated in proportion to the weights.
 
     Args:
-      sizes: by source, its number of samples; at least 1.
-      sources: the sources; only `path`, `repeat` and `weight` are used.
+      sizes: number of samples of each source, at least 1.
+      sources: only `path`, `repeat` and `weight` are used.
 
     Raises:
       DataError: an epoch has no sample of a source, or too many samples for memory.
@@ -32,14 +32,14 @@ def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
         weights = [source.weight for source in sources]
         per_weight = max(size / weight for size, weight in zip(sizes, weights, strict=True))
         counts = [
-            # Weights of very different sizes would give an infinite number.
+            # Without this limit, weights of very different sizes would give infinity.
             max(size, round(min(weight * per_weight, _ENDLESS)))
             for size, weight in zip(sizes, weights, strict=True)
         ]
     else:
         counts = [_repeated(n, source) for n, source in zip(sizes, sources, strict=True)]
     if sum(counts) > _MOST_SAMPLES:
-        source, count = max(zip(sources, counts, strict=True), key=lambda own: own[1])
+        source, count = max(zip(sources, counts, strict=True), key=lambda pair: pair[1])
         what = "repeat" if source.weight is None else "weight"
         raise DataError(
             f"{source.path}: with {what}={getattr(source, what):g} an epoch would have {count:,} "
@@ -49,18 +49,13 @@ def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
 
 
 def copies(samples: StoredSamples, count: int, seed: int) -> StoredSamples:
-    """Each sample equally often, as far as the number of samples permits.
-
-    Args:
-      samples: the samples of a source.
-      count: number of samples of the result.
-      seed: seed of the choice of the samples that stand there once more often than others.
-    """
+    """Repeats samples to `count` in all. Each occurs equally often, up to a difference of one;
+    `seed` decides which samples occur once more than the others."""
     whole, rest = divmod(count, len(samples))
     every = np.arange(len(samples))
     if not rest:
         return samples if whole == 1 else samples.take(np.tile(every, whole))
-    hashes = [stable_hash(seed, "repeat", own) for own in samples.sample_ids.tolist()]
+    hashes = [stable_hash(seed, "repeat", sample_id) for sample_id in samples.sample_ids.tolist()]
     chosen = np.sort(np.argsort(np.array(hashes, np.uint64), kind="stable")[:rest])
     return samples.take(np.concatenate([np.tile(every, whole), chosen]))
 

@@ -9,21 +9,16 @@ T = TypeVar("T")
 
 
 class Prefetch(Iterator[T]):
-    """Iterates over `items` while a background thread computes the next ones ahead.
+    """Iterates over `items` while a background thread computes the next ones.
 
-    If `items` raises an exception, `next` raises this exception in place of the next item. After
-    `close`, the items that were computed ahead are lost. A caller that wants to continue must
-    create `items` again, from the item after the last one that the caller received.
+    If `items` raises an exception, `next` raises it in place of the next item. After `close`, the
+    items that were computed ahead are lost. To continue, a caller must create `items` again, from
+    the item after the last one that it received.
     """
 
     def __init__(self, items: Iterable[T], depth: int = 2):
-        """Starts the thread.
-
-        Args:
-          items: the items; the background thread iterates over them.
-          depth: most finished items that wait while the thread computes another one, at least 1.
-            The thread pauses when depth + 1 items are finished.
-        """
+        """Starts the thread, which computes at most `depth` + 1 items ahead; `depth` is at least
+        1."""
         self._items = iter(items)
         self._executor = ThreadPoolExecutor(1)
         self._ahead: deque[Future[T]] = deque()
@@ -33,15 +28,15 @@ class Prefetch(Iterator[T]):
     def __next__(self) -> T:
         if not self._ahead:
             raise StopIteration
-        # The end of `items` and its exception stay in front, so every later call raises them again.
+        # The end of `items`, or its exception, stays first in the queue, so that later calls raise
+        # it again.
         item = self._ahead[0].result()
         self._ahead.popleft()
         self._compute_another()
         return item
 
     def close(self) -> None:
-        """Stops the thread, waits for its end, and drops the items computed ahead. After `close`,
-        `next` raises StopIteration."""
+        """Stops the thread, waits for its end, and drops the items that were computed ahead."""
         self._executor.shutdown(cancel_futures=True)
         self._ahead.clear()
 

@@ -1,4 +1,4 @@
-"""Record forms: which fields a record has, and how they become one text with its target ranges."""
+"""Record forms: the fields of a record, and how they become one text with its target ranges."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -8,7 +8,7 @@ from .errors import DataError
 from .forms import CHAT_FORMS, REQUIRED_FIELDS, Form, fields_of
 from .sources import LossOn, Record
 
-# Fields that give models context, whatever their values look like.
+# Fields that give models context, whatever their values are.
 CONTEXT_FIELDS = (
     "system",
     "system_prompt",
@@ -24,11 +24,11 @@ CONTEXT_FIELDS = (
     "audios",
     "chat_template_kwargs",
 )
-# Other fields look like text if they have a text of so many words. Labels have fewer.
+# Other fields look like text if they contain a text of at least this many words. Labels have fewer.
 _WORDS = 3
-# Keys of messages whose values are rewritten before templates see them.
+# Keys of messages whose values are rewritten before they are rendered.
 _PARTS_OF_CALLS = ("tool_calls", "function_call")
-# Keys of messages that say in other trainers what counts in the loss, as `weight` does here.
+# Keys of messages with which other trainers select what counts in the loss, as `weight` does here.
 _LOSS_KEYS = ("train", "training", "train_detail", "training_detail", "loss", "mask", "masked")
 
 
@@ -43,11 +43,10 @@ class RenderedText(NamedTuple):
     """The text of one record.
 
     Attributes:
-      text: the text to tokenize.
       target_ranges: the parts of the text that the model learns to predict; None for the whole
         text.
-      has_special_tokens: True if the text already contains its BOS and EOS tokens, as the texts of
-        chat templates do. If False, the tokenization adds these tokens.
+      has_special_tokens: True if the text contains its BOS and EOS tokens, as texts of chat
+        templates do. If False, they are added when the text is tokenized.
     """
 
     text: str
@@ -56,15 +55,7 @@ class RenderedText(NamedTuple):
 
 
 def detect_form(record: Record, forms: Sequence[Form] = tuple(REQUIRED_FIELDS)) -> Form:
-    """The first form whose fields the record has.
-
-    Args:
-      record: usually the first record of a source.
-      forms: the forms that are considered, from `Source.forms`.
-
-    Raises:
-      DataError: the record has the fields of no form.
-    """
+    """The first of these forms whose required fields the record has; DataError if there is none."""
     for form in forms:
         if all(name in record.fields for name in REQUIRED_FIELDS[form]):
             return form
@@ -79,14 +70,12 @@ def render(record: Record, form: Form, loss_on: LossOn, eos: str = "") -> Render
     """Renders a record of any form except `CHAT_FORMS`, which `chat.render_chat` renders.
 
     Args:
-      record: the record.
-      form: "prompt_completion", "alpaca" or "text".
-      loss_on: as in `Source`; "last_turn" leaves out the answers of an Alpaca record's history.
+      form: "prompt_completion", "alpaca" or "text"; ValueError for others.
+      loss_on: as in `Source`; "last_turn" excludes the answers in an Alpaca record's history.
       eos: text of the tokenizer's EOS token, which ends these answers.
 
     Raises:
       DataError: a field is missing or not a string.
-      ValueError: the form is another one.
     """
     match form:
         case "prompt_completion":
@@ -104,7 +93,7 @@ def render(record: Record, form: Form, loss_on: LossOn, eos: str = "") -> Render
 
 
 def required_field(record: Record, form: Form, name: str) -> Any:
-    """The value of a field. Raises DataError if the field is missing or null."""
+    """The value of a field; DataError if it is missing or null."""
     if (value := record.fields.get(name)) is None:
         problem = f"null in field {name!r}" if name in record.fields else f"no field {name!r}"
         raise DataError(
@@ -115,12 +104,12 @@ def required_field(record: Record, form: Form, name: str) -> Any:
 
 
 def string_field(record: Record, form: Form, name: str) -> str:
-    """The text of a field. Raises DataError if the field is missing or not a valid string."""
+    """The text of a field; DataError if it is missing or not a valid string."""
     return valid_text(record, f"field {name!r}", required_field(record, form, name))
 
 
 def valid_text(record: Record, name: str, value: Any) -> str:
-    """Returns `value`. Raises DataError with `name` if it is not a string of valid Unicode."""
+    """Returns `value`; DataError, which names `name`, if it is not a string of valid Unicode."""
     if not isinstance(value, str):
         raise DataError(f"{record.where}: {name} must be a string, found {type(value).__name__}")
     try:
@@ -131,8 +120,8 @@ def valid_text(record: Record, name: str, value: Any) -> str:
 
 
 def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
-    """The system prompt, the history and the instruction, in the order of LLaMA-Factory's template
-    "alpaca". As there, the answers of the history are learned too."""
+    """Renders the system prompt, the history and the instruction, in the order of LLaMA-Factory's
+    template "alpaca". The answers in the history are targets, as they are there."""
     # In public data sets unused fields are missing, null or empty.
     text, ranges = "", []
     if record.fields.get("system") not in (None, ""):
@@ -153,7 +142,7 @@ def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
 
 
 def _history(record: Record) -> Iterator[tuple[str, str]]:
-    """The earlier instructions of an Alpaca record and their answers."""
+    """The earlier instructions of an Alpaca record, and their answers."""
     history = record.fields.get("history") or ()
     if isinstance(history, str | Mapping) or not isinstance(history, Sequence):
         raise DataError(
@@ -171,67 +160,62 @@ def _history(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[str]:
-    """The fields of which the rendered text of a record has nothing although they look like text or
-    give models context: fields that are none of the form, and parts of messages that the chat
-    template does not render.
+    """The names of fields that look like text or give models context, but are missing from the
+    rendered text: fields that the form does not have, and parts of messages that the chat template
+    does not render.
 
-    Fields are left out if the rendered text has all of their texts. A field that is no context is
-    left out too if a text of it has all texts of the form's required fields, because it holds the
-    record already rendered.
-
-    Args:
-      record: the record.
-      form: its form.
-      rendered: the text of the record.
+    A field is not listed if the rendered text contains all texts of the field. A field that is not
+    in `CONTEXT_FIELDS` is not listed either if one of its texts contains all texts of the form's
+    required fields, because it then holds the rendered record.
     """
     known = fields_of(form)
-    # A prompt for generation has no answer.
+    # The record of a prompt for generation has no answer.
     required = [record.fields[name] for name in REQUIRED_FIELDS[form] if name in record.fields]
     if form in CHAT_FORMS:
-        required = [own.get("content") or own.get("value") for own in required[0]]
-    found = [
-        name
-        for name, value in record.fields.items()
-        if name not in known and value and _is_unread(name, value, rendered.text, required)
+        required = [message.get("content") or message.get("value") for message in required[0]]
+    names = [
+        field
+        for field, value in record.fields.items()
+        if field not in known and value and _is_unread(field, value, rendered.text, required)
     ]
     if form in CHAT_FORMS:
         field = REQUIRED_FIELDS[form][0]
-        found += [
+        names += [
             f"{field}: {name}"
             for name, texts in _of_messages(record.fields[field]).items()
-            if not any(own.strip() in rendered.text for own in texts)
+            if not any(part.strip() in rendered.text for part in texts)
         ]
-    return found
+    return names
 
 
 def _of_messages(messages: Sequence[Any]) -> Mapping[str, list[str]]:
-    """By what holds them, texts of messages that templates may leave out."""
-    found: dict[str, list[str]] = {}
+    """Texts of messages that templates may leave out, by the key or role that holds them."""
+    by_holder: dict[str, list[str]] = {}
     for message in messages:
         for key, value in message.items():
             if key in _LOSS_KEYS and value is not None:
-                found.setdefault(key, [])
+                by_holder.setdefault(key, [])
             if not isinstance(value, str) or not value.strip():
                 continue
             if key in ("content", "value"):
-                # Templates cut the answers of the assistant, and rewrite the results of tools.
+                # Templates cut answers of the assistant and rewrite results of tools.
                 role = message.get("role") or message.get("from")
                 if role in ("system", "developer", "user", "human"):
-                    found.setdefault(f"role {role}", []).append(value)
+                    by_holder.setdefault(f"role {role}", []).append(value)
             elif key not in _PARTS_OF_CALLS and len(value.split(None, _WORDS)) >= _WORDS:
-                found.setdefault(key, []).append(value)
-    return found
+                by_holder.setdefault(key, []).append(value)
+    return by_holder
 
 
 def _is_unread(name: str, value: Any, text: str, required: Sequence[Any]) -> bool:
     texts = list(_texts(value))
     if name not in CONTEXT_FIELDS:
-        if all(len(own.split(None, _WORDS)) < _WORDS for own in texts):
+        if all(len(part.split(None, _WORDS)) < _WORDS for part in texts):
             return False
-        parts = [part.strip() for part in _texts(required)]
-        if any(all(part in own for part in parts) for own in texts):
+        required_parts = [part.strip() for part in _texts(required)]
+        if any(all(needed in part for needed in required_parts) for part in texts):
             return False
-    return not texts or not all(own.strip() in text for own in texts)
+    return not texts or not all(part.strip() in text for part in texts)
 
 
 def _texts(value: Any) -> Iterator[str]:

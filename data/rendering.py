@@ -5,13 +5,13 @@ from typing import Any, NamedTuple
 
 
 class Rendering(NamedTuple):
-    """How records became text. An adapter that was trained on them expects prompts of this kind.
+    """How records became text. An adapter that was trained on them expects such prompts.
 
     Attributes:
-      texts: whether some of the records are no chats, so that no template rendered them.
+      texts: whether some of the records are not chats, so that no template rendered them.
       chat_templates: the different templates that rendered chats, in the order of the sources; None
-        for that of the tokenizer. Empty if there are no chats.
-      date: the time that a template has read, in the form of ISO 8601; empty if none has.
+        stands for the tokenizer's template. Empty if there are no chats.
+      date: the time that a template has read, in ISO 8601; empty if no template has read it.
     """
 
     texts: bool = False
@@ -20,25 +20,25 @@ class Rendering(NamedTuple):
 
     @property
     def own_template(self) -> str | None:
-        """The first template that is not that of the tokenizer; None if there is none."""
+        """The first template that is not the tokenizer's; None if there is none."""
         return next(filter(None, self.chat_templates), None)
 
     @property
     def kinds(self) -> str:
         """The kinds of records: "chats", "texts" or "chats and texts"; empty without records."""
-        found = ["chats"] * bool(self.chat_templates) + ["texts"] * self.texts
-        return " and ".join(found)
+        names = ["chats"] * bool(self.chat_templates) + ["texts"] * self.texts
+        return " and ".join(names)
 
     @classmethod
     def together(cls, parts: Iterable["Rendering"]) -> "Rendering":
-        """The rendering of several sources."""
+        """The rendering of several sources together."""
         parts = list(parts)
-        templates = dict.fromkeys(own for part in parts for own in part.chat_templates)
+        templates = dict.fromkeys(template for part in parts for template in part.chat_templates)
         date = next((part.date for part in parts if part.date), "")
         return cls(any(part.texts for part in parts), tuple(templates), date)
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> "Rendering":
-        """The inverse of `_asdict`, after JSON has made the tuple a list."""
+        """The inverse of `_asdict`, after JSON has turned the tuple into a list."""
         date = fields.get("date", "")
         return cls(bool(fields["texts"]), tuple(fields["chat_templates"]), date)

@@ -10,15 +10,15 @@ class Sample(NamedTuple):
     """One tokenized training example.
 
     The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes n -
-    1 positions of a microbatch. Virtual tokens before them take a position each.
+    1 positions of a microbatch. Each virtual token before them takes a position too.
 
     Attributes:
-      input_ids: int32 [n], token ids, with n at least 2.
-      target_mask: bool [n], True for the tokens that count in the loss. `target_mask[0]` is False,
-        because no token precedes the first one.
+      input_ids: int32, n at least 2.
+      target_mask: True for the tokens that count in the loss; False for the first token, because no
+        token precedes it.
       sample_id: index of the record in its source, from 0, below 2**32. Dropout masks depend on it.
-      virtual_tokens: number of positions before the tokens, which a trained prompt fills. What is
-        predicted from them does not count in the loss.
+      virtual_tokens: number of positions before the tokens that a trained prompt fills. Predictions
+        at these positions do not count in the loss.
     """
 
     input_ids: Int[np.ndarray, " n"]
@@ -28,13 +28,12 @@ class Sample(NamedTuple):
 
     @property
     def stream_length(self) -> int:
-        """Positions in a row that this sample takes: its virtual tokens and its number of tokens
-        minus 1, because the model does not read the last token."""
+        """Number of positions in a row that this sample takes: virtual tokens and `read_tokens`."""
         return self.virtual_tokens + self.read_tokens
 
     @property
     def read_tokens(self) -> int:
-        """Number of tokens of the text that the model reads: all but the last one."""
+        """Number of tokens that the model reads: all but the last one."""
         return len(self.input_ids) - 1
 
     @property

@@ -138,8 +138,8 @@ class Record(NamedTuple):
     Attributes:
       index: number of the record in its source, from 0.
       fields: the values of the record by field name.
-      where: the place that error messages name: "path:line" in a JSONL, CSV or TSV file, "path:row"
-        in other sources, both counted from 1.
+      where: the location for error messages: "path:line" in a JSONL, CSV or TSV file, "path:row" in
+        other sources, both counted from 1.
     """
 
     index: int
@@ -155,21 +155,21 @@ def read_records(
     Errors are raised while the result is iterated, not by the call itself.
 
     Args:
-      source: the source; only its `path`, `split`, `on_bad_record` and `max_samples` are used.
-      skip: function that gets the error of every malformed line that is left out, if the source
-        says `on_bad_record="skip"`.
+      source: only its `path`, `split`, `on_bad_record` and `max_samples` are used.
+      skip: function that is called with the error of every malformed line that is left out, with
+        `on_bad_record="skip"`.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; it has no such
         split; a line is not a JSON object; or the optional package that reads this kind of source
         is not installed.
     """
-    index, found = -1, 0
+    index, count = -1, 0
     for index, (where, fields) in enumerate(_open_rows(source)):
         if not isinstance(fields, DataError):
             yield Record(index, fields, where)
-            found += 1
-            if found == source.max_samples:
+            count += 1
+            if count == source.max_samples:
                 return
         elif source.on_bad_record == "error":
             raise fields
@@ -180,7 +180,8 @@ def read_records(
 
 
 def _open_rows(source: Source) -> Rows:
-    """The place and the fields of each row; an error in place of the fields of a malformed line."""
+    """The place and the fields of each row, or an error instead of the fields of a malformed
+    line."""
     if source.path.startswith(HUGGING_FACE_PREFIX):
         return _read_hugging_face(source)
     if not (files := files_of(source.path)):
@@ -201,15 +202,15 @@ def _require_no_split(source: Source) -> None:
 
 def _read_hugging_face(source: Source) -> Rows:
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
-    found = load_data_set(name, source.split, source.path)
-    # A folder may hold several splits, which are then the values of a dict.
-    if isinstance(found, dict):
-        if source.split not in found:
-            names = ", ".join(map(repr, found))
+    data_set = load_data_set(name, source.split, source.path)
+    # If a folder holds several splits, the result is a dict of them.
+    if isinstance(data_set, dict):
+        if source.split not in data_set:
+            names = ", ".join(map(repr, data_set))
             raise DataError(f"{source.path}: no split {source.split!r}; found splits: {names}")
-        found = found[source.split]
+        data_set = data_set[source.split]
     elif is_saved_data_set(Path(name)):
         _require_no_split(source)
-    columns = nested_columns(found.features.arrow_schema)
-    for row, fields in enumerate(found, start=1):
+    columns = nested_columns(data_set.features.arrow_schema)
+    for row, fields in enumerate(data_set, start=1):
         yield f"{source.path}:{row}", without_padding(fields, columns)

@@ -12,66 +12,48 @@ if TYPE_CHECKING:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """By id, the text of every special token of a tokenizer, also of those that only chat templates
-    use, such as the end of a turn.
-
-    Args:
-      tokenizer: the tokenizer.
-    """
+    """The text of every special token of a tokenizer, by id, with those that only chat templates
+    use, such as the end of a turn."""
     added = tokenizer.added_tokens_decoder.items()
-    found = {token: own.content for token, own in added if own.special}
-    return found | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    by_id = {number: token.content for number, token in added if token.special}
+    return by_id | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
 
 
 def ends_of_turns(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
-    """The tokens with which a chat template may end what the assistant says: the special ones, and
-    others that were added to the tokenizer, because some do not call the end of a turn special.
-
-    Args:
-      tokenizer: the tokenizer.
-    """
+    """The tokens with which a chat template may end a turn of the assistant: special tokens, and
+    all other added tokens, because some tokenizers do not mark the end of a turn as special."""
     return special_tokens(tokenizer).keys() | tokenizer.added_tokens_decoder.keys()
 
 
 class SpecialText:
-    """Counts or escapes text that spells a special token, as `Source.special_tokens` says.
+    """Counts or escapes text that spells a special token, by `Source.special_tokens`.
 
     Attributes:
-      first: the first special token that was found in a record; empty if there is none.
-      records: number of records in which one was found.
+      first: the first special token in the text of a record; empty if there is none.
+      records: number of records whose text spells a special token.
     """
 
     def __init__(self, source: Source, tokenizer: "PreTrainedTokenizerBase"):
-        """Finds the special tokens.
-
-        Args:
-          source: the source of the records.
-          tokenizer: the tokenizer of their text.
-        """
         self.first, self.records = "", 0
         self._escape = source.special_tokens == "escape"
-        # Of two special tokens, the longer one comes first, because it may begin with the other.
+        # Longer tokens come first, because a token may begin with another one.
         spelt = sorted(set(special_tokens(tokenizer).values()), key=len, reverse=True)
         self._pattern = re.compile("|".join(map(re.escape, spelt)) if spelt else r"(?!)")
 
     def treated(self, record: Record) -> Record:
-        """The record, with its special tokens escaped if the source says so.
-
-        Args:
-          record: a record that has not been rendered yet.
-        """
+        """Counts and returns a record, which is not rendered yet; escaped if the source says so."""
         if self._escape:
             return record._replace(fields=self._escaped(record.fields))
-        if found := self._search(record.fields):
-            self.first = self.first or found
+        if spelt := self._search(record.fields):
+            self.first = self.first or spelt
             self.records += 1
         return record
 
     def _search(self, value: Any) -> str:
         match value:
             case str():
-                found = self._pattern.search(value)
-                return found[0] if found else ""
+                match = self._pattern.search(value)
+                return match[0] if match else ""
             case Mapping():
                 # Templates render the keys of arguments and of descriptions of tools.
                 return next(filter(None, map(self._search, chain(*value.items()))), "")
@@ -82,7 +64,7 @@ class SpecialText:
     def _escaped(self, value: Any) -> Any:
         match value:
             case str():
-                return self._pattern.sub(lambda found: f"{found[0][0]} {found[0][1:]}", value)
+                return self._pattern.sub(lambda match: f"{match[0][0]} {match[0][1:]}", value)
             case Mapping():
                 return {self._escaped(key): self._escaped(part) for key, part in value.items()}
             case list():

@@ -1,4 +1,4 @@
-"""Tokenized samples in a temporary file. Memory holds only where each of them lies."""
+"""Tokenized samples in a temporary file. Only the position of each one in the file is in memory."""
 
 import errno
 import os
@@ -18,32 +18,28 @@ from .samples import Sample
 # Tokens that are kept in memory before they are written, 4 bytes each. Small data need no file.
 _TOKENS_IN_MEMORY = 2**20
 _TOKEN = np.dtype(np.int32)
-# Numbers of open files that are left to the rest of the process, or a quarter of all of them.
+# This many open files, or a quarter of the limit if that is less, are left for other purposes.
 _OTHER_FILES = 256
 
 
 class TokenFile:
-    """The tokens of samples, one behind the other, in a temporary file without a name.
+    """The tokens of samples, one after the other, in a temporary file without a name.
 
-    A token that counts in the loss is stored as its id, and any other as -1 - id. The last tokens
-    are in memory until there are a million of them. The operating system removes the file when
-    nothing refers to this object any more, and also when the process is killed.
+    A token that counts in the loss is stored as its id, and any other token as -1 - id. The last
+    tokens, up to a million, are in memory. The operating system removes the file when nothing
+    refers to this object any more, also when the process is killed.
 
     The file lies in the folder that the environment variable TMPDIR names, otherwise in /var/tmp,
     because /tmp is in memory on many systems.
     """
 
     def __init__(self):
-        """Begins without tokens."""
         self._file: BinaryIO | None = None
         self._written = 0
         self._tail = bytearray()
 
     def append(self, sample: Sample) -> int:
         """Appends the tokens of a sample; returns the number of tokens before them.
-
-        Args:
-          sample: the sample.
 
         Raises:
           DataError: the file cannot be written, or the process has too many open files.
@@ -56,24 +52,17 @@ class TokenFile:
         return begin
 
     def read(self, begin: int, length: int) -> Int[np.ndarray, " length"]:
-        """The stored values of some tokens. Several threads may call it when all is appended.
-
-        Args:
-          begin: number of tokens before them.
-          length: their number.
-
-        Raises:
-          DataError: the file cannot be read.
-        """
+        """The stored values of `length` tokens that have `begin` tokens before them. Several
+        threads may call it after the last `append`. DataError if the file cannot be read."""
         begin, size = begin * _TOKEN.itemsize, length * _TOKEN.itemsize
         if begin >= self._written:
             begin -= self._written
             return np.frombuffer(bytes(self._tail[begin : begin + size]), _TOKEN)
-        # A mapped file would count as memory of the process, wherever it was read.
-        found = os.pread(self._file.fileno(), size, begin)
-        if len(found) != size:
+        # A mapped file would count as memory of the process once it was read.
+        content = os.pread(self._file.fileno(), size, begin)
+        if len(content) != size:
             raise DataError(f"the temporary file of the tokens ends before byte {begin + size}")
-        return np.frombuffer(found, _TOKEN)
+        return np.frombuffer(content, _TOKEN)
 
     def _write(self) -> None:
         folder = temporary_folder()
@@ -97,11 +86,11 @@ class TokenFile:
 
 
 def _unnamed_file(folder: str) -> BinaryIO:
-    """Creates a file without a name, unless it is one of the last that the process may open:
-    checkpoints and the data of others need those."""
+    """Creates a file without a name. Fails if few open files are left, because checkpoints and
+    other data need some."""
     file = tempfile.TemporaryFile(dir=folder, buffering=0)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A new file has the lowest number that is free.
+    # A new file gets the lowest free number, so its number tells how many files are open.
     if most != resource.RLIM_INFINITY and file.fileno() >= most - min(_OTHER_FILES, most // 4):
         file.close()
         raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)} (the limit is {most})")
@@ -109,14 +98,14 @@ def _unnamed_file(folder: str) -> BinaryIO:
 
 
 def temporary_folder() -> str:
-    """The folder of the temporary files with tokens."""
+    """The folder for temporary files with tokens."""
     usual = "/var/tmp"
     is_usable = not os.environ.get("TMPDIR") and os.access(usual, os.W_OK | os.X_OK)
     return usual if is_usable and Path(usual).is_dir() else tempfile.gettempdir()
 
 
 class StoredSamples(Sequence[Sample]):
-    """Samples whose tokens are in a `TokenFile`: a list of them that takes 20 bytes for each.
+    """A sequence of samples whose tokens are in a `TokenFile`, with 20 bytes of memory for each.
 
     Attributes:
       stream_lengths: int32 [samples], `Sample.stream_length` of each.
@@ -133,15 +122,13 @@ class StoredSamples(Sequence[Sample]):
         sample_ids: UInt32[np.ndarray, " samples"],
         virtual_tokens: int = 0,
     ):
-        """Describes the samples.
+        """Describes samples that are in the file already.
 
         Args:
-          tokens: the file.
-          begins: by sample, the number of tokens before it in the file.
-          lengths: by sample, its number of tokens.
-          target_tokens: by sample, the number of its tokens that count in the loss.
-          sample_ids: by sample, its `sample_id`.
-          virtual_tokens: `Sample.virtual_tokens` of all of them.
+          begins: number of tokens before each sample in the file.
+          lengths: number of tokens of each sample.
+          target_tokens: number of tokens of each sample that count in the loss.
+          virtual_tokens: `Sample.virtual_tokens` of every sample.
         """
         self._tokens, self._begins, self._lengths = tokens, begins, lengths
         self.target_tokens, self.sample_ids = target_tokens, sample_ids
@@ -151,35 +138,30 @@ class StoredSamples(Sequence[Sample]):
         return len(self._begins)
 
     def __getitem__(self, index):
-        """The sample of an index, which is read from the file, or `StoredSamples` of a slice."""
+        """Reads one sample, or returns `StoredSamples` for a slice."""
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
         stored = self._tokens.read(int(self._begins[index]), int(self._lengths[index]))
-        # The complement of negative values, without a branch.
+        # Computes the complement of negative values without a branch.
         ids = stored ^ (stored >> 31)
         return Sample(ids, stored >= 0, int(self.sample_ids[index]), self._virtual_tokens)
 
     @property
     def stream_lengths(self) -> Int[np.ndarray, " samples"]:
-        """Stream lengths of the samples in tokens."""
         return self._lengths - 1 + self._virtual_tokens
 
     @property
     def token_counts(self) -> Int[np.ndarray, " samples"]:
-        """Numbers of tokens of the samples, without virtual ones."""
+        """Number of tokens of each sample, without virtual tokens."""
         return self._lengths
 
     @property
     def tokens_key(self) -> tuple[int, bytes, bytes]:
-        """Equal for samples that are the same tokens of the same file, as long as it is open."""
+        """A key that is equal for samples that are the same tokens of the same open file."""
         return id(self._tokens), self._begins.tobytes(), self._lengths.tobytes()
 
     def take(self, indices: Int[np.ndarray, " taken"]) -> "StoredSamples":
-        """Some of the samples, in any order, any number of times.
-
-        Args:
-          indices: their indices.
-        """
+        """The samples with these indices, which may be in any order and may repeat."""
         return StoredSamples(
             self._tokens,
             self._begins[indices],
@@ -190,34 +172,32 @@ class StoredSamples(Sequence[Sample]):
         )
 
     def with_ids_shifted(self, by: int) -> "StoredSamples":
-        """The samples with other numbers.
-
-        Args:
-          by: the difference, modulo 2**32.
-        """
+        """The samples with `by`, modulo 2**32, added to their ids."""
         ids = ((self.sample_ids.astype(np.uint64) + by) % 2**32).astype(np.uint32)
-        own = self._tokens, self._begins, self._lengths, self.target_tokens
-        return StoredSamples(*own, ids, self._virtual_tokens)
+        return StoredSamples(
+            self._tokens,
+            self._begins,
+            self._lengths,
+            target_tokens=self.target_tokens,
+            sample_ids=ids,
+            virtual_tokens=self._virtual_tokens,
+        )
 
     def with_virtual_tokens(self, number: int) -> "StoredSamples":
-        """The samples with another number of virtual tokens.
-
-        Args:
-          number: the number.
-        """
-        own = self._tokens, self._begins, self._lengths, self.target_tokens, self.sample_ids
-        return StoredSamples(*own, number)
+        return StoredSamples(
+            self._tokens,
+            self._begins,
+            self._lengths,
+            target_tokens=self.target_tokens,
+            sample_ids=self.sample_ids,
+            virtual_tokens=number,
+        )
 
 
 class SampleWriter:
-    """Appends samples to a `TokenFile`, and collects where they lie."""
+    """Appends samples to a `TokenFile`, and collects their positions in it."""
 
     def __init__(self, tokens: TokenFile):
-        """Begins without samples.
-
-        Args:
-          tokens: the file, which may hold other samples already.
-        """
         self._tokens = tokens
         self._begins, self._lengths = array("q"), array("i")
         self._targets, self._ids = array("i"), array("I")
@@ -226,28 +206,19 @@ class SampleWriter:
         return len(self._begins)
 
     def append(self, sample: Sample) -> None:
-        """Appends a sample.
-
-        Args:
-          sample: a sample without virtual tokens.
-        """
+        """Appends a sample without virtual tokens."""
         self._begins.append(self._tokens.append(sample))
         self._lengths.append(len(sample.input_ids))
         self._targets.append(sample.target_tokens)
         self._ids.append(sample.sample_id)
 
     def samples(self) -> StoredSamples:
-        """The samples that were appended."""
         columns = (self._begins, self._lengths, self._targets, self._ids)
         return StoredSamples(self._tokens, *(np.array(column) for column in columns))
 
 
 def stored(samples: Iterable[Sample]) -> StoredSamples:
-    """Samples without virtual tokens, in a file of their own.
-
-    Args:
-      samples: the samples.
-    """
+    """Writes samples without virtual tokens to a new file."""
     writer = SampleWriter(TokenFile())
     for sample in samples:
         writer.append(sample)
@@ -255,11 +226,7 @@ def stored(samples: Iterable[Sample]) -> StoredSamples:
 
 
 def joined(parts: Sequence[StoredSamples]) -> StoredSamples:
-    """The samples of several parts, one part behind the other.
-
-    Args:
-      parts: the parts, all in one file and with the same virtual tokens; at least one.
-    """
+    """Concatenates samples that are in one file and have the same number of virtual tokens."""
     first = parts[0]
     names = "_begins", "_lengths", "target_tokens", "sample_ids"
     columns = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
@@ -267,33 +234,22 @@ def joined(parts: Sequence[StoredSamples]) -> StoredSamples:
 
 
 def stream_lengths(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
-    """Stream lengths in tokens, without reading samples from a file.
-
-    Args:
-      samples: the samples.
-    """
+    """Stream lengths of samples in tokens, without reading samples from a file."""
     if isinstance(samples, StoredSamples):
         return samples.stream_lengths
     return np.array([sample.stream_length for sample in samples], np.int32)
 
 
 def token_counts(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
-    """Numbers of tokens of samples, without virtual ones and without reading them from a file.
-
-    Args:
-      samples: the samples.
-    """
+    """Number of tokens of each sample but virtual ones, without reading samples from a file."""
     if isinstance(samples, StoredSamples):
         return samples.token_counts
     return np.array([len(sample.input_ids) for sample in samples], np.int32)
 
 
 def target_tokens(samples: Sequence[Sample]) -> int:
-    """The number of tokens of all samples that count in the loss, without reading them from a file.
-
-    Args:
-      samples: the samples.
-    """
+    """Number of tokens of all samples that count in the loss, without reading samples from a
+    file."""
     if isinstance(samples, StoredSamples):
         return int(samples.target_tokens.sum(dtype=np.int64))
     return sum(sample.target_tokens for sample in samples)

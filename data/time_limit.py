@@ -1,4 +1,4 @@
-"""A time limit for code of others, such as chat templates."""
+"""A time limit for code that users bring, such as chat templates."""
 
 import ctypes
 import threading
@@ -13,16 +13,12 @@ class TimeLimitExceeded(Exception):
 class TimeLimit:
     """Raises `TimeLimitExceeded` in the thread that takes too long between two calls of `restart`.
 
-    Only Python code can be stopped, such as that to which Jinja compiles a template. Use it as a
+    It can stop Python code only, for example the code that Jinja makes of a template. Use it as a
     context manager, any number of times, in the thread that runs the code.
     """
 
     def __init__(self, seconds: float):
-        """Prepares the limit.
-
-        Args:
-          seconds: the longest time from one call of `restart` to the next, or to the end.
-        """
+        """Sets the longest time from one call of `restart` to the next, or to the end."""
         self.seconds = seconds
         self._lock = threading.Lock()
 

@@ -32,15 +32,15 @@ from .time_limit import TimeLimit, TimeLimitExceeded
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# transformers warns otherwise, when it is imported, that torch is missing, which tokenizers do not
-# need. Only functions import it, because that takes seconds, so it comes after this module.
+# Without this, transformers warns when it is imported that torch is missing, which tokenizers do
+# not need. Only functions import transformers, because that takes seconds.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
 
 _FILE = "tokenizer.json"
-# Texts that show whether two tokenizers are the same.
+# Texts on which two tokenizers are compared.
 _PROBES = (
     "Hello world, how are you? I'm fine; they'll say it's 20,000.",
     " leading space, two  spaces, four    spaces and one behind ",
@@ -62,23 +62,22 @@ class Samples(NamedTuple):
       samples: at least one sample, in the order of the source.
       read: number of records read; equals `len(samples) + dropped + skipped`.
       truncated: number of samples that were cut to the maximum length.
-      dropped: number of records that are too long: the source says `overlong="drop"`, or truncation
-        leaves no token that counts in the loss.
-      skipped: number of records that cannot be trained on, if the source says
-        `on_bad_record="skip"`.
+      dropped: number of records that are too long and are left out because of
+        `Source.overlong="drop"`, or because truncation leaves no token that counts in the loss.
+      skipped: number of records that cannot be trained on, with `Source.on_bad_record="skip"`.
       first_skipped: the error of the first skipped record; empty if there is none.
       target_tokens: number of tokens that count in the loss, before records are cut or dropped.
       cut_target_tokens: number of these tokens that truncation removes.
       unknown_target_tokens: number of these tokens that are the tokenizer's unknown token.
       special_text: the first special token that the text of a record spells; empty if there is
-        none, or if the source says `special_tokens="escape"`.
+        none, or with `Source.special_tokens="escape"`.
       special_records: number of records whose text spells a special token.
       endless: number of chats in which no token that may end a turn counts in the loss, before
         records are cut or dropped. Models do not learn from them where an answer ends.
-      joined_prompt: what `chat.joined_prompt` finds of the template of the chats.
+      joined_prompt: the result of `chat.joined_prompt` for the template of the chats.
       rendering: how the records became text.
-      unread_fields: by name of a field that the form of the records does not read although it looks
-        like text, the number of records that have it.
+      unread_fields: number of records by name of a field that looks like text but is not read by
+        the form of the records.
     """
 
     samples: StoredSamples
@@ -102,19 +101,13 @@ class Skipped:
     """Counts records that are left out, and keeps the first error.
 
     Attributes:
-      count: number of the records.
-      first: the error of the first one; empty if there is none.
+      first: the error of the first record; empty if there is none.
     """
 
     def __init__(self):
         self.count, self.first = 0, ""
 
     def add(self, error: DataError) -> None:
-        """Counts a record.
-
-        Args:
-          error: why it is left out.
-        """
         self.first = self.first or str(error)
         self.count += 1
 
@@ -122,12 +115,12 @@ class Skipped:
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
 
-    Where the folder has a tokenizer.json, its normalizer, pre-tokenizer, vocabulary, added tokens,
-    decoder and post-processor are used as they stand. `AutoTokenizer` lets the class of the model's
-    type replace some of them; a warning is logged once if that class gives other tokens or texts.
-    tokenizer_config.json adds the names of special tokens and the chat templates. Its
-    `add_bos_token` and `add_eos_token` change nothing, as in transformers 5; a warning is logged
-    once if `add_bos_token` contradicts tokenizer.json.
+    If the folder has a tokenizer.json, its normalizer, pre-tokenizer, vocabulary, added tokens,
+    decoder and post-processor are used as they are. `AutoTokenizer` would replace some of them by
+    those of a class that belongs to the model's type; a warning is logged once if that class gives
+    other tokens or texts. tokenizer_config.json adds the names of special tokens and the chat
+    templates. Its `add_bos_token` and `add_eos_token` change nothing, as in transformers 5; a
+    warning is logged once if `add_bos_token` contradicts tokenizer.json.
 
     Args:
       folder: folder with tokenizer.json, usually the backbone's folder.
@@ -160,7 +153,7 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
-    """What transformers makes of a folder: the class that its files or the model's type name."""
+    """The tokenizer that transformers loads, of the class that files or the model's type name."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(
@@ -169,7 +162,7 @@ def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder's tokenizer.json, compared with that of the class."""
+    """The tokenizer of a folder's tokenizer.json. Warns if transformers' class differs from it."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -183,7 +176,7 @@ def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
         difference = f"AutoTokenizer does not load this folder ({error})"
     else:
         by_class = _probed(of_class, texts)
-        # Some classes have special tokens that no file names. They count if the file has them.
+        # Some classes have special tokens that no file names. They are used if the file has them.
         spelt = {token["content"] for token in added}
         vocabulary = content["model"]["vocab"]
         if isinstance(vocabulary, list):
@@ -198,8 +191,8 @@ def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(folder), local_files_only=True, **names
         )
-    # Transformers adds special tokens again, by which they may take other white space with them
-    # than the file says.
+    # Transformers adds special tokens again, and may change which white space they absorb. Here the
+    # file's own settings are restored.
     tokenizer.backend_tokenizer.add_tokens(
         [AddedToken(**{k: v for k, v in token.items() if k != "id"}) for token in added]
     )
@@ -219,16 +212,16 @@ def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _around_added_tokens(added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A text with each added token, in groups: some tokenizers have thousands."""
+    """Texts with all added tokens, 64 in each, because some tokenizers have thousands."""
     for group in batched((token["content"] for token in added), 64):
         yield "".join(f"a {token} b{token}c\n{token}" for token in group)
 
 
 class _Probe(NamedTuple):
-    """What a tokenizer makes of a text.
+    """The tokens of a text, and the text of these tokens.
 
     Attributes:
-      ids: the tokens of the text, without those that are added around it.
+      ids: the tokens of the text, without tokens that are added around it.
       all_ids: the tokens with those that are added.
       decoded: the text of `ids`.
     """
@@ -250,8 +243,8 @@ def _probed(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[
 def _difference(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], by_class: Sequence[_Probe]
 ) -> str:
-    """Where a tokenizer's tokens or texts first differ from those of a class, in words; empty if
-    they do not."""
+    """Describes the first difference between a tokenizer's tokens or texts and those of a class;
+    empty if there is none."""
     for text, of_file, of_class in zip(texts, _probed(tokenizer, texts), by_class, strict=True):
         for ids, others in ((of_file.ids, of_class.ids), (of_file.all_ids, of_class.all_ids)):
             if ids == others:
@@ -274,7 +267,7 @@ def _difference(
 
 
 def _other_first_token(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """How `add_bos_token` of tokenizer_config.json contradicts tokenizer.json, in words; empty if
+    """Describes how `add_bos_token` of tokenizer_config.json contradicts tokenizer.json; empty if
     it does not. `add_eos_token` is not compared: samples always end with EOS, and prompts never."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
@@ -293,7 +286,6 @@ def _other_first_token(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> st
 
 @cache
 def _warn(text: str) -> None:
-    """Logs a warning, once in a process."""
     logging.getLogger(__name__).warning("%s", text)
 
 
@@ -301,9 +293,8 @@ class Encoded(NamedTuple):
     """The tokens of a text.
 
     Attributes:
-      ids: the tokens.
-      offsets: the first and the last character of each token, as a range; empty for a token that is
-        added.
+      offsets: for each token, its range of characters, start included and end excluded; empty for
+        tokens that are added.
     """
 
     ids: list[int]
@@ -313,21 +304,19 @@ class Encoded(NamedTuple):
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, is_rendered: bool
 ) -> list[Encoded]:
-    """The tokens of texts, as training samples begin with them and as prompts consist of them.
+    """Tokenizes texts, in the way in which training samples begin and prompts are made.
 
     Tokens that the tokenizer's post-processor puts before a text, such as BOS, are added, unless
-    the text begins with them. Tokens that it puts behind a text are not: a prompt is to be
+    the text begins with them. Tokens that it puts behind a text are not added: a prompt is to be
     continued, and `load_samples` itself ends samples with EOS.
 
     Args:
       tokenizer: a fast tokenizer, from `load_tokenizer`.
-      texts: the texts.
-      is_rendered: whether a chat template has rendered the texts, so that they have their special
-        tokens.
+      is_rendered: whether the texts have their special tokens already, from a chat template.
     """
     if not texts:
         return []
-    # Not verbose: the tokenizer would warn of long texts, which callers cut or refuse.
+    # Not verbose, because the tokenizer would warn of long texts, which callers cut or refuse.
     encoded = tokenizer(
         list(texts),
         add_special_tokens=False,
@@ -370,23 +359,19 @@ def load_samples(
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
-    The text of a record is tokenized at once. A token counts in the loss if some of its characters
-    belong to the part that `source.loss_on` selects, so a token across the border of prompt and
-    completion counts. A BOS token is added if the tokenizer adds one. An EOS token, which counts in
-    the loss, ends every text except the texts that a chat template renders.
+    A token counts in the loss if some of its characters belong to the part of the text that
+    `source.loss_on` selects, so a token across the border of prompt and completion counts. A BOS
+    token is added if the tokenizer adds one. An EOS token, which counts in the loss, ends every
+    text except the texts that a chat template renders.
 
     Args:
-      source: the records to read.
       tokenizer: a fast tokenizer, from `load_tokenizer`.
       max_length: most tokens of a sample, BOS and EOS included; at least 2. `source.overlong`
         decides what happens to longer samples.
-      vocab_size: rows of the model's embedding; a token id that is not below this number is an
-        error. None skips the check.
+      vocab_size: rows of the model's embedding. A token id that is not below this number is an
+        error; None skips the check.
       part: the part of the records that is loaded; None for all of them.
       tokens: the file to which the tokens are appended; None for a new one.
-
-    Returns:
-      The samples in the order of the source, with counts of truncated and dropped records.
 
     Raises:
       DataError: the source cannot be read, a record cannot be trained on (the message names its
@@ -400,7 +385,7 @@ def load_samples(
     samples = SampleWriter(tokens or TokenFile())
     skipped = Skipped()
     special = SpecialText(source, tokenizer)
-    # In some tokenizers, the EOS token that ends each sample is the unknown token too.
+    # Some tokenizers use the EOS token, which ends each sample, as the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
     dropped = truncated = targets = cut = unknown = endless = 0
     ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
@@ -408,13 +393,15 @@ def load_samples(
     is_end[ends] = True
     rendering, unread = Rendering(), Counter[str]()
     with TemplateClock() as clock:
-        for record, whole, found in _tokenize(source, tokenizer, special, skipped, part, unread):
-            rendering = found
+        for record, whole, rendering_of_source in _tokenize(
+            source, tokenizer, special, skipped, part, unread
+        ):
+            rendering = rendering_of_source
             _require_known_ids(record, whole, tokenizer, vocab_size)
             targets += whole.target_tokens
             target_ids = whole.input_ids[whole.target_mask]
             unknown += np.count_nonzero(target_ids == unknown_id)
-            if found.chat_templates:
+            if rendering.chat_templates:
                 endless += not is_end[target_ids[target_ids < len(is_end)]].any()
             sample = _fit(record, whole, source, max_length)
             if sample is None:
@@ -451,9 +438,9 @@ def _no_samples(
 ) -> str:
     reasons = []
     if part and not dropped and not skipped.count:
-        found = "none" if part.held_out else "all"
+        share = "none" if part.held_out else "all"
         return (
-            f"{source.path}: validation_fraction={part.fraction:g} holds out {found} of the "
+            f"{source.path}: validation_fraction={part.fraction:g} holds out {share} of the "
             "records; choose another fraction, or name the held-out records with eval_data"
         )
     if dropped:
@@ -475,16 +462,16 @@ def _tokenize(
     part: Part | None,
     unread: Counter[str],
 ) -> Iterator[tuple[Record, Sample, Rendering]]:
-    """The untruncated sample of every record that can be trained on, and how all records of the
-    source become text. `skipped` counts the other records, if the source says
-    `on_bad_record="skip"`. `unread` counts, by name, fields that are not read."""
+    """Yields the untruncated sample of every record that can be trained on, and the rendering of
+    the source. `skipped` counts the other records if `source.on_bad_record` is "skip". `unread`
+    counts fields that are not read, by name."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
             raise error
         skipped.add(error)
 
-    own = own_template(source, tokenizer)
+    source_template = own_template(source, tokenizer)
     columns = Columns(source)
     records = read_records(source, skipped.add)
     for first in records:
@@ -497,9 +484,9 @@ def _tokenize(
     else:
         return
     if form in CHAT_FORMS:
-        if own is None and tokenizer.chat_template is None:
+        if source_template is None and tokenizer.chat_template is None:
             template_of(tokenizer, where=first.where)
-        rendering = Rendering(chat_templates=(own and own.text,))
+        rendering = Rendering(chat_templates=(source_template and source_template.text,))
         limit = TimeLimit(_TEMPLATE_SECONDS)
         render_record = partial(
             render_chat,
@@ -508,7 +495,7 @@ def _tokenize(
             limit=limit,
             form=form,
             treated=special.treated,
-            own=own,
+            source_template=source_template,
         )
     else:
         if source.chat_template is not None:
@@ -526,7 +513,7 @@ def _tokenize(
         def render_record(record: Record) -> RenderedText:
             return render(special.treated(record), form, source.loss_on, tokenizer.eos_token)
 
-    renamed = {own for _, own in source.columns}
+    renamed = {field for _, field in source.columns}
 
     def is_wanted(record: Record) -> bool:
         columns.see(record)
@@ -565,10 +552,10 @@ def _tokenize(
 def _tokenize_group(
     rendered: Sequence[tuple[Record, RenderedText]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[Record, Sample | None]]:
-    """The untruncated samples of rendered records; None for a record without target tokens."""
+    """The untruncated sample of each rendered record; None for a record without target tokens."""
     if not rendered:
         return
-    # All records of a source have the same form, so the first tells about special tokens for all.
+    # All records of a source have the same form, so either all texts have special tokens or none.
     adds_special_tokens = not rendered[0][1].has_special_tokens
     encoded = encode(
         tokenizer, [text for _, (text, *_) in rendered], is_rendered=not adds_special_tokens
@@ -589,7 +576,7 @@ def _tokenize_group(
 
 
 def _is_blank(text: str, ranges: Sequence[TextRange] | None) -> bool:
-    """Whether the model would learn to predict nothing but white space."""
+    """Whether the targets are white space only."""
     return not any(text[start:end].strip() for start, end in ranges or ((0, len(text)),))
 
 

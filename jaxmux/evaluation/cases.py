@@ -1,4 +1,4 @@
-"""What is evaluated: an adapter on some held-out samples."""
+"""The cases of an evaluation: an adapter with held-out samples."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -15,8 +15,8 @@ class Case(NamedTuple):
       data: name of the held-out data.
       spec: the specification of the adapter.
       adapter: its weights, from `import_adapter`.
-      samples: the samples, at least one.
-      tokenizer: the tokenizer that read them.
+      samples: at least one.
+      tokenizer: the tokenizer with which the samples were read.
     """
 
     task: str
@@ -28,15 +28,11 @@ class Case(NamedTuple):
 
     @property
     def target_tokens(self) -> int:
-        """Number of tokens that count in the loss."""
         return target_tokens(self.samples)
 
 
 def first_with_data(cases: Sequence[Case]) -> list[int]:
-    """By case, the index of the first case that has the same samples.
-
-    Args:
-      cases: the cases; their samples come from one `Loaded`.
-    """
-    found: dict[Any, int] = {}
-    return [found.setdefault(case.samples.tokens_key, i) for i, case in enumerate(cases)]
+    """The index of the first case with the same samples, for each case. The samples of all cases
+    come from one `Loaded`."""
+    first_with_key: dict[Any, int] = {}
+    return [first_with_key.setdefault(case.samples.tokens_key, i) for i, case in enumerate(cases)]

@@ -14,7 +14,7 @@ from .cases import Case, first_with_data
 
 
 class Matches(NamedTuple):
-    """How many completions of a case's samples equal the reference.
+    """Numbers of completions that equal their references.
 
     Attributes:
       compared: number of samples that have a prompt and a completion.
@@ -28,8 +28,6 @@ class Matches(NamedTuple):
 
 
 class _Parts(NamedTuple):
-    """The tokens of a sample."""
-
     prompt: list[int]
     completion: list[int]
 
@@ -40,15 +38,14 @@ def matches_of(
     """Completes the samples of all cases with their adapters and with the bare backbone, and
     compares the texts with the references, without white space around them.
 
-    The reference is the last part of a sample whose tokens count in the loss, up to a special token
-    such as the end of a turn: of a chat, what the assistant says last. Samples without a prompt
-    before it, such as plain texts, are not compared. The bare backbone completes the samples of
-    several cases once, if they are the same.
+    The reference of a sample is the last part of it whose tokens count in the loss, up to a special
+    token such as the end of a turn; in a chat, this is the last message of the assistant. Samples
+    without a prompt before it, such as plain texts, are not compared. If several cases have the
+    same samples, the bare backbone completes them once.
 
     Args:
-      cases: the cases; their samples come from one `Loaded`.
-      backbone: the backbone.
-      max_new_tokens: most tokens of a completion; None for those of the longest reference.
+      cases: their samples come from one `Loaded`.
+      max_new_tokens: most tokens of a completion; None for the length of the longest reference.
 
     Raises:
       DataError: a prompt fills the backbone's context.
@@ -57,31 +54,36 @@ def matches_of(
     if not any(parts):
         return [Matches(0, 0, 0) for _ in cases]
     if max_new_tokens is None:
-        max_new_tokens = max(len(part.completion) for own in parts for part in own)
+        max_new_tokens = max(len(part.completion) for case_parts in parts for part in case_parts)
     firsts = first_with_data(cases)
     requests, wanted = [], []
-    for number, (case, own) in enumerate(zip(cases, parts, strict=True)):
+    for number, (case, case_parts) in enumerate(zip(cases, parts, strict=True)):
         tokenizer, specials = case.tokenizer, special_tokens(case.tokenizer)
         for which, adapter in enumerate(((case.spec, case.adapter), (None, None))):
             if which and firsts[number] != number:
                 continue
             requests += [
                 Request(part.prompt, *adapter, stops=tuple(specials), tokenizer=tokenizer)
-                for part in own
+                for part in case_parts
             ]
-            wanted += [(number, which, _text(part.completion, tokenizer, specials)) for part in own]
+            wanted += [
+                (number, which, _text(part.completion, tokenizer, specials)) for part in case_parts
+            ]
     counts = np.zeros((len(cases), 2), int)
     generator = Generator(backbone, cases[0].tokenizer)
-    found = generator.complete(requests, max_new_tokens=max_new_tokens)
-    for (number, which, reference), text in zip(wanted, found, strict=True):
+    completions = generator.complete(requests, max_new_tokens=max_new_tokens)
+    for (number, which, reference), text in zip(wanted, completions, strict=True):
         counts[number, which] += text.strip() == reference.strip()
     counts[:, 1] = counts[firsts, 1]
-    return [Matches(len(own), *map(int, row)) for own, row in zip(parts, counts, strict=True)]
+    return [
+        Matches(len(case_parts), *map(int, row))
+        for case_parts, row in zip(parts, counts, strict=True)
+    ]
 
 
 def _parts_of(sample: Sample) -> _Parts | None:
-    """The tokens before and of the last part that counts in the loss; None if only a first token,
-    such as BOS, is before it."""
+    """Splits a sample into the last part that counts in the loss and the tokens before it; None if
+    there is at most one token before it, such as BOS."""
     targets = np.flatnonzero(sample.target_mask)
     end = int(targets[-1]) + 1
     others = np.flatnonzero(~sample.target_mask[:end])
@@ -91,6 +93,6 @@ def _parts_of(sample: Sample) -> _Parts | None:
 
 
 def _text(ids: Sequence[int], tokenizer: Any, specials: Collection[int]) -> str:
-    """The text of tokens up to the first special one."""
+    """The text of the tokens before the first special one."""
     ended = next((n for n, token in enumerate(ids) if token in specials), len(ids))
     return tokenizer.decode(ids[:ended])

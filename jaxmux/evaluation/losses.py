@@ -1,4 +1,4 @@
-"""Losses of held-out samples, with adapters and with the bare backbone, by an engine."""
+"""Losses of held-out samples, with adapters and with the bare backbone, computed by an engine."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -34,12 +34,11 @@ class Losses(NamedTuple):
 def losses_of(
     cases: Sequence[Case], backbone: Backbone, tokens_per_microbatch: int = 8192
 ) -> list[Losses]:
-    """Measures the losses of all cases together, in the way in which training measures held-out
-    losses. Those of the bare backbone are measured once for cases with the same samples.
+    """Measures the losses of all cases together, as training measures held-out losses. If several
+    cases have the same samples, the loss of the bare backbone is measured once.
 
     Args:
-      cases: the cases, at least one; their samples come from one `Loaded`.
-      backbone: the backbone.
+      cases: at least one; their samples come from one `Loaded`.
       tokens_per_microbatch: most tokens of one forward pass.
     """
     config = backbone.config
@@ -47,33 +46,48 @@ def losses_of(
     nothing = initial_adapter(_NOTHING, targets, config, 0)
     firsts, prepared = first_with_data(cases), []
     for number, case in enumerate(cases):
-        own = case.samples, config
-        prepared.append(_prepared(f"adapter.{number}", case.spec, case.adapter, *own))
+        prepared.append(
+            _prepared(
+                f"adapter.{number}",
+                spec=case.spec,
+                adapter=case.adapter,
+                samples=case.samples,
+                config=config,
+            )
+        )
         if firsts[number] == number:
-            prepared.append(_prepared(f"backbone.{number}", _NOTHING, nothing, *own))
+            prepared.append(
+                _prepared(
+                    f"backbone.{number}",
+                    spec=_NOTHING,
+                    adapter=nothing,
+                    samples=case.samples,
+                    config=config,
+                )
+            )
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(prepared)
         engine.begin_evaluation(engine.names)
         engine.drain()
-        found = {own.task: own.loss for own in engine.take_evaluations()}
-    return [Losses(found[f"adapter.{n}"], found[f"backbone.{m}"]) for n, m in enumerate(firsts)]
+        losses = {evaluation.task: evaluation.loss for evaluation in engine.take_evaluations()}
+    return [Losses(losses[f"adapter.{n}"], losses[f"backbone.{m}"]) for n, m in enumerate(firsts)]
 
 
 def _prepared(
     name: str, spec: Any, adapter: Any, samples: StoredSamples, config: BackboneConfig
 ) -> PreparedTask:
-    """A task whose held-out samples are given, and which is never trained."""
-    own = with_virtual_tokens(samples, spec)
-    # An optimizer without moments takes least memory.
-    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(own), steps=1)
+    """A task with these held-out samples, which is never trained."""
+    held_out = with_virtual_tokens(samples, spec)
+    # An optimizer without moments takes the least memory.
+    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(held_out), steps=1)
     return PreparedTask(
         task,
         dict(kind_of(spec).targets(spec, config)),
         lambda: adapter,
-        Samples(own, read=len(own), truncated=0, dropped=0, skipped=0),
-        GlobalBatches(own, len(own), seed=0),
+        Samples(held_out, read=len(held_out), truncated=0, dropped=0, skipped=0),
+        GlobalBatches(held_out, len(held_out), seed=0),
         steps=1,
-        eval_samples=own,
+        eval_samples=held_out,
         size=size_of_adapter(spec, config),
     )

@@ -1,7 +1,7 @@
 """Generation of text with the backbone and with adapters of all kinds, side by side in one batch.
 
-`Generator` reads prompts into the rows of a cache of keys and values, and writes one token of every
-sequence in each step. The row of a sequence that has ended is given to the next prompt.
+`Generator` reads prompts into the rows of a cache of keys and values. Each step writes one token of
+every sequence. When a sequence ends, its row is given to the next prompt.
 """
 
 from .chat import Conversation, end_of_turn

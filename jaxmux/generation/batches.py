@@ -1,4 +1,4 @@
-"""Which sequences are computed together, and in which row of the batch each lies."""
+"""The choice of sequences that are computed together, and of the row of the batch for each."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -8,22 +8,22 @@ from jaxmux.planner.numbers import power_of_two
 
 from .requests import Prompt
 
-# Tokens of prompts that are read at once, with padding. They pass the layers together: below the
-# least, reading the weights takes longer than multiplying by them; the most bounds the memory.
+# Number of tokens of prompts, with padding, that are read in one pass through the layers. For fewer
+# than the least, reading the weights takes longer than multiplying by them. The most limits memory.
 _LEAST_READ, _MOST_READ = 2**8, 2**16
 _LEAST_LENGTH = 16
-# Free rows are filled when they are this part of the batch.
+# Free rows are filled when they are this fraction of the batch.
 _FILLED_SHARE = 1 / 8
 
 
 class Filling(NamedTuple):
-    """Rows that get their next sequence at once.
+    """Rows that get their next sequences in one pass.
 
     Attributes:
       rows: the row of each sequence.
-      slots: its slot.
-      group: number of rows that the program reads, at least as many.
-      row_len: tokens that the program reads in each.
+      slots: the slot of each sequence.
+      group: number of rows that the program reads, at least the number of sequences.
+      row_len: number of tokens that the program reads in each row.
     """
 
     rows: tuple[int, ...]
@@ -36,14 +36,16 @@ class Batch:
     """The rows of a batch, each with the sequence that is written in it, and the sequences that
     wait for a row.
 
-    The row of a sequence that has ended is free for the next one (continuous batching: Orca, Yu et
+    When a sequence ends, its row becomes free for the next one (continuous batching: Orca, Yu et
     al. 2022; vLLM, Kwon et al. 2023). Rows are divided into chunks of equal size, and a chunk
     belongs to one slot, because its rows are multiplied by the same adapter. If none of its
-    sequences goes on and none waits for its slot, it passes to the slot for which most wait.
+    sequences continues and none waits for its slot, the chunk passes to the slot for which most
+    sequences wait.
 
-    The longest sequences come first, so that the others do not have to read their many places.
-    Prompts are read in groups of one size, and their lengths are rounded up to powers of two: few
-    programs are compiled, and the shapes with which a prompt is read do not depend on the others.
+    The longest sequences come first, so that later ones need a cache with fewer positions. Prompts
+    are read in groups of one size, and their lengths are rounded up to powers of two. So few
+    programs are compiled, and the shapes with which a prompt is read do not depend on other
+    prompts.
 
     Attributes:
       requests: the index of the request of each row; None for a free row.
@@ -51,7 +53,7 @@ class Batch:
     """
 
     def __init__(self, prompts: Sequence[Prompt], slots: Sequence[int], max_batch: int):
-        """Makes the rows; they are free.
+        """Makes free rows.
 
         Args:
           prompts: the tokens of each request, at least one.
@@ -62,14 +64,18 @@ class Batch:
         counts = Counter(sorted(slots))
         if len(prompts) <= max_batch:
             if len(prompts) == 1:
-                # With a single row, XLA takes products with the weights apart into multiplications
-                # and sums of their own, which write the products to memory. The row without a
-                # sequence has another slot, because the low-rank products of two rows of one slot
-                # are more programs on a GPU.
+                # In a batch of one row, XLA splits products with the weights into multiplications
+                # and sums, which write the products to memory. So an empty row is added. It has
+                # another slot, because the low-rank products of two rows of one slot are more
+                # programs on a GPU.
                 counts[_another(slots[0])] = 0
             rows_of_chunk = _rows_of_chunk(list(counts.values()))
-            own = {slot: max(1, -(-count // rows_of_chunk)) for slot, count in counts.items()}
-            self.slots = [slot for slot in sorted(own) for _ in range(own[slot])]
+            chunks_of_slot = {
+                slot: max(1, -(-count // rows_of_chunk)) for slot, count in counts.items()
+            }
+            self.slots = [
+                slot for slot in sorted(chunks_of_slot) for _ in range(chunks_of_slot[slot])
+            ]
         else:
             rows_of_chunk = max(1, max_batch // len(counts))
             chunks = max(2, max_batch) // rows_of_chunk
@@ -83,7 +89,7 @@ class Batch:
 
     @property
     def live(self) -> int:
-        """Number of sequences that go on."""
+        """Number of sequences that continue."""
         return sum(i is not None for i in self.requests)
 
     @property
@@ -93,22 +99,21 @@ class Batch:
 
     @property
     def places(self) -> int:
-        """Most tokens of a sequence that goes on or waits, with padding."""
-        heads = [own[0] for own in self._waiting.values() if own]
+        """Largest number of tokens, with padding, of the sequences that continue or wait."""
+        heads = [queue[0] for queue in self._waiting.values() if queue]
         return most_places([self._prompts[i] for i in [*heads, *self.requests] if i is not None])
 
     @property
     def fewest(self) -> int:
-        """Number of sequences that go on when enough rows are free to be filled."""
+        """The number of continuing sequences at which enough rows are free to be filled."""
         return max(0, self.live - self._enough + len(self._next()[0])) if self.waiting else 0
 
     def free(self, row: int) -> None:
-        """Frees a row, whose sequence has ended."""
         self.requests[row] = None
 
     def fill(self) -> list[Filling]:
-        """Gives free rows to waiting sequences, if there are enough of these rows. Rows that are
-        filled at once have prompts of about the same length."""
+        """Gives free rows to waiting sequences if there are enough such rows. The rows of a filling
+        have prompts of about the same length."""
         plan, slots = self._next()
         if not plan or (self.live and len(plan) < self._enough):
             return []
@@ -116,7 +121,7 @@ class Batch:
         by_length: dict[int, list[int]] = {}
         for row, slot in plan:
             self.requests[row] = i = self._waiting[slot].popleft()
-            # The last token of a prompt is written, not read: the first new token follows it.
+            # The last token of a prompt is not read, because the writing step starts from it.
             row_len = power_of_two(max(_LEAST_LENGTH, len(self._prompts[i].tokens) - 1))
             by_length.setdefault(row_len, []).append(row)
         fillings = []
@@ -124,20 +129,20 @@ class Batch:
             group = max(self._least_free, min(len(self.requests), _LEAST_READ // row_len))
             group = max(1, min(power_of_two(group), _MOST_READ // row_len))
             for start in range(0, len(rows), group):
-                own = tuple(rows[start : start + group])
-                of = tuple(slots[row // self._rows_of_chunk] for row in own)
-                fillings.append(Filling(own, of, group, row_len))
+                filled_rows = tuple(rows[start : start + group])
+                row_slots = tuple(slots[row // self._rows_of_chunk] for row in filled_rows)
+                fillings.append(Filling(filled_rows, row_slots, group, row_len))
         return fillings
 
     @property
     def _enough(self) -> int:
-        """Number of free rows that are worth filling."""
+        """The least number of free rows that are filled."""
         return min(self._least_free, self.waiting)
 
     def _next(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """The free rows that waiting sequences can have, each with its slot; and the slots that
-        the chunks then have."""
-        left = {slot: len(own) for slot, own in self._waiting.items()}
+        """The free rows that waiting sequences can get, each with its slot, and the slot of every
+        chunk after that."""
+        left = {slot: len(queue) for slot, queue in self._waiting.items()}
         plan, slots, most = [], list(self.slots), self._most - self.live
         for chunk in range(len(slots)):
             rows = range(chunk * self._rows_of_chunk, (chunk + 1) * self._rows_of_chunk)
@@ -145,26 +150,25 @@ class Batch:
             if len(free) == len(rows) and not left.get(slots[chunk]) and any(left.values()):
                 slots[chunk] = max(left, key=lambda slot: left[slot])
             slot = slots[chunk]
-            own = free[: min(left.get(slot, 0), most - len(plan))]
-            plan += [(row, slot) for row in own]
-            if own:
-                left[slot] -= len(own)
+            taken = free[: min(left.get(slot, 0), most - len(plan))]
+            plan += [(row, slot) for row in taken]
+            if taken:
+                left[slot] -= len(taken)
         return plan, slots
 
 
 def most_places(prompts: Sequence[Prompt]) -> int:
-    """Most tokens of a sequence, with padding."""
+    """Largest number of tokens of a sequence, with padding."""
     return _rounded(max([_LEAST_LENGTH, *(prompt.end for prompt in prompts)]))
 
 
 def _another(slot: int) -> int:
-    """A different slot; there are at least two."""
     return slot - 1 if slot else 1
 
 
 def _rows_of_chunk(counts: Sequence[int]) -> int:
-    """The rows of a chunk with which the fewest rows and chunks together are computed. The factors
-    of a chunk are about as large as the cache of a row."""
+    """The number of rows in a chunk for which the number of rows and chunks is least in total. The
+    factors of a chunk are about as large as the cache of a row."""
 
     def cost(rows: int) -> int:
         chunks = sum(-(-count // rows) for count in counts)
@@ -174,6 +178,6 @@ def _rows_of_chunk(counts: Sequence[int]) -> int:
 
 
 def _rounded(length: int) -> int:
-    """Rounded up to one of four lengths in each octave."""
+    """Rounds up to one of four lengths between two powers of two."""
     step = max(_LEAST_LENGTH, power_of_two(length) // 8)
     return -(-length // step) * step

@@ -1,4 +1,4 @@
-"""Chats: prompts that the tokenizer's chat template renders."""
+"""Chats whose prompts the tokenizer's chat template renders."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,11 +11,7 @@ _PROBE = "jaxmux"
 
 
 class Conversation:
-    """The messages of a chat, to which answers are added.
-
-    Attributes:
-      messages: objects with "role" and "content", in their order.
-    """
+    """The messages of a chat, objects with "role" and "content", to which answers are added."""
 
     def __init__(
         self,
@@ -27,13 +23,10 @@ class Conversation:
         """Begins a conversation.
 
         Args:
-          tokenizer: a tokenizer with a chat template. That of an adapter is from
-            `adapter_tokenizer`.
-          messages: the first messages.
-          system: a message of the role "system" before them; None for none, or if there is one
-            among them.
+          tokenizer: a tokenizer with a chat template; for an adapter, from `adapter_tokenizer`.
+          system: a first message of the role "system"; ignored if `messages` has such a message.
           tools: descriptions of functions that the assistant may call, as transformers'
-            `apply_chat_template` takes them; None for none.
+            `apply_chat_template` takes them.
 
         Raises:
           DataError: the tokenizer has no chat template.
@@ -45,15 +38,11 @@ class Conversation:
             self.messages.insert(0, {"role": "system", "content": system})
 
     def add(self, role: str, content: str) -> None:
-        """Adds a message behind the others."""
         self.messages.append({"role": role, "content": content})
 
     def prompt(self) -> str:
-        """The text behind which the assistant answers, with its special tokens.
-
-        Raises:
-          DataError: the template refuses the messages.
-        """
+        """The text that the assistant continues, with its special tokens; DataError if the template
+        refuses the messages."""
         try:
             return self._tokenizer.apply_chat_template(
                 self.messages,
@@ -69,22 +58,20 @@ class Conversation:
 
 
 def end_of_turn(tokenizer: Any) -> list[int]:
-    """The tokens with which a chat template ends what the assistant says: the first special token
-    behind its text. Empty if there is none, or the tokenizer has no template.
+    """The token with which a chat template ends a turn of the assistant: the first special token
+    behind the turn's text. Empty if there is none, or the tokenizer has no template.
 
-    Some tokenizers have another end-of-sequence token, which the model does not write in chats.
-
-    Args:
-      tokenizer: the tokenizer.
+    It may differ from the tokenizer's end-of-sequence token, which some models do not write in
+    chats.
     """
     if tokenizer.chat_template is None:
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
-        # Of several templates, that of chats with tools may be the only one.
+        # Of several templates, the one for chats with tools may be the only one.
         template = template_of(tokenizer, tools=[]).text
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
-    except Exception:  # such a template needs other messages, and they say what ends them
+    except Exception:  # the template needs other messages, so the end of a turn is not known
         return []
     behind = text.rpartition(_PROBE)[2]
     ids = tokenizer(behind, add_special_tokens=False)["input_ids"]

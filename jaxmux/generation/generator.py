@@ -19,15 +19,15 @@ from .text_stream import Piece, TextStream
 from .writing import Writing
 
 MAX_BATCH = 64
-# The part of the free memory that the cache may take. The rest is for working memory.
+# Fraction of the free memory that the cache may take. The rest is for working memory.
 _CACHE_SHARE = 0.6
-# Most places of a cache where the free memory is not known.
+# Most positions of a cache if the amount of free memory is not known.
 _MOST_PLACES = 2**16
 
 
 class Generator:
-    """Completes prompts with one backbone. It holds the backbone's weights layer by layer, so that
-    a step reads them where they lie."""
+    """Completes prompts with one backbone. The weights of each layer are separate arrays, which a
+    step reads without copying."""
 
     def __init__(
         self,
@@ -40,20 +40,19 @@ class Generator:
         """Prepares the weights.
 
         Args:
-          backbone: the backbone, from `load_backbone`.
           tokenizer: the backbone's tokenizer, from `load_tokenizer`, for requests without one.
           max_batch: most sequences that are computed together; fewer if the device has no memory
-            for their keys and values. A completion that ends gives its place to the next request.
-          keep_backbone: whether `backbone` can be used afterwards. The weights of its layers are
-            then copied, or where the device has no memory for that, read from where they are, which
-            takes up to three times as long. False moves them.
+            for their keys and values. When a completion ends, the next request takes its row.
+          keep_backbone: whether `backbone` can be used afterwards. If so, the weights of its layers
+            are copied, or if the device has no memory for that, read from their stacks, which takes
+            up to three times as long. False moves them.
         """
         self._config: BackboneConfig = backbone.config
         self._dtype = backbone.compute_dtype
         self._tokenizer = tokenizer
         self._max_batch = max_batch
         self._weights = _layer_by_layer(backbone, keep_backbone)
-        # The adapters of the last call, and their arrays on the device.
+        # The adapters of the last call, and their arrays on the device if there was a call.
         self._adapters: tuple[list[Any], tuple[ServedAdapters, Layout] | None] = [], None
 
     def complete(
@@ -63,10 +62,9 @@ class Generator:
         max_new_tokens: int = 64,
         sampling: Sampling | None = None,
     ) -> list[str]:
-        """The completions of requests, in their order. The arguments are those of `stream`."""
+        """The completions of requests, in their order; arguments as for `stream`."""
         texts = [""] * len(requests)
-        given = {"max_new_tokens": max_new_tokens, "sampling": sampling}
-        for piece in self.stream(requests, **given):
+        for piece in self.stream(requests, max_new_tokens=max_new_tokens, sampling=sampling):
             texts[piece.request] += piece.text
         return texts
 
@@ -78,36 +76,50 @@ class Generator:
         sampling: Sampling | None = None,
     ) -> Iterator[Piece]:
         """Yields the completions of requests piece by piece, while they are written. Pieces of
-        different requests come in turns; each request has one last piece.
+        different requests alternate; each request has one last piece.
 
         Args:
-          requests: the prompts with their adapters.
           max_new_tokens: most tokens of a completion. A completion ends earlier before the
             tokenizer's end-of-sequence token, before one of its request's `stops`, or at the end of
             the backbone's context.
           sampling: how tokens are chosen; None takes the most likely ones.
 
         Raises:
-          DataError: a prompt has no tokens, has one that the backbone does not know, or fills the
-            backbone's context, with its adapter's virtual tokens. It is raised before any text is
-            yielded.
+          DataError: a prompt has no tokens, has a token that the backbone does not know, or fills
+            the backbone's context together with its adapter's virtual tokens. It is raised before
+            any text is yielded.
         """
         sampling = sampling or Sampling()
-        given = self._tokenizer, self._config, max_new_tokens
-        prompts = [read_prompt(request, *given) for request in requests]
+        prompts = [
+            read_prompt(
+                request,
+                tokenizer=self._tokenizer,
+                config=self._config,
+                max_new_tokens=max_new_tokens,
+            )
+            for request in requests
+        ]
         if not prompts:
             return
         firsts, slots = distinct_adapters(requests)
-        adapters = self._on_device(firsts)
+        served, layout = self._on_device(firsts)
         batch = Batch(prompts, slots, self._most_sequences(prompts))
-        backbone = self._config, self._dtype, self._weights
-        writing = Writing(*backbone, *adapters, prompts, batch, sampling)
+        writing = Writing(
+            config=self._config,
+            dtype=self._dtype,
+            weights=self._weights,
+            adapters=served,
+            layout=layout,
+            prompts=prompts,
+            batch=batch,
+            sampling=sampling,
+        )
         texts: dict[int, TextStream] = {}
         for new in writing.tokens():
             if new.request not in texts:
                 prompt = prompts[new.request]
-                own = [token for token in prompt.tokens if token >= 0]
-                texts[new.request] = TextStream(prompt.tokenizer, own)
+                text_tokens = [token for token in prompt.tokens if token >= 0]
+                texts[new.request] = TextStream(prompt.tokenizer, text_tokens)
             text = texts[new.request].add(new.tokens, new.is_last)
             if new.is_last:
                 del texts[new.request]
@@ -115,14 +127,15 @@ class Generator:
                 yield Piece(new.request, text, new.is_last)
 
     def _on_device(self, firsts: Sequence[Request]) -> tuple[ServedAdapters, Layout]:
-        """The adapters of these requests; those of the call before if they are the same objects."""
-        own = [request.adapter for request in firsts]
+        """The adapters of these requests; not copied again if the last call had the same
+        objects."""
+        adapters = [request.adapter for request in firsts]
         before, held = self._adapters
-        if held is None or list(map(id, own)) != list(map(id, before)):
-            # The device need not hold both.
+        if held is None or list(map(id, adapters)) != list(map(id, before)):
+            # The old adapters are dropped first, because the device may not have room for both.
             self._adapters, held = ([], None), None
             held = served_adapters(firsts, self._config, self._dtype)
-            self._adapters = own, held
+            self._adapters = adapters, held
         return held
 
     def _most_sequences(self, prompts: Sequence[Prompt]) -> int:
@@ -142,31 +155,27 @@ def complete(
     max_new_tokens: int = 64,
     sampling: Sampling | None = None,
 ) -> list[str]:
-    """Completes prompts at once, each with its own adapter or none, to show what adapters have
-    learnt. For several calls, make a `Generator`.
+    """Completes prompts, each with its own adapter or none, to show what adapters have learnt. For
+    several calls, make a `Generator`.
 
     Args:
       backbone: the backbone, from `load_backbone`.
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
-      requests: the prompts with their adapters.
-      max_new_tokens: most tokens of a completion. A completion ends earlier if the model produces
-        the tokenizer's end-of-sequence token, or at the end of the backbone's context.
-      sampling: how tokens are chosen; None takes the most likely ones.
+      max_new_tokens, sampling: as for `Generator.stream`.
 
     Returns:
       The texts of the completions in the order of `requests`, without prompts and special tokens.
 
     Raises:
-      DataError: a prompt has no tokens, or fills the backbone's context, with its adapter's virtual
-        tokens.
+      DataError: as for `Generator.stream`.
     """
     generator = Generator(backbone, tokenizer)
     return generator.complete(requests, max_new_tokens=max_new_tokens, sampling=sampling)
 
 
 def _layer_by_layer(backbone: Backbone, keep: bool) -> Weights:
-    """The weights with "layers" as `single_layers` gives them, or as they are if there is no memory
-    for a copy."""
+    """The backbone's weights with separate arrays for each layer, from `single_layers`, or
+    unchanged if there is no memory for a copy."""
     layers, count = backbone.weights["layers"], backbone.config.num_layers
     leaves, structure = jax.tree.flatten(layers)
     size, free = sum(leaf.nbytes for leaf in leaves), free_memory()
@@ -185,5 +194,7 @@ def _layer_by_layer(backbone: Backbone, keep: bool) -> Weights:
         of_leaves.append(jax.block_until_ready(split(leaf)))
         if not keep:
             leaf.delete()
-    separate = tuple(jax.tree.unflatten(structure, own) for own in zip(*of_leaves, strict=True))
+    separate = tuple(
+        jax.tree.unflatten(structure, of_layer) for of_layer in zip(*of_leaves, strict=True)
+    )
     return {**backbone.weights, "layers": separate}

@@ -1,8 +1,8 @@
 """The programs of generation: one reads prompts, one puts them into free rows of a batch, and one
 writes several tokens.
 
-All sequences of a batch take part in every step. A step computes one token of each, so it reads the
-weights once, whatever the number of sequences.
+All sequences of a batch take part in every step. A step computes one token of each sequence, so it
+reads the weights only once.
 """
 
 from functools import partial
@@ -30,13 +30,13 @@ from .sampling import SamplingForm, SamplingNumbers, next_tokens
 
 
 class Sequences(NamedTuple):
-    """The sequences of a batch, a row each.
+    """The sequences of a batch, one in each row.
 
     Attributes:
-      cache: keys and values of all tokens but the last of each sequence.
+      cache: keys and values of all tokens of each sequence except the last one.
       last: int32, the last token of each sequence.
-      place: int32, its place.
-      live: whether the sequence goes on.
+      place: int32, the position of this token.
+      live: whether the sequence continues.
     """
 
     cache: tuple[KeysValues, ...]
@@ -46,13 +46,13 @@ class Sequences(NamedTuple):
 
 
 class Served(NamedTuple):
-    """The adapters, and whose rows are whose.
+    """The adapters of T slots, and the slots of the rows.
 
     Attributes:
-      outside: by kind, the arrays of all slots at points outside the layers.
-      of_layers: the same in each layer.
-      scale: float32 [T], see `SlotTable`.
-      chunk_slot: int32, the slot of each of the equal parts of the rows.
+      outside: the arrays of all slots at points outside the layers, by kind.
+      of_layers: the arrays of all slots in each layer, by kind.
+      scale: float32, see `SlotTable`.
+      chunk_slot: int32, the slot of each chunk; all chunks have the same number of rows.
     """
 
     outside: dict[str, Any]
@@ -62,12 +62,11 @@ class Served(NamedTuple):
 
 
 class Choices(NamedTuple):
-    """How tokens are chosen, and which one is the last of a sequence.
+    """How tokens are chosen, and where sequences end.
 
     Attributes:
-      sampling: how tokens are chosen.
-      ends: int32, the place behind the last token that a sequence may have.
-      stops: int32, by row the tokens that end its sequence; -1 where it has no more.
+      ends: int32, the position behind the last token that a sequence may have.
+      stops: int32, the tokens that end the sequence of each row, filled up with -1.
     """
 
     sampling: SamplingNumbers
@@ -76,7 +75,6 @@ class Choices(NamedTuple):
 
 
 def no_sequences(config: BackboneConfig, rows: int, places: int, dtype: jnp.dtype) -> Sequences:
-    """A batch of free rows; arguments as for `empty_cache`."""
     zeros = jnp.zeros(rows, jnp.int32)
     cache = empty_cache(config, rows, places, dtype)
     return Sequences(cache, zeros, jnp.zeros_like(zeros), jnp.zeros(rows, bool))
@@ -91,15 +89,11 @@ def read_prompts(
     tokens: Int[Array, "R row_len"],
     lengths: Int[Array, " R"],
 ) -> tuple[KeysValues, ...]:
-    """Keys and values of prompts.
+    """Computes the keys and values of prompts.
 
     Args:
-      config: configuration of the backbone.
-      options: static choices.
-      weights: weights of the backbone.
-      served: the adapters.
-      tokens: the prompts, as in `Microbatch.tokens`, and padding behind them.
-      lengths: the tokens of each prompt; 0 for a row without one.
+      tokens: the prompts, as in `Microbatch.tokens`, with padding behind them.
+      lengths: number of tokens of each prompt; 0 for a row without one.
     """
     cache = empty_cache(config, *tokens.shape, compute_dtype(weights))
     microbatch = prompts_in_rows(tokens, lengths, served.chunk_slot)
@@ -119,10 +113,10 @@ def begin_sequences(
 
     Args:
       sequences: the sequences; their arrays are overwritten.
-      prompts: keys and values of all tokens but the last of each prompt.
-      rows: the row of each prompt; of those behind the last row, nothing is put anywhere.
+      prompts: keys and values of all tokens of each prompt except the last one.
+      rows: the row of each prompt; prompts with numbers behind the last row are ignored.
       last: the last token of each prompt.
-      place: its place.
+      place: the position of this token.
     """
 
     def put(held: Array, new: Array | bool) -> Array:
@@ -130,7 +124,7 @@ def begin_sequences(
 
     def put_cache(held: Array, new: Array) -> Array:
         places = held.shape[2]
-        # What the row's last sequence has left might not be finite, and is overwritten, too.
+        # The row's last sequence may have left values that are not finite, so all are overwritten.
         new = jnp.pad(new[:, :, :places], _behind(max(0, places - new.shape[2])))
         return put(held, new)
 
@@ -144,13 +138,9 @@ def _behind(places: int) -> list[tuple[int, int]]:
 
 
 def with_places(sequences: Sequences, places: int) -> Sequences:
-    """The sequences with a cache of fewer places, enough for all that go on. Arrays are replaced
-    one by one, so that few of them are there twice.
-
-    Args:
-      sequences: the sequences; their arrays are deleted.
-      places: the number of places.
-    """
+    """Replaces the cache by one with fewer positions, enough for all sequences that continue.
+    Arrays are replaced one by one and the old ones deleted, which needs little additional
+    memory."""
 
     def cut(held: Array) -> Array:
         new = jax.block_until_ready(held[:, :, :places])
@@ -173,30 +163,36 @@ def write_tokens(
     steps: Int[Array, ""],
     fewest: Int[Array, ""],
 ) -> tuple[Int[Array, "most_steps B"], Sequences]:
-    """Writes tokens of every sequence that goes on.
+    """Writes tokens of every sequence that continues.
 
     Args:
-      config, options, weights, served: as for `read_prompts`.
       form: static choices of `choices.sampling`.
-      most_steps: most steps.
+      most_steps: most steps, which is a size in the compiled program.
       sequences: the sequences; their arrays are overwritten.
-      choices: how tokens are chosen.
       steps: number of steps.
-      fewest: no step begins when this number of sequences goes on, or fewer.
+      fewest: no step begins when at most this number of sequences continue.
 
     Returns:
-      int32, the new tokens; -1 where there is none. And the sequences with them.
+      The new tokens, int32, -1 where there is none; and the sequences with these tokens.
     """
 
     def step(carry):
         number, written, sequences = carry
         cache, last, place, live = sequences
         microbatch = single_tokens(last, place, served.chunk_slot)
-        given = served, cache, place, microbatch, jnp.zeros_like(place)
-        logits, cache = next_logits(config, options, weights, *given)
+        logits, cache = next_logits(
+            config,
+            options=options,
+            weights=weights,
+            served=served,
+            cache=cache,
+            place=place,
+            microbatch=microbatch,
+            last=jnp.zeros_like(place),
+        )
         token = next_tokens(form, choices.sampling, logits, place + 1)
         written = written.at[number].set(jnp.where(live, token, -1))
-        # A sequence that has ended computes the same token again and again.
+        # A sequence that has ended computes the same token repeatedly.
         last, place = jnp.where(live, token, last), place + live
         stops = (token[:, None] == choices.stops).any(axis=-1)
         live &= (place + 1 < choices.ends) & ~stops
@@ -216,13 +212,12 @@ def prompts_in_rows(
     lengths: Int[Array, " rows"],
     chunk_slot: Int[Array, " chunks"] | None = None,
 ) -> Microbatch:
-    """A microbatch without labels, with one sequence a row.
+    """A microbatch without labels, with one sequence in each row.
 
     Args:
-      tokens: int32 [rows, row_len], the tokens of each sequence, and padding behind them.
-      lengths: int32 [rows], the tokens of each sequence.
-      chunk_slot: int32, the slot of each chunk, which has one or several rows. None for row i in
-        slot i.
+      tokens: int32, the tokens of each sequence, with padding behind them.
+      lengths: int32, number of tokens of each sequence.
+      chunk_slot: int32, the slot of each chunk of one or several rows; None for row i in slot i.
     """
     rows, row_len = tokens.shape
     positions = jnp.broadcast_to(jnp.arange(row_len, dtype=jnp.int32), tokens.shape)
@@ -232,7 +227,7 @@ def prompts_in_rows(
 
 
 def single_tokens(last, place, chunk_slot) -> Microbatch:
-    """A microbatch of one token a row, at its place; arguments as for `prompts_in_rows`."""
+    """A microbatch with one token in each row, at position `place`."""
     segment_ids = jnp.zeros((len(last), 1), jnp.int32)
     return _microbatch(last[:, None], place[:, None], segment_ids, chunk_slot)
 
@@ -259,18 +254,23 @@ def next_logits(
     microbatch: Microbatch,
     last: Int[Array, " B"],
 ) -> tuple[Float[Array, "B vocab"], tuple[KeysValues, ...]]:
-    """The logits behind one token of each row; and the cache with the tokens of the microbatch.
-
-    Args:
-      config, options, weights, served: as for `read_prompts`.
-      cache, place, microbatch: as for `cached_hidden_states`.
-      last: index in its row of the token.
-    """
+    """The logits for the token behind index `last` of each row of the microbatch, and the cache
+    with the microbatch's tokens. `cache` and `place` are as for `cached_hidden_states`."""
     zeros = jnp.zeros_like(served.scale)
     slots = SlotTable(served.scale, zeros, zeros.astype(jnp.uint32))
     at_head, _ = head_adapters(options.adapter_ops, served.outside, None, microbatch.chunk_slot)
-    given = weights, served.outside, served.of_layers, cache, place, microbatch, slots, options
-    hidden, cache = cached_hidden_states(config, *given, at_head)
+    hidden, cache = cached_hidden_states(
+        config,
+        weights,
+        served.outside,
+        served.of_layers,
+        cache=cache,
+        place=place,
+        microbatch=microbatch,
+        slots=slots,
+        options=options,
+        at_head=at_head,
+    )
     rows, row_len = microbatch.tokens.shape
     hidden = hidden.reshape(rows, row_len, -1)[jnp.arange(rows), last]
     return logits_of(weights, hidden, at_head), cache

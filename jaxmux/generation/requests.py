@@ -13,16 +13,15 @@ class Request(NamedTuple):
     """A prompt, and the adapter that completes it.
 
     Attributes:
-      prompt: the text, or its tokens. It must give at least one token.
+      prompt: the text, or its tokens. It must have at least one token.
       spec: the specification of the adapter, such as a `LoRA`; None if `adapter` is None.
-      adapter: the trained weights, as `Engine.adapter` and `import_adapter` return them. Give
-        `spec` and `adapter` together. None completes the prompt with the bare backbone. Requests
-        that share an adapter share this very object.
-      is_rendered: whether the text has its special tokens already, as those of chat templates do.
-        Otherwise it gets the tokens that the tokenizer puts before a text, unless it begins with
-        them. What the tokenizer puts behind a text is left out.
+      adapter: the trained weights, as `Engine.adapter` and `import_adapter` return them; None to
+        use the backbone alone. Requests that share an adapter share this very object.
+      is_rendered: whether the text contains its special tokens, as text of a chat template does. If
+        not, the tokens that the tokenizer puts before a text are added, unless the text begins with
+        them. Tokens that the tokenizer puts behind a text are never added.
       stops: tokens before which the completion ends, besides the tokenizer's end-of-sequence token;
-        those with which a chat template ends a turn are from `end_of_turn`.
+        `end_of_turn` returns those of a chat template.
       tokenizer: the tokenizer of the prompt and the completion, from `adapter_tokenizer`; None for
         the backbone's.
     """
@@ -39,11 +38,10 @@ class Prompt(NamedTuple):
     """The tokens of a request.
 
     Attributes:
-      tokens: its tokens, after those that stand for its adapter's virtual tokens (see
-        `Microbatch.tokens`).
-      end: the place behind the last token that the sequence may have.
+      tokens: the tokens of the adapter's virtual tokens (see `Microbatch.tokens`), then those of
+        the prompt.
+      end: the position behind the last token that the sequence may have.
       stops: tokens before which the sequence ends.
-      tokenizer: the tokenizer of these tokens.
     """
 
     tokens: list[int]
@@ -55,16 +53,11 @@ class Prompt(NamedTuple):
 def read_prompt(
     request: Request, tokenizer: Any, config: BackboneConfig, max_new_tokens: int
 ) -> Prompt:
-    """The tokens of a request, and how far it may be completed.
-
-    Args:
-      request: the request.
-      tokenizer: the backbone's tokenizer, for requests without one.
-      config: configuration of the backbone.
-      max_new_tokens: most new tokens.
+    """The tokens of a request, and the limits of its completion; `tokenizer` is used if the request
+    has none.
 
     Raises:
-      DataError: the prompt has no tokens, has one that the backbone does not know, or fills the
+      DataError: the prompt has no tokens, has a token that the backbone does not know, or fills the
         backbone's context.
     """
     ids, tokenizer = request.prompt, request.tokenizer or tokenizer
@@ -92,20 +85,20 @@ def read_prompt(
 
 
 def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """A request for each different adapter, and the index of its own among them for every request.
+    """A request for each different adapter object, and for every request the index of its adapter.
 
-    Adapters are different if they are different objects. There are at least two, of which the
-    second one may be the bare backbone: `batches` needs two slots.
+    There are at least two; the second one may be the bare backbone, because `Batch` needs two
+    slots.
     """
-    found: dict[int, int] = {}
+    index_of: dict[int, int] = {}
     firsts: list[Request] = []
     slots = []
     for request in requests:
         key = id(request.adapter) if request.spec else 0
-        if key not in found:
-            found[key] = len(firsts)
+        if key not in index_of:
+            index_of[key] = len(firsts)
             firsts.append(request)
-        slots.append(found[key])
+        slots.append(index_of[key])
     if len(firsts) == 1:
         firsts.append(Request(""))
     return firsts, slots

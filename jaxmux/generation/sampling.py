@@ -39,12 +39,11 @@ class Sampling:
 
 
 class SamplingForm(NamedTuple):
-    """What of a `Sampling` is compiled into the program.
+    """The part of a `Sampling` that is compiled into the program.
 
     Attributes:
       greedy: whether the most likely token is taken.
-      top_k: as in `Sampling`.
-      nucleus: whether `top_p` is below 1, which takes a sort of the vocabulary.
+      nucleus: whether `top_p` is below 1, which needs a sort of the vocabulary.
     """
 
     greedy: bool
@@ -53,18 +52,16 @@ class SamplingForm(NamedTuple):
 
     @classmethod
     def of(cls, sampling: Sampling) -> "SamplingForm":
-        """The form of a sampling."""
         if sampling.temperature == 0:
             return cls(True, 0, False)
         return cls(False, sampling.top_k, sampling.top_p < 1)
 
 
 class SamplingNumbers(NamedTuple):
-    """What of a `Sampling` a program takes as data.
+    """The part of a `Sampling` that a program takes as data.
 
     Attributes:
-      temperature: as in `Sampling`, for greedy forms any number.
-      top_p: as in `Sampling`.
+      temperature: as in `Sampling`; any number for greedy forms.
       seeds: uint32, the seed of every sequence.
     """
 
@@ -79,14 +76,8 @@ def next_tokens(
     logits: Float[Array, "B vocab"],
     place: Int[Array, " B"],
 ) -> Int[Array, " B"]:
-    """The next token of every sequence, int32.
-
-    Args:
-      form: static choices.
-      numbers: the other choices.
-      logits: float32.
-      place: the place in its sequence that each token gets.
-    """
+    """The next token of every sequence, int32, from float32 logits. `place` is the position that
+    each new token gets in its sequence."""
     if form.greedy:
         return logits.argmax(axis=-1).astype(jnp.int32)
     logits = logits / numbers.temperature
@@ -94,7 +85,9 @@ def next_tokens(
         logits = _at_least(logits, jax.lax.top_k(logits, form.top_k)[0][:, -1])
     if form.nucleus:
         logits = _at_least(logits, _nucleus_end(logits, numbers.top_p))
-    draw = jax.vmap(lambda seed, place, own: jax.random.categorical(_key(seed, place), own))
+    draw = jax.vmap(
+        lambda seed, place, logits_of_one: jax.random.categorical(_key(seed, place), logits_of_one)
+    )
     return draw(numbers.seeds, place, logits).astype(jnp.int32)
 
 
@@ -107,7 +100,7 @@ def _at_least(logits: Float[Array, "B vocab"], least: Float[Array, " B"]):
 
 
 def _nucleus_end(logits: Float[Array, "B vocab"], top_p) -> Float[Array, " B"]:
-    """The smallest logit of the nucleus."""
+    """The smallest logit of the tokens that `Sampling.top_p` keeps."""
     falling = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     probabilities = jax.nn.softmax(falling, axis=-1)
     before = jnp.cumsum(probabilities, axis=-1) - probabilities

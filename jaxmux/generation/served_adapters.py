@@ -1,4 +1,4 @@
-"""The adapters of all requests in pools, layer by layer, as the programs read them."""
+"""The adapters of all requests, stacked in pools layer by layer, as the programs read them."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -21,8 +21,8 @@ class ServedAdapters(NamedTuple):
     """The adapters of T slots.
 
     Attributes:
-      outside: by kind, the arrays at points outside the layers.
-      of_layers: for each layer, by kind the arrays in this layer, [1, T, ...].
+      outside: the arrays at points outside the layers, by kind.
+      of_layers: for each layer, the arrays [1, T, ...] by kind.
       scale: float32, the scales of the low-rank products, see `SlotTable`.
     """
 
@@ -34,15 +34,11 @@ class ServedAdapters(NamedTuple):
 def served_adapters(
     requests: Sequence[Request], config: BackboneConfig, dtype: jnp.dtype
 ) -> tuple[ServedAdapters, Layout]:
-    """The adapter of request i in slot i; slots of requests without one change nothing.
-
-    Args:
-      requests: the requests, from `distinct_adapters`.
-      config: configuration of the backbone.
-      dtype: the compute dtype, in which low-rank factors are held.
+    """Puts the adapter of request i into slot i; slots of requests without an adapter change
+    nothing. Low-rank factors get the compute dtype `dtype`.
 
     Returns:
-      The adapters; and by kind and point, what the axes of their arrays are.
+      The adapters, and the axes of their arrays by kind and point.
     """
     outside: dict[str, Any] = {}
     of_layers: list[dict[str, Any]] = [{} for _ in range(config.num_layers)]
@@ -56,7 +52,7 @@ def served_adapters(
             if point in OUTSIDE:
                 outside[name][point] = jax.tree.map(in_dtype, arrays)
                 continue
-            # What belongs to no layer is held once for all of them.
+            # Arrays that belong to no layer are held once for all layers.
             arrays = jax.tree.map(
                 lambda spec, x: x if "layer" in spec.axes else jnp.asarray(x), specs, arrays
             )
@@ -72,13 +68,8 @@ def served_adapters(
 def adapters_of_chunks(
     layout: Layout, adapters: ServedAdapters, chunk_slot: Int[Array, " chunks"]
 ) -> ServedAdapters:
-    """The adapter of chunk i in slot i. A step then reads factors where they lie.
-
-    Args:
-      layout: what the axes of arrays are.
-      adapters: the adapters of T slots.
-      chunk_slot: int32, the slot of each chunk.
-    """
+    """Gathers the adapters of T slots so that the adapter of chunk i is in slot i. A step then
+    reads factors without copying them."""
 
     def gathered(pools: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -100,18 +91,13 @@ def adapters_of_chunks(
 def stacked_pools(
     requests: Sequence[Request], config: BackboneConfig
 ) -> Iterator[tuple[str, Iterator[tuple[str, Any, Any]]]]:
-    """Yields the name of every kind that is used, with the points of its pool: the name of a point,
-    its `LeafSpec`s, and NumPy's arrays with the adapter of request i in slot i. The low-rank kind
-    is always among them.
-
-    Args:
-      requests, config: as for `served_adapters`.
-    """
+    """Yields the name of every kind in use, with the points of its pool: name, `LeafSpec`s, and
+    NumPy arrays with the adapter of request i in slot i. The low-rank kind is always included."""
     trees = [kind_of(r.spec).in_pools(r.adapter) if r.spec else {} for r in requests]
     for name in sorted({LOW_RANK_KIND, *(name for tree in trees for name in tree)}):
-        own = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
-        points = sorted({point for spec in own for point in kind_of(spec).targets(spec, config)})
-        rank = max((kind_of(spec).rank_in(name, spec) for spec in own), default=1)
+        specifications = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]
+        points = sorted({p for spec in specifications for p in kind_of(spec).targets(spec, config)})
+        rank = max((kind_of(spec).rank_in(name, spec) for spec in specifications), default=1)
         specs = KINDS[name].leaves(config, points, 1, rank)
         yield (
             name,
@@ -120,7 +106,6 @@ def stacked_pools(
 
 
 def _stacked(point: str, specs: Any, name: str, trees: Sequence[Any]) -> Any:
-    """The arrays of all slots at a point."""
     of_slot = jax.tree.map(LeafSpec.of_slot, specs)
     padded = [pad(named_leaves(tree.get(name, {}).get(point, {})), of_slot) for tree in trees]
     return jax.tree.map(lambda spec, *leaves: np.stack(leaves, spec.slot_axis), specs, *padded)

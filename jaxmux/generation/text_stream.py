@@ -1,12 +1,12 @@
-"""From the tokens of a sequence to its text, as far as it is known."""
+"""Turns the tokens of a sequence into text while they are written."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-# Tokens of the prompt that are decoded together with the first new ones: decoders of some
-# tokenizers drop the space before a text.
+# Number of the prompt's tokens that are decoded together with the first new ones, because decoders
+# of some tokenizers drop the space before a text.
 _CONTEXT = 4
-# What stands for bytes that are no whole character.
+# The character by which decoders replace bytes that are no whole character.
 _INCOMPLETE = "\ufffd"
 
 
@@ -15,7 +15,7 @@ class Piece(NamedTuple):
 
     Attributes:
       request: index of the request.
-      text: the text behind that of the earlier pieces.
+      text: the text that follows the earlier pieces.
       is_last: whether the sequence has ended.
     """
 
@@ -27,28 +27,23 @@ class Piece(NamedTuple):
 class TextStream:
     """Turns the tokens of one sequence into text, piece by piece.
 
-    A character may consist of bytes of several tokens. It is held back until it is complete, or the
-    sequence ends. The pieces joined are the text of all tokens.
+    A character may consist of the bytes of several tokens. It is held back until it is complete or
+    the sequence ends. All pieces together are the text of all tokens.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        """Begins behind a prompt.
-
-        Args:
-          tokenizer: the tokenizer.
-          prompt: the tokens of the prompt, without virtual ones.
-        """
+        """Begins behind the tokens of a prompt, without virtual tokens."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT:])
-        # The text before `_read` is out, and `_shown` characters behind it. Decoding begins at
-        # `_start`, so that it is not repeated for all of a long text.
+        # The text of the tokens before `_read` has been returned, and `_shown` characters behind
+        # it. Decoding begins at `_start`, so that a long text is not decoded again and again.
         self._start, self._read, self._shown = 0, len(self._tokens), 0
 
     def add(self, tokens: Sequence[int], is_last: bool) -> str:
         """The text that new tokens complete.
 
         Args:
-          tokens: the new tokens, without one that ends the sequence.
+          tokens: the new tokens, without a token that ends the sequence.
           is_last: whether no tokens follow; incomplete characters are then replaced.
         """
         self._tokens += tokens
@@ -63,7 +58,7 @@ class TextStream:
         return piece
 
     def _decoded(self, end: int) -> str:
-        # Without cleaning up spaces, which would change text that is out already.
+        # Spaces are not cleaned up, because that could change text that was returned before.
         return self._tokenizer.decode(
             self._tokens[self._start : end],
             skip_special_tokens=True,

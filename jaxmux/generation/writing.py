@@ -1,4 +1,4 @@
-"""The course of a batch: prompts are read into free rows, and tokens are written, until no sequence
+"""The loop over a batch: prompts are read into free rows, and tokens are written, until no sequence
 is left."""
 
 from collections.abc import Iterator, Sequence
@@ -26,10 +26,10 @@ from .requests import Prompt
 from .sampling import Sampling, SamplingForm, SamplingNumbers
 from .served_adapters import ServedAdapters, adapters_of_chunks
 
-# Tokens of each sequence that the device writes before the host reads them.
+# Number of tokens of each sequence that the device writes before the host reads them.
 _STEPS = 16
-# The cache is replaced by a smaller one when sequences need this part of its places. Each size is
-# another program to be compiled.
+# The cache is replaced by a smaller one when sequences need at most this fraction of its positions.
+# Each size needs another compiled program.
 _SMALLER = 1 / 4
 
 
@@ -38,7 +38,7 @@ class NewTokens(NamedTuple):
 
     Attributes:
       request: index of the request.
-      tokens: the tokens, without one that ends the sequence.
+      tokens: the tokens, without a token that ends the sequence.
       is_last: whether the sequence has ended.
     """
 
@@ -64,14 +64,11 @@ class Writing:
         """Makes the cache.
 
         Args:
-          config: configuration of the backbone.
           dtype: the compute dtype.
-          weights: weights of the backbone.
           adapters: the adapters of all slots.
-          layout: what the axes of their arrays are.
+          layout: the axes of the adapters' arrays.
           prompts: the tokens of each request.
           batch: the rows; all are free.
-          sampling: how tokens are chosen.
         """
         self._config, self._dtype, self._weights = config, dtype, weights
         self._adapters, self._layout = adapters, layout
@@ -80,13 +77,15 @@ class Writing:
         rows = len(batch.requests)
         self._places = batch.places
         self._sequences = no_sequences(config, rows, self._places, dtype)
-        # Of the sequence in each row: the place behind its last token, its seed, and the number of
-        # tokens that the host has not read.
+        # For the sequence in each row: the position behind its last token, its seed, and the number
+        # of tokens that the host has not read.
         self._ends, self._left = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         self._seeds = np.zeros(rows, np.uint32)
-        # The tokens that end it. No token has the id -1.
-        self._stops = np.full((rows, max(1, *(len(own.stops) for own in prompts))), -1, np.int32)
-        # The slots of the chunks whose adapters are in `_served`.
+        # The tokens that end the sequence in each row. No token has the id -1.
+        self._stops = np.full(
+            (rows, max(1, *(len(prompt.stops) for prompt in prompts))), -1, np.int32
+        )
+        # The slots of the chunks, in the order of the adapters in `_served`.
         self._slots: list[int] | None = None
         self._served: Served
         self._choices: Choices
@@ -94,13 +93,13 @@ class Writing:
     def tokens(self) -> Iterator[NewTokens]:
         """Yields the new tokens of all sequences, piece by piece."""
         self._fill()
-        # The first tokens come at once.
+        # The first token is written alone, so that it comes quickly.
         current: jax.Array | None = self._write(1)
         steps = 1
         while current is not None:
             following = None
-            # The device goes on while the host reads the tokens before. If sequences wait, the host
-            # has to know which rows are free.
+            # The device continues while the host reads the last tokens. If sequences wait, the host
+            # must read first, to know which rows are free.
             if not self._batch.waiting and self._left.max() > steps:
                 following = self._write()
             read = self._read(np.asarray(current))
@@ -111,7 +110,6 @@ class Writing:
             current, steps = following, _STEPS
 
     def _fill(self) -> None:
-        """Reads the prompts of sequences that get a row."""
         fillings = self._batch.fill()
         for filling in fillings:
             self._read_prompts(filling)
@@ -134,7 +132,7 @@ class Writing:
     def _read_prompts(self, filling: Filling) -> None:
         tokens = np.zeros((filling.group, filling.row_len), np.int32)
         lengths, last, slots = (np.zeros(filling.group, np.int32) for _ in range(3))
-        # Rows behind the last one are no rows of the batch.
+        # Numbers behind the last row of the batch, for the unused rows of the group.
         rows = len(self._ends) + np.arange(filling.group, dtype=np.int32)
         for i, (row, slot) in enumerate(zip(filling.rows, filling.slots, strict=True)):
             request = self._batch.requests[row]
@@ -155,8 +153,8 @@ class Writing:
     def _options(self, attention: str, in_order: bool) -> ForwardOptions:
         return ForwardOptions(
             attention,
-            # The other implementations are made for many tokens. XLA fuses its own operations, and
-            # starts them together.
+            # The other implementations are made for many tokens. XLA fuses its own operations, so
+            # fewer programs are started.
             grouped_lora="xla",
             norm="xla",
             remat="none",
@@ -166,7 +164,7 @@ class Writing:
         )
 
     def _of_chunks(self, slots: Sequence[int]) -> Served:
-        """The adapters of the chunks, in their order."""
+        """The adapters of the chunks, in the order of the chunks."""
         order = jnp.arange(len(slots), dtype=jnp.int32)
         adapters = self._adapters
         if list(slots) != list(range(len(adapters.scale))):
@@ -189,8 +187,8 @@ class Writing:
         return written
 
     def _read(self, written: np.ndarray) -> list[NewTokens]:
-        """The new tokens [steps, B]; rows of sequences that end become free."""
-        found = []
+        """The new tokens [steps, B] by request. Rows of sequences that have ended become free."""
+        pieces = []
         for row, request in enumerate(self._batch.requests):
             if request is None:
                 continue
@@ -202,5 +200,5 @@ class Writing:
             if is_last:
                 self._left[row] = 0
                 self._batch.free(row)
-            found.append(NewTokens(request, new[:end], is_last))
-        return found
+            pieces.append(NewTokens(request, new[:end], is_last))
+        return pieces
