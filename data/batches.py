@@ -62,8 +62,8 @@ class GlobalBatches:
         one_epoch = order.batch(batch_size, drop_remainder=False, batch_fn=tuple)
         self.batches_per_epoch: int = len(one_epoch)
         self._samples, self._batches = samples, one_epoch.repeat(epochs)
-        # The next batches are read again whenever another task comes or goes, and shuffling takes
-        # 1 ms for each sample.
+        # The next batches are read again whenever another task comes or goes, and computing the
+        # shuffled index of one sample takes 1 ms if there are few samples.
         self._indices = lru_cache(_REMEMBERED)(self._batches.__getitem__)
 
     def __len__(self) -> int:

@@ -109,8 +109,8 @@ def render_chat(
 def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) -> str:
     """The last line of a template's generation prompt, if the tokenizer joins its end with the
     beginning of the answer, as most do with a space. Generated answers then begin with other tokens
-    than those of the samples. Empty if the tokenizer does not, if there are no chats, or if the
-    template refuses a short test chat."""
+    than those of the samples. Empty if the tokenizer does not join them, if there are no chats, or
+    if the template refuses a short test chat."""
     if not rendering.chat_templates:
         return ""
     render = partial(

@@ -71,8 +71,8 @@ def field_names(record: Record) -> str:
 
 
 def hint(record: Record, forms: Sequence[Form]) -> str:
-    """A setting that would make the source of a record trainable, for the end of an error message;
-    empty if no setting can be derived from the record, which fits none of the permitted forms."""
+    """The setting with which a record that fits no permitted form could be trained on, for the end
+    of an error message; empty if there is none."""
     fields = record.fields
     if {"chosen", "rejected"} <= fields.keys():
         return (

@@ -120,7 +120,8 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
         hint = "; write one object per line, not an array" if is_array else ""
         problem = error
         if isinstance(error, json.JSONDecodeError):
-            # The decoder's message contains a line number within this one line.
+            # The decoder's message contains a line number, which is always 1 here and would
+            # mislead.
             problem = f"{error.msg.removesuffix(' at')} at character {error.pos + 1}"
         return DataError(f"{where}: malformed JSON line: {problem}{hint}")
     if not isinstance(fields, dict):

@@ -20,12 +20,8 @@ _GRACE = 0.5
 
 def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | datasets.DatasetDict":
     """Loads one split of a data set on the hub, or a whole folder that `save_to_disk` wrote. If the
-    hub cannot be reached, a data set of the hub is loaded from the local cache.
-
-    Args:
-      name: name of the data set on the hub, or the folder.
-      split: split of the data set on the hub.
-      where: name of the source in error messages.
+    hub cannot be reached, a data set of the hub is loaded from the local cache. `where` is the name
+    of the source in error messages.
 
     Raises:
       DataError: the package datasets is missing, the data set cannot be loaded, or the hub cannot

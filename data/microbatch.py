@@ -49,7 +49,7 @@ def fill_microbatch(
     row_len: int,
     chunk_len: int,
 ) -> Microbatch:
-    """Copies the samples of one microbatch to their positions and pads the rest.
+    """Copies the samples of one microbatch to their positions in NumPy arrays and pads the rest.
 
     A sample of n tokens takes n - 1 positions: the model reads all but its last token, and predicts
     all but its first one. The positions of its virtual tokens come before them.
@@ -64,9 +64,6 @@ def fill_microbatch(
         of it. The loss is divided by the number of target tokens in the whole global batch.
       chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
         several whole rows.
-
-    Returns:
-      The microbatch, as NumPy arrays.
     """
     shape = (rows, row_len)
     tokens, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))

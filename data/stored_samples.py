@@ -39,11 +39,8 @@ class TokenFile:
         self._tail = bytearray()
 
     def append(self, sample: Sample) -> int:
-        """Appends the tokens of a sample; returns the number of tokens before them.
-
-        Raises:
-          DataError: the file cannot be written, or the process has too many open files.
-        """
+        """Appends the tokens of a sample; returns the number of tokens before them. DataError if
+        the file cannot be written, or if the process has too many open files."""
         begin = (self._written + len(self._tail)) // _TOKEN.itemsize
         stored = np.where(sample.target_mask, sample.input_ids, ~sample.input_ids)
         self._tail += stored.astype(_TOKEN).tobytes()

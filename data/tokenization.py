@@ -113,7 +113,7 @@ class Skipped:
 
 
 def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
-    """Loads the tokenizer of a Hugging Face checkpoint folder, from local files only.
+    """Loads the Hugging Face tokenizer of a folder, usually the backbone's, from local files only.
 
     If the folder has a tokenizer.json, its normalizer, pre-tokenizer, vocabulary, added tokens,
     decoder and post-processor are used as they are. `AutoTokenizer` would replace some of them by
@@ -121,12 +121,6 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
     other tokens or texts. tokenizer_config.json adds the names of special tokens and the chat
     templates. Its `add_bos_token` and `add_eos_token` change nothing, as in transformers 5; a
     warning is logged once if `add_bos_token` contradicts tokenizer.json.
-
-    Args:
-      folder: folder with tokenizer.json, usually the backbone's folder.
-
-    Returns:
-      A Hugging Face tokenizer, for `prepare_task`, `load_samples` and `complete`.
 
     Raises:
       DataError: the folder is missing, holds no tokenizer that can be loaded, or its tokenizer is
@@ -307,12 +301,9 @@ def encode(
     """Tokenizes texts, in the way in which training samples begin and prompts are made.
 
     Tokens that the tokenizer's post-processor puts before a text, such as BOS, are added, unless
-    the text begins with them. Tokens that it puts behind a text are not added: a prompt is to be
-    continued, and `load_samples` itself ends samples with EOS.
-
-    Args:
-      tokenizer: a fast tokenizer, from `load_tokenizer`.
-      is_rendered: whether the texts have their special tokens already, from a chat template.
+    the text begins with them or `is_rendered` says that a chat template has added all special
+    tokens. Tokens that it puts behind a text are not added: a prompt is to be continued, and
+    `load_samples` itself ends samples with EOS.
     """
     if not texts:
         return []

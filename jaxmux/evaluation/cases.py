@@ -8,13 +8,10 @@ from jaxmux.data.stored_samples import target_tokens
 
 
 class Case(NamedTuple):
-    """An adapter, and held-out samples.
+    """An adapter, from `import_adapter`, and held-out samples.
 
     Attributes:
-      task: name of the task.
       data: name of the held-out data.
-      spec: the specification of the adapter.
-      adapter: its weights, from `import_adapter`.
       samples: at least one.
       tokenizer: the tokenizer with which the samples were read.
     """

@@ -26,8 +26,8 @@ _MOST_PLACES = 2**16
 
 
 class Generator:
-    """Completes prompts with one backbone. The weights of each layer are separate arrays, which a
-    step reads without copying."""
+    """Completes prompts with one backbone. If memory allows, the weights of each layer are separate
+    arrays, which a step reads without copying."""
 
     def __init__(
         self,

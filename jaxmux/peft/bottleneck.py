@@ -36,11 +36,10 @@ class Form(NamedTuple):
     """A way to put bottlenecks into a layer.
 
     Attributes:
-      source: what a bottleneck reads: 0 for the residual stream behind the sub-block, 1 for that
-        before it, 2 for the output of the sub-block.
+      source: input of a bottleneck: 0 for the residual stream behind the sub-block, 1 for the
+        stream before it, 2 for the output of the sub-block.
       blocks: the sub-blocks that have a bottleneck.
-      activation: the default activation.
-      scaling: the default factor.
+      activation, scaling: the defaults.
       up_is_random: whether the second matrix begins with random values, or with zeros.
     """
 
@@ -121,14 +120,11 @@ class BottleneckOp(AdapterOp):
 
 
 def bottleneck_targets(spec: Bottleneck, config: BackboneConfig) -> dict[str, LayerMask]:
-    """The sub-blocks with a bottleneck, see `AdapterKind.targets`: in all layers. ValueError if it
-    is far wider than the backbone."""
     refuse_size("size", spec.size, config)
     return {block: np.ones(config.num_layers, bool) for block in FORMS[spec.form].blocks}
 
 
 def bottleneck_work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    """The work at a sub-block, see `AdapterKind.work`."""
     layers, d = config.num_layers, config.hidden_size
     # Layers keep the output of the sub-block.
     return PointWork(2 * layers * ((2 * d + 1) * rank + d), 3 * layers * d, layers * d)
@@ -137,7 +133,6 @@ def bottleneck_work(config: BackboneConfig, point: str, rank: int) -> PointWork:
 def bottleneck_leaves(
     config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 ) -> dict[str, Any]:
-    """The description of a pool, see `AdapterKind.leaves`."""
     layers, d = config.num_layers, config.hidden_size
     both, sizes = ("layer", "slot"), (layers, slots)
 
@@ -165,7 +160,6 @@ def initial_bottleneck(
     seed: int,
     base: BaseTensors | None,
 ) -> dict[str, Any]:
-    """The arrays with which a task begins, see `AdapterKind.initial`."""
     form, layers = FORMS[spec.form], config.num_layers
     d, m = config.hidden_size, spec.size
     adapter = {}
@@ -191,12 +185,7 @@ def initial_bottleneck(
 
 
 def with_numbers(spec: Bottleneck, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """The arrays of a bottleneck with the numbers that say what it reads and computes.
-
-    Args:
-      spec: the specification.
-      arrays: the trained arrays, each with a first axis of layers.
-    """
+    """Adds the numbers that describe a bottleneck's input and function to its trained arrays."""
     layers = len(arrays["down"])
     numbers = {
         "scaling": np.float32(spec.chosen_scaling),
@@ -209,7 +198,6 @@ def with_numbers(spec: Bottleneck, arrays: Mapping[str, np.ndarray]) -> dict[str
 def bottleneck_rates(
     spec: Bottleneck, targets: Mapping[str, LayerMask]
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The relative learning rates, see `AdapterKind.relative_rates`."""
     trained = ("down", "down_bias", "up", "up_bias")
     return {
         point: {name: mask.astype(np.float32) for name in trained}

@@ -87,11 +87,8 @@ def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
 
 
 def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
-    """Refuses an adapter whose folder has a tokenizer with other tokens than the backbone's.
-
-    Raises:
-      DataError: the tokens differ, and the message says how; or as for `adapter_tokenizer`.
-    """
+    """Raises DataError, which tells the difference, if an adapter's folder has a tokenizer with
+    other tokens than the backbone's. Other errors are as for `adapter_tokenizer`."""
     in_folder = adapter_tokenizer(folder, tokenizer)
     if tokenizer_key(in_folder)[0] != tokenizer_key(tokenizer)[0]:
         raise DataError(

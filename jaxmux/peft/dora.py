@@ -154,7 +154,8 @@ def _of_layers(
     targets: Mapping[str, LayerMask],
     config: BackboneConfig,
 ) -> dict[str, np.ndarray]:
-    """Norms [L, n] by linear, from those of a (module, layer); 1 in layers that are not adapted."""
+    """Norms [L, n] of each linear, from `norms(module, layer)`; 1 in layers that are not
+    adapted."""
     return {
         module: stacked(
             {layer: norms(module, layer) for layer in np.flatnonzero(mask).tolist()},

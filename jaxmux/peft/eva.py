@@ -39,15 +39,8 @@ def eva_factors(
     All linears together get `rank` components for each of them, at most `largest_rank` each: the
     components that explain the largest parts of their inputs' variances (Paischer et al. 2024,
     Algorithm 1). Of linears with equal inputs, or of components that explain equal parts, the one
-    that the model computes first comes first.
-
-    Args:
-      targets: by path of a linear, the layers in which it is adapted.
-      rank: number of components that a linear gets on average.
-      largest_rank: the largest number that a linear may get.
-
-    Raises:
-      ValueError: the samples have too few labelled tokens for so many components.
+    that the model computes first comes first. ValueError if the samples have too few labelled
+    tokens for so many components.
     """
     labelled = int(calibration.labelled.sum())
     if labelled < largest_rank:

@@ -59,8 +59,7 @@ class _Factors(AdapterOp):
 
 
 def targets(spec: IA3, config: BackboneConfig) -> dict[str, LayerMask]:
-    """The layers in which an adapter multiplies, by linear and part ("mlp.down_proj/input"), see
-    `AdapterKind.targets`. ValueError if a feed-forward module is not among the targets."""
+    """The layers in which an adapter multiplies, by linear and part ("mlp.down_proj/input")."""
     adapted = resolve_targets(spec.target_modules, config)
     inputs = {}
     if spec.feedforward_modules:
@@ -79,8 +78,6 @@ def targets(spec: IA3, config: BackboneConfig) -> dict[str, LayerMask]:
 
 
 def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
-    """The description of a pool, see `AdapterKind.leaves`: float32 [L, T, width]."""
-
     def of(point: str) -> LeafSpec:
         module, part = point.split("/")
         width = linear_sizes(config, module)[part == OUTPUT]

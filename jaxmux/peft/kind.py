@@ -220,10 +220,7 @@ def base_values(
     base: BaseTensors | None, name: str, rows: Sequence[int] | None = None
 ) -> np.ndarray:
     """A tensor of the backbone by its Hugging Face name, or some of its rows, as float32.
-
-    Raises:
-      ValueError: `base` is None.
-    """
+    ValueError if `base` is None."""
     if base is None:
         raise ValueError(
             "the weights of the backbone are needed; give base, from checkpoint_tensors"

@@ -88,11 +88,7 @@ SPECIFICATIONS: dict[str, type] = {
 
 
 def register_kind(kind: AdapterKind) -> None:
-    """Adds an adapter kind, so that tasks can use it.
-
-    Raises:
-      ValueError: there is a kind of this name.
-    """
+    """Adds an adapter kind, so that tasks can use it. ValueError if there is one of this name."""
     if kind.name in KINDS:
         raise ValueError(f"there is an adapter kind {kind.name!r} already")
     KINDS[kind.name] = kind
@@ -100,11 +96,8 @@ def register_kind(kind: AdapterKind) -> None:
 
 
 def kind_of(specification: Any) -> AdapterKind:
-    """The kind to which an adapter specification, for example a `LoRA`, belongs.
-
-    Raises:
-      ValueError: no kind has such a specification.
-    """
+    """The kind to which an adapter specification, for example a `LoRA`, belongs. ValueError if
+    there is none."""
     for kind in KINDS.values():
         if isinstance(specification, kind.specification) and kind.serves(specification):
             return kind
@@ -117,11 +110,7 @@ def kind_of(specification: Any) -> AdapterKind:
 
 def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
     """Sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has nothing
-    else.
-
-    Raises:
-      ValueError: the adapter does something nowhere in the backbone.
-    """
+    else. ValueError if the adapter does something nowhere in the backbone."""
     kind = kind_of(specification)
     points = list(kind.targets(specification, config))
     return kind.size(kind.rank(specification), points, config) if kind.op else None

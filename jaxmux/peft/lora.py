@@ -259,11 +259,8 @@ def _expression(key: str) -> str:
 
 
 def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
-    """The linears that an adapter changes, by `resolve_targets`.
-
-    Raises:
-      ValueError: there are none, or the rank is larger than the smaller width of every linear.
-    """
+    """The linears that an adapter changes, by `resolve_targets`. ValueError if there are none, or
+    if the rank is larger than the smaller width of every linear."""
     targets = resolve_targets(spec.target_modules, config)
     widest = max(min(linear_sizes(config, module)) for module in targets)
     if spec.largest_rank > widest:

@@ -52,7 +52,6 @@ def is_plain(settings: Mapping[str, Any]) -> bool:
 
 
 def settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, Any]:
-    """See `AdapterKind.settings`."""
     spec = as_stored(spec)
     rank = spec.largest_rank if serving else spec.rank
     return {
@@ -113,7 +112,6 @@ def tensors(
     serving: bool,
     base: BaseTensors | None,
 ) -> dict[str, np.ndarray]:
-    """See `AdapterKind.tensors`."""
     by_name = {}
     for module, mask in resolve_targets(spec.target_modules, config).items():
         ranks, scales = ranks_and_scales(spec, module, config.num_layers)

@@ -106,7 +106,7 @@ def _as_lora(spec: LoRA) -> LoRA:
 
 def _reordered(spec: LoRA, adapter: Adapter, order: Callable[[int], np.ndarray]) -> Adapter:
     """The factors with their ranks in another order. `order` is a function of the rank r of a
-    linear that returns its 2 r ranks in their new order."""
+    linear that returns the old numbers of its 2 r ranks, in their new order."""
     reordered = {}
     for module, (a, b) in adapter.items():
         a, b = a.copy(), b.copy()

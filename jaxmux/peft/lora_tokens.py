@@ -90,9 +90,7 @@ def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, An
 
 def token_indices(settings: Mapping[str, Any]) -> tuple[Any, ...]:
     """The ids of the trained tokens in an adapter_config.json, unchecked; empty if it has none.
-
-    Raises:
-      ValueError: they are not a list, or tokens of other tables than the embedding are trained.
+    ValueError if they are not a list, or if tokens of other tables than the embedding are trained.
     """
     tokens = setting = settings.get("trainable_token_indices") or []
     if isinstance(setting, Mapping) and [name.split(".")[-1] for name in setting] == [EMBEDDING]:

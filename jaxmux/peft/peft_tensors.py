@@ -23,18 +23,11 @@ def layer_tensors(
 def take_layers(
     tensors: dict[str, np.ndarray], module: str, mask: LayerMask, names: Mapping[str, tuple]
 ) -> dict[str, dict[int, np.ndarray]]:
-    """Takes the tensors of a module out of the tensors of a folder, and removes them there.
+    """Removes the tensors of a module from those of a folder and returns them, by name and layer.
+    `names` gives the shape in one layer of each parameter. ValueError if a tensor is missing or has
+    another shape.
 
     All are checked before anything is allocated for all layers, because the file determines sizes.
-
-    Args:
-      names: the shape in one layer of each parameter below the module, by its name.
-
-    Returns:
-      The tensors by name and layer.
-
-    Raises:
-      ValueError: a tensor is missing or has another shape.
     """
     taken: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
     for layer in np.flatnonzero(mask):
@@ -45,11 +38,8 @@ def take_layers(
 
 
 def take_tensor(tensors: dict[str, np.ndarray], name: str, shape: tuple) -> np.ndarray:
-    """Takes one tensor out of the tensors of a folder, and removes it there.
-
-    Raises:
-      ValueError: the tensor is missing or has another shape.
-    """
+    """Removes one tensor from those of a folder and returns it. ValueError if it is missing or has
+    another shape."""
     if name not in tensors:
         raise ValueError(f"tensor {name} is missing")
     tensor = tensors.pop(name)

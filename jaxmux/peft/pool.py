@@ -28,15 +28,13 @@ def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank:
     """The LoRA arrays for several tasks, before any task uses them: zero factors.
 
     Args:
-      modules: paths of the adapted linears within a layer, for example "mlp.up_proj".
+      modules: paths of the adapted linears within a layer, for example "mlp.up_proj"; KeyError if
+        one names no linear.
       slots: number of slots T, one for each task.
       rank: rank R of the pool, at least the largest rank of any task.
 
     Returns:
       By path of a linear, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32.
-
-    Raises:
-      KeyError: a path in `modules` names no linear.
     """
     return jax.tree.map(LeafSpec.empty, lora_leaves(config, modules, slots, rank))
 
@@ -45,16 +43,12 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
     """Describes the arrays of one adapter alone: with a single slot, its rank and its modules.
 
     Args:
-      spec: specification of the adapter, for example a `LoRA`.
-      modules: the points at which the adapter does something: the keys of `AdapterKind.targets`,
-        for LoRA paths of linears.
+      spec: specification of the adapter, for example a `LoRA`; ValueError if it is of no kind.
+      modules: the points at which the adapter does something, the keys of `AdapterKind.targets`.
 
     Returns:
       A tree of `LeafSpec`, with the modules as keys and a slot axis of size 1. Without the slot
       axis (`LeafSpec.of_slot`), `crop` takes such a tree to cut the adapter out of a larger pool.
-
-    Raises:
-      ValueError: `spec` belongs to no kind of adapter.
     """
     kind = kind_of(spec)
     pools = {kind.name: kind.leaves(config, modules, 1, kind.rank(spec))}

@@ -17,10 +17,10 @@ MODULE_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES
 TABLES = {"embed_tokens": EMBEDDING, "model.embed_tokens": EMBEDDING, "lm_head": HEAD}
 # The full name of each table, by point.
 _TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
-# The layers in which a module is adapted.
+# A bool for each layer, which tells whether a module is adapted in it.
 LayerMask = Bool[np.ndarray, "L"]
 
-# See `refuse_size`.
+# Most size of an adapter's inner arrays, as a multiple of the widest linear's width.
 _MOST_WIDTHS = 8
 
 
@@ -45,7 +45,7 @@ def resolve_targets(
         carry an adapter, or the expression is not valid.
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
-    # A single name would be an expression that matches no full name.
+    # A single name is not an expression, because no full name would match it.
     is_expression = isinstance(target_modules, str) and target_modules not in MODULE_NAMES
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
     if not target_modules:
@@ -86,19 +86,9 @@ def linears_of(points: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
-    """The shortest names that choose exactly these linears, as exported adapters record them.
-
-    A regular expression is not recorded, because PEFT would also match it with modules that are no
-    linears.
-
-    Args:
-      targets: by path of the module within a layer, the mask [L] of the layers in which it is
-        adapted, from `resolve_targets`.
-
-    Returns:
-      In sorted order, for a module that is adapted in every layer its last name ("q_proj"), and
-      full names ("model.layers.3.self_attn.q_proj") for a module that is adapted in some layers.
-    """
+    """The shortest names that choose exactly these linears, sorted, as exported adapters record
+    them: a last name ("q_proj") for a module that is adapted in every layer, and full names for
+    other modules. Expressions are not recorded, because PEFT would match them with all modules."""
     names = []
     for module, mask in targets.items():
         some = [full_name(module, layer) for layer in np.flatnonzero(mask)]
@@ -107,17 +97,8 @@ def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
 
 
 def refuse_size(field: str, size: int, config: BackboneConfig) -> None:
-    """Checks the size of an adapter's inner arrays, which may be larger than the backbone's but not
-    out of all proportion.
-
-    Args:
-      field: the field of the specification that sets it.
-      size: the size.
-      config: configuration of the backbone.
-
-    Raises:
-      ValueError: it is more than 8 times the widest linear.
-    """
+    """Raises ValueError, which names the specification's field, if the size of an adapter's inner
+    arrays is more than 8 times the width of the widest linear."""
     widest = max(max(linear_sizes(config, module)) for module in MODULES)
     if size > _MOST_WIDTHS * widest:
         raise ValueError(
@@ -127,14 +108,8 @@ def refuse_size(field: str, size: int, config: BackboneConfig) -> None:
 
 
 def full_name(module: str, layer: int) -> str:
-    """The name of one layer's linear in Hugging Face models, for example
-    "model.layers.3.self_attn.q_proj", or of a table.
-
-    Args:
-      module: path of the linear within a layer, for example "self_attn.q_proj", or the point of a
-        table.
-      layer: index of the layer, from 0; without effect for a table.
-    """
+    """The name in Hugging Face models ("model.layers.3.self_attn.q_proj") of a linear in a layer,
+    counted from 0, or of a table, for which the layer has no effect."""
     return _TABLE_NAMES.get(module) or f"model.layers.{layer}.{module}"
 
 
