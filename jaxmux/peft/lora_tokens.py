@@ -114,9 +114,9 @@ def _tensors(
     spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
     (linears, tokens), (of_linears, rows) = _parts(spec), _divided(adapter)
-    found = lora_folder.tensors(linears, factors_of(of_linears), config, serving, base)
+    by_name = lora_folder.tensors(linears, factors_of(of_linears), config, serving, base)
     of_tokens = trained_tokens_kind.tensors(tokens, rows, config, serving, base)
-    return found | {_TENSOR: of_tokens[TOKENS_TENSOR]}
+    return by_name | {_TENSOR: of_tokens[TOKENS_TENSOR]}
 
 
 def _from_tensors(
