@@ -1,6 +1,6 @@
 """Readers of files: JSONL, JSON arrays, CSV, TSV, Parquet, compressed files, and patterns of names.
 
-A reader yields the place of each record and its fields. For a malformed line it yields the error
+A reader yields the location of each record and its fields. For a malformed line it yields the error
 instead of the fields, so that the line can be left out. It raises the error if the rest of the file
 cannot be read.
 """

@@ -21,8 +21,8 @@ def begins_array(head: bytes) -> bool:
 
 
 def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    """The place and the fields of each object of an array, or an error instead of the fields for an
-    element that is no object. `path` is for messages, in which elements are numbered from 1.
+    """The location and the fields of each object of an array, or an error instead of the fields for
+    an element that is no object. `path` is for messages, in which elements are numbered from 1.
 
     Raises:
       DataError: the text is no JSON array, or an element has more than 64 Mi characters.

@@ -180,7 +180,7 @@ def read_records(
 
 
 def _open_rows(source: Source) -> Rows:
-    """The place and the fields of each row, or an error instead of the fields of a malformed
+    """The location and the fields of each row, or an error instead of the fields of a malformed
     line."""
     if source.path.startswith(HUGGING_FACE_PREFIX):
         return _read_hugging_face(source)

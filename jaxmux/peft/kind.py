@@ -202,15 +202,24 @@ class AdapterKind(NamedTuple):
 
         def size(point: str) -> PointSize:
             (one, frozen, whole), (two, more_frozen, more) = count(point, 1), count(point, 2)
-            per_rank = two - one, more_frozen - frozen
+            per_rank = two - one
             (flops, moved, kept), (more_flops, _, more_kept) = work(point, 1), work(point, 2)
             return PointSize(
                 point,
-                *(per_rank[0], one - per_rank[0], per_rank[1], frozen - per_rank[1]),
-                *(more_flops - flops, 2 * flops - more_flops, moved),
-                *(2 * kept - more_kept, more_kept - kept),
-                *(point in AT_HEAD, point == TIED),
-                *(more - whole, 2 * whole - more, end(point)),
+                trained_per_rank=per_rank,
+                trained=one - per_rank,
+                frozen_per_rank=more_frozen - frozen,
+                frozen=2 * frozen - more_frozen,
+                flops_per_rank=more_flops - flops,
+                flops=2 * flops - more_flops,
+                moved=moved,
+                kept=2 * kept - more_kept,
+                kept_per_rank=more_kept - kept,
+                at_head=point in AT_HEAD,
+                at_both_ends=point == TIED,
+                whole_per_rank=more - whole,
+                whole=2 * whole - more,
+                end=end(point),
             )
 
         return KindSize(self.name, rank, tuple(map(size, sorted(points))))

@@ -107,23 +107,23 @@ def has_patterns(values: Any) -> bool:
 
 lora_pattern_kind = AdapterKind(
     "lora_pattern",
-    LoRA,
-    _Scales(),
-    lora_targets,
-    scale_leaves,
-    _initial,
-    rates_by_name,
-    lambda settings: (
+    specification=LoRA,
+    op=_Scales(),
+    targets=lora_targets,
+    leaves=scale_leaves,
+    initial=_initial,
+    relative_rates=rates_by_name,
+    recognise=lambda settings: (
         lora_folder.is_low_rank(settings)
         and not settings.get("use_dora")
         and not lora_folder.is_plain(settings)
         and not settings.get("trainable_token_indices")
         and not tables_among(settings.get("target_modules"))
     ),
-    lora_folder.settings,
-    lora_folder.from_settings,
-    _tensors,
-    _from_tensors,
+    settings=lora_folder.settings,
+    from_settings=lora_folder.from_settings,
+    tensors=_tensors,
+    from_tensors=_from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
     serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight and not spec.adapts_tables,
