@@ -1,7 +1,7 @@
 """Checkpoints: numbered records with the arrays of tasks.
 
 The arrays of a task have the task's own rank, so any pool, packing or device can restore them.
-Checksums tell a damaged checkpoint, and an older one takes its place.
+Checksums reveal a damaged checkpoint; the newest intact one is then used instead.
 """
 
 import dataclasses
@@ -31,8 +31,8 @@ class Found(NamedTuple):
     """A checkpoint that was read.
 
     Attributes:
-      number: its number.
-      record: its record.
+      number: number of the checkpoint.
+      record: the JSON object that was saved with it.
       arrays: by name, the arrays of tasks by path.
     """
 
@@ -50,44 +50,37 @@ class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
 
-    A checkpoint holds a record, with the format and a checksum of itself, and with the paths and a
-    checksum of the arrays in the entry of each task; and the arrays of all tasks.
-    """
+    A checkpoint holds the arrays of all tasks and a record. To the record are added its format, a
+    checksum of the record itself and, in the entry of each task, the paths and a checksum of the
+    task's arrays."""
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
-        """Opens the folder of the checkpoints, and deletes what was begun there and not completed.
+        """Opens the folder of the checkpoints, or creates it, and deletes unfinished checkpoints.
 
         Args:
-          folder: the folder; it is created if it does not exist.
+          folder: the folder; its parent must exist.
           keep: number of checkpoints to keep; older ones are deleted.
-          say: function that prints one line; it is told of damaged checkpoints.
+          say: function that prints one line; it is called for damaged checkpoints.
         """
         self._folder, self._keep, self._say = folder.absolute(), keep, say
         folder.mkdir(exist_ok=True)
         orbax_files.remove_unfinished(folder)
         self._writer = ThreadPoolExecutor(1)
-        # The checkpoint that is being written, or whose errors nobody has seen.
+        # The save that is under way, or whose error has not been raised yet.
         self._saving: Future[None] | None = None
 
     def has(self, number: int) -> bool:
-        """Whether there is a checkpoint of this number, when all saves are on disk.
-
-        Args:
-          number: the number.
-
-        Raises:
-          OSError: as `wait` does.
-        """
+        """Waits as `wait` does; returns whether there is a checkpoint of this number."""
         self.wait()
         return number in self.numbers
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all checkpoints that are on disk, ascending."""
+        """The numbers of all checkpoints on disk, ascending."""
         return orbax_files.numbers(self._folder)
 
     def save(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-        """Starts to save a checkpoint, when the one before is on disk.
+        """Waits until the previous checkpoint is on disk, then starts to save another one.
 
         Args:
           number: its number, larger than that of any other.
@@ -95,7 +88,7 @@ class Checkpoints:
           arrays: by name, the arrays of tasks by path. They are copied.
 
         Raises:
-          OSError: the checkpoint before could not be written.
+          OSError: the previous checkpoint could not be written.
         """
         self.wait()
         arrays = {
@@ -109,36 +102,35 @@ class Checkpoints:
         renamed to "damaged.NUMBER".
 
         Args:
-          wanted: tells which arrays to read.
-          beginning: whether training can begin anew if every checkpoint is damaged.
+          wanted: selects the arrays to read.
+          beginning: whether training can start again from step 0 if every checkpoint is damaged.
 
         Returns:
-          The checkpoint; None if there is none, or if training begins anew.
+          The checkpoint; None if there is none, or if training starts again.
 
         Raises:
           RunDirectoryError: every checkpoint is damaged, or the newest has another format.
         """
-        found = _newest_intact(self._folder, wanted, self._say, self.numbers, beginning)
-        self._set_newer_aside(found.number if found else 0)
-        return found
+        newest = _newest_intact(self._folder, wanted, self._say, self.numbers, beginning)
+        self._set_newer_aside(newest.number if newest else 0)
+        return newest
 
     def wait(self) -> None:
         """Waits until all saves are on disk.
 
         Raises:
-          OSError: one could not be written. It is raised once.
+          OSError: a checkpoint could not be written. It is raised once.
         """
         saving, self._saving = self._saving, None
         if saving:
             saving.result()
 
     def close(self) -> None:
-        """Waits until all saves are on disk, as `wait` does, and ends the thread that writes."""
+        """Waits until all saves are on disk, as `wait` does, and ends the writing thread."""
         self._writer.shutdown()
         self.wait()
 
     def _write(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-        """Writes a checkpoint, and deletes those that are not kept any more."""
         with ThreadPoolExecutor() as threads:
             checksums = list(threads.map(_checksum, arrays.values()))
         tasks = dict(record["tasks"])
@@ -151,12 +143,7 @@ class Checkpoints:
             orbax_files.delete(self._folder / str(old))
 
     def set_aside(self, number: int, name: str) -> None:
-        """Renames a checkpoint to "NAME.NUMBER", so that it is none any more.
-
-        Args:
-          number: its number.
-          name: the name.
-        """
+        """Renames a checkpoint to "NAME.NUMBER", so that it no longer counts as a checkpoint."""
         aside = self._folder / f"{name}.{number}"
         shutil.rmtree(aside, ignore_errors=True)
         (self._folder / str(number)).rename(aside)
@@ -172,15 +159,15 @@ def read_task(
 ) -> tuple[int, TaskProgress, SlotArrays]:
     """Reads one task from the checkpoints of a training run, without an engine.
 
-    `peft.adapter_of` makes the task's adapter of the arrays, for example to export it.
+    `peft.adapter_of` makes the task's adapter from the arrays, for example to export it.
 
     Args:
       folder: the folder `checkpoints` of a run directory.
       name: name of the task.
-      rounds: takes the newest checkpoint that was taken after this round (a round is one global
-        batch of every task that still trains). None takes the newest checkpoint that is not
+      rounds: read the newest checkpoint after exactly this number of rounds (a round is one global
+        batch of every task that still trains). None reads the newest checkpoint that is not
         damaged.
-      say: function that prints one line; it is told of damaged checkpoints.
+      say: function that prints one line; it is called for damaged checkpoints.
 
     Returns:
       The rounds completed before the checkpoint, the task's progress, and its NumPy arrays by path
@@ -188,8 +175,8 @@ def read_task(
       accumulated over its current global batch, and its optimizer state.
 
     Raises:
-      RunDirectoryError: there is no such checkpoint, or no such task in it, or it is damaged, or it
-        has another format. The message names the folder and, where the checkpoint is missing, the
+      RunDirectoryError: there is no such checkpoint, it lacks the task, it is damaged, or it has
+        another format. The message names the folder and, if the checkpoint is missing, the
         existing checkpoints.
     """
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
@@ -203,14 +190,14 @@ def read_task(
         raise empty
     candidates = [
         number
-        for number, found in rounds_by_number.items()
-        if rounds is None or rounds == (number if found is None else found)
+        for number, completed in rounds_by_number.items()
+        if rounds is None or rounds == (number if completed is None else completed)
     ]
-    # Earlier versions numbered folders in another way; training renames them.
+    # Earlier versions numbered checkpoints differently; training renames those folders.
     others = [
-        str(found) if found == number else f"{found} (in {folder.name}/{number})"
-        for number, found in rounds_by_number.items()
-        if found is not None and number not in candidates
+        str(completed) if completed == number else f"{completed} (in {folder.name}/{number})"
+        for number, completed in rounds_by_number.items()
+        if completed is not None and number not in candidates
     ]
     if not candidates:
         raise RunDirectoryError(
@@ -227,18 +214,14 @@ def read_task(
         return {name: None}
 
     way_out = f"give --round for one of those after rounds {', '.join(others)}" if others else None
-    found = _newest_intact(folder, only, say, candidates, way_out=way_out)
-    run = found.record
+    checkpoint = _newest_intact(folder, only, say, candidates, way_out=way_out)
+    run = checkpoint.record
     progress = TaskProgress.from_json(run["tasks"][name]["progress"])
-    return run["position"]["rounds"], progress, found.arrays[name]
+    return run["position"]["rounds"], progress, checkpoint.arrays[name]
 
 
 def rounds_of(folder: Path) -> int | None:
-    """The rounds that a training run had completed before a checkpoint; None if it is damaged.
-
-    Args:
-      folder: the folder of the checkpoint.
-    """
+    """Number of rounds completed before the checkpoint in this folder; None if it is damaged."""
     try:
         return int(orbax_files.read_record(folder)["position"]["rounds"])
     except MemoryError:
@@ -255,20 +238,17 @@ def _newest_intact(
     beginning: bool = False,
     way_out: str | None = None,
 ) -> Found | None:
-    """Reads the newest checkpoint that is not damaged; None if there is no checkpoint.
+    """Reads the newest of the checkpoints `numbers` that is not damaged; None if there is none.
 
     Args:
-      folder: the folder of the checkpoints.
-      wanted: tells which arrays to read.
-      say: function that prints one line.
-      numbers: the numbers of the checkpoints to try.
-      beginning: whether training can begin anew if every checkpoint is damaged.
-      way_out: what the user may do if every checkpoint is damaged, besides to restore the folder.
+      beginning: whether training can start again from step 0 if every checkpoint is damaged.
+      way_out: an advice for the error that every checkpoint is damaged, shown as an alternative to
+        restoring the folder from a backup.
     """
     problems = []
     for number in sorted(numbers, reverse=True):
         try:
-            found = _read(folder, number, wanted)
+            checkpoint = _read(folder, number, wanted)
         except (RunDirectoryError, MemoryError):
             raise
         except Exception as e:  # Orbax passes on the errors of many libraries
@@ -277,7 +257,7 @@ def _newest_intact(
             continue
         for problem in problems:
             say(f"{folder}: {problem}; the one of step {number} takes its place")
-        return found
+        return checkpoint
     if beginning:
         for problem in problems:
             say(f"{folder}: {problem}; training begins anew with all commands")
@@ -292,15 +272,15 @@ def _newest_intact(
 
 
 def _read(folder: Path, number: int, wanted: Wanted) -> Found:
-    """Reads a checkpoint. Any exception but RunDirectoryError means that it is damaged."""
+    """Reads a checkpoint. Any exception except RunDirectoryError means that it is damaged."""
     run = orbax_files.read_record(folder / str(number))
     if "checksum" in run and run["checksum"] != _record_checksum(run):
         raise ValueError("the checksum of its item run differs")
-    if (found := run.get("format", 1)) != FORMAT:
+    if (version := run.get("format", 1)) != FORMAT:
         raise RunDirectoryError(
-            f"{folder}: the checkpoint of step {number} has format {found}, this version of jaxmux "
-            f"reads format {FORMAT}; finish the run with the version that began it, or begin anew "
-            "with --restart"
+            f"{folder}: the checkpoint of step {number} has format {version}, this version of "
+            f"jaxmux reads format {FORMAT}; finish the run with the version that began it, or "
+            "begin anew with --restart"
         )
     specs = wanted(run)
     if missing := specs.keys() - run["tasks"].keys():
@@ -318,7 +298,7 @@ def _read(folder: Path, number: int, wanted: Wanted) -> Found:
 
 
 def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | None:
-    """The path of an array that is missing, or not described, or has another shape or dtype."""
+    """Path of the first array that is missing, lacks a spec, or has another shape or dtype."""
     for path in sorted(arrays.keys() | specs.keys()):
         array, spec = arrays.get(path), specs.get(path)
         if array is None or spec is None:
@@ -329,7 +309,6 @@ def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | Non
 
 
 def _checksum(arrays: SlotArrays) -> int:
-    """A CRC-32 of all arrays with their paths, dtypes and shapes."""
     checksum = 0
     for path, array in sorted(arrays.items()):
         checksum = zlib.crc32(f"{path} {array.dtype} {array.shape}".encode(), checksum)
@@ -338,22 +317,22 @@ def _checksum(arrays: SlotArrays) -> int:
 
 
 def _record_checksum(run: Mapping[str, Any]) -> int:
-    """A CRC-32 of the item `run` without its own checksum."""
+    """CRC-32 of a record without the record's own checksum."""
     rest = {key: value for key, value in run.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-# What is before the number in the name of a checkpoint that another one replaces.
+# Prefix of the name of a checkpoint that is about to be replaced by a newer one of its number.
 REPLACED = "replaced"
 
 
 @dataclasses.dataclass
 class RunPosition:
-    """The position of a training run, besides the progress of its tasks.
+    """Position of a training run, apart from the progress of its tasks.
 
     Attributes:
       rounds: number of rounds completed.
-      microbatches: number of microbatches trained, those of the unfinished round included.
+      microbatches: number of microbatches trained, including those of the unfinished round.
       metrics_bytes: length of metrics.jsonl at this position, in bytes.
       held_out_bytes: length of held_out.jsonl at this position, in bytes.
       rounds_bytes: length of rounds.jsonl at this position, in bytes.
@@ -371,7 +350,7 @@ class RunPosition:
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint holds.
+    """Contents of a checkpoint of a training run.
 
     Attributes:
       position: the position of the training run.
@@ -384,17 +363,14 @@ class SavedRun(NamedTuple):
     arrays: dict[str, SlotArrays]
 
     def restore(self, engine: Engine) -> None:
-        """Puts every task of an engine, and the engine's counters, back to the checkpoint.
-
-        Args:
-          engine: an engine in which the tasks of the training run are registered.
-        """
-        # Tasks that were still waiting for a place are not there.
+        """Resets the engine's counters and its tasks to the checkpoint. All tasks of the training
+        run must be registered in the engine."""
+        # The checkpoint lacks tasks that were still waiting for a slot.
         for name, task in self.tasks.items():
             progress = TaskProgress.from_json(task["progress"])
             prepared = engine.prepared(name)
             if progress.step < prepared.steps:
-                # The task may have been extended.
+                # The task may have been extended since.
                 train_on(progress, prepared.task)
             engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
         engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
@@ -402,22 +378,22 @@ class SavedRun(NamedTuple):
 
 
 def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str, LeafSpec]]:
-    """By task, the descriptions of the arrays by path that a checkpoint holds.
+    """By task, the specs of the arrays, by path, that a checkpoint of this engine holds.
 
     Args:
       engine: an engine in which the tasks are registered.
-      tasks: by name, the entries of the tasks in the checkpoint.
+      tasks: by name, the entries of the tasks in the checkpoint's record.
     """
 
-    def own(name: str) -> dict[str, LeafSpec]:
-        found = named_leaves(engine.task_specs(name))
+    def specs_of(name: str) -> dict[str, LeafSpec]:
+        specs = named_leaves(engine.task_specs(name))
         keeps_best = engine.prepared(name).task.keep_best
         if keeps_best and tasks[name]["progress"].get("best_step") is not None:
-            adapter = {p: spec for p, spec in found.items() if p.startswith("adapter/")}
-            found |= {f"{BEST}{path}": spec for path, spec in adapter.items()}
-        return found
+            adapter = {p: spec for p, spec in specs.items() if p.startswith("adapter/")}
+            specs |= {f"{BEST}{path}": spec for path, spec in adapter.items()}
+        return specs
 
-    return {name: own(name) for name in engine.names if name in tasks}
+    return {name: specs_of(name) for name in engine.names if name in tasks}
 
 
 def save_run(
@@ -426,14 +402,15 @@ def save_run(
     position: RunPosition,
     arrays: Mapping[str, SlotArrays],
 ) -> None:
-    """Starts to save everything that a training run needs to continue from here. The number of the
-    checkpoint is that of the completed rounds. A stop within a round replaces the checkpoint that
-    was taken at the beginning of the round.
+    """Starts to save everything that a training run needs to continue from here.
+
+    The number of the checkpoint is the number of completed rounds. If training stops within a
+    round, this checkpoint replaces the one from the beginning of the round.
 
     Args:
-      checkpoints: the checkpoints of the training run.
+      checkpoints: receives the checkpoint.
       engine: the engine; its results must have been fetched (`Engine.drain`).
-      position: the position of the training run.
+      position: saved in the record.
       arrays: by task, the result of `Engine.task_arrays`.
     """
     tasks = {
@@ -451,14 +428,11 @@ def save_run(
 
 
 def number_by_rounds(folder: Path) -> None:
-    """Gives each checkpoint of a training run the number of the rounds that it had completed.
+    """Renames each checkpoint of a training run to its number of completed rounds.
 
-    Earlier versions added the number of microbatches. Of two checkpoints after the same round, the
-    later one stays. A checkpoint that another one of its number was to replace comes back if the
-    process ended before that was complete.
-
-    Args:
-      folder: the folder of the checkpoints. Nothing else may use it.
+    Earlier versions added the number of microbatches to it. If there are two checkpoints of the
+    same round, the later one stays. A checkpoint that was about to be replaced is restored if the
+    process ended before the new one was complete. No other process may use the folder meanwhile.
     """
     for replaced in folder.glob(f"{REPLACED}.*"):
         number = folder / replaced.name.removeprefix(f"{REPLACED}.")
@@ -466,7 +440,7 @@ def number_by_rounds(folder: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(number)
-    # With microbatches, numbers are larger than those of the rounds, and so in the same order.
+    # Earlier numbers are rounds plus microbatches, so their order is that of the rounds.
     for number in numbers(folder):
         rounds = rounds_of(folder / str(number))
         if rounds not in (None, number):
@@ -476,17 +450,13 @@ def number_by_rounds(folder: Path) -> None:
 
 def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:
     """Reads the newest checkpoint of a training run that is not damaged; None if there is none.
-
-    Args:
-      checkpoints: the checkpoints of the training run.
-      engine: an engine in which the tasks of the training run are registered.
+    All tasks of the training run must be registered in the engine.
 
     Raises:
       RunDirectoryError: every checkpoint is damaged, or the newest has another format.
     """
-
-    found = checkpoints.newest(lambda record: array_specs(engine, record["tasks"]))
-    if found is None:
+    checkpoint = checkpoints.newest(lambda record: array_specs(engine, record["tasks"]))
+    if checkpoint is None:
         return None
-    position = RunPosition(**found.record["position"])
-    return SavedRun(position, found.record["tasks"], found.arrays)
+    position = RunPosition(**checkpoint.record["position"])
+    return SavedRun(position, checkpoint.record["tasks"], checkpoint.arrays)

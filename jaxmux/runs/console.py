@@ -37,38 +37,38 @@ from .summary import Summary, last_loss
 from .sweep_results import best_of, sweep_table
 from .task_warnings import after_training, before_training
 
-# Lines that are printed for each task where there is no terminal.
+# Number of lines printed for each task if there is no terminal.
 _PLAIN_LINES = 10
-# Lines of a terminal that a live table leaves to its heading, its footer and messages above it.
+# Lines of a terminal left free by a live table, for its heading, its footer and messages above it.
 _OTHER_LINES = 8
-# So many adapters are listed one by one.
+# Most adapters that are listed one by one.
 _LISTED = 8
-# States of tasks in the order in which they are told.
+# States of tasks, in the order of the counts below a live table.
 _STATES = ("running", "queued", "succeeded", STOPPED_EARLY, "failed")
 _RATES = "tokens/s: of a task's samples, without padding, since its first step"
-# Characters that a table has at least for the name of a task.
+# Least width of the column with the names of tasks, in characters.
 _SHORTEST_NAME = 12
 
 
-# What JAX reports of each program, and the words for it.
+# Events that JAX reports for each program, with the words shown for them.
 _OF_PROGRAMS = {
     "/jax/core/compile/jaxpr_trace_duration": "trace",
     "/jax/core/compile/jaxpr_to_mlir_module_duration": "lower",
     "/jax/core/compile/backend_compile_duration": "compile",
     "/jax/compilation_cache/cache_retrieval_time_sec": "read from the cache of programs",
 }
-# Shorter times of a program are added up under "other programs".
+# Times of a program below this number of seconds are added up under "other programs".
 _LEAST_SECONDS = 0.1
 
 
 class Span(NamedTuple):
-    """A part of the start.
+    """A period of a training run's start.
 
     Attributes:
-      what: what happened, for example "read the data".
+      what: the activity, for example "read the data".
       begin: seconds since the process began.
-      seconds: how long it took.
-      thread: name of the thread; several may work at the same time.
+      seconds: its duration.
+      thread: name of the thread; several threads may work at the same time.
     """
 
     what: str
@@ -78,11 +78,11 @@ class Span(NamedTuple):
 
 
 class StartTimeline:
-    """Records what a training run does before its first results, and how long JAX traces, lowers
-    and compiles each program meanwhile. A context manager."""
+    """A context manager that records how a training run spends the time before its first results,
+    and how long JAX traces, lowers and compiles each program meanwhile."""
 
     def __init__(self):
-        """Begins to record. The time until now counts as the import of modules."""
+        """Starts the record. The time since the process began counts as the import of modules."""
         self._spans: list[Span] = []
         # Seconds of short work on programs, by kind.
         self._short: dict[str, float] = {}
@@ -98,11 +98,7 @@ class StartTimeline:
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Records the time that a context takes.
-
-        Args:
-          what: what happens in it.
-        """
+        """Records the duration of a context as a span with this description."""
         begin = time.time()
         try:
             yield
@@ -111,7 +107,7 @@ class StartTimeline:
 
     @property
     def spans(self) -> list[Span]:
-        """What was recorded so far, in the order of the beginnings."""
+        """The spans recorded so far, ordered by their beginning."""
         spans = sorted(self._spans, key=lambda span: span.begin)
         return spans + [
             Span(f"{kind} other programs", spans[-1].begin, seconds, "")
@@ -134,7 +130,7 @@ class StartTimeline:
 
 
 def _process_start() -> float:
-    """Seconds from 1970 to the start of this process; now, where the system does not tell."""
+    """Start of this process in seconds since 1970; the present time if the system cannot tell."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
@@ -157,63 +153,53 @@ class RunConsole:
 
         Args:
           console: the rich console to print to; None for standard output.
-          log_every: where there is no terminal, number of a task's steps from one printed line to
-            the next; None prints about ten lines for each task.
-          verbose: whether to print where the time before the first results went.
+          log_every: without a terminal, number of a task's steps from one printed line to the
+            next; None prints about ten lines for each task.
+          verbose: whether to print how the time before the first results was spent.
         """
         self.console = console or Console(file=_PatientOutput(sys.stdout), highlight=False)
         self._log_every, self._verbose = log_every, verbose
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
-        # By task, the time and the step of its first results; its tokens and steps are counted from
-        # there, because what comes before is mostly compilation.
+        # By task, the time and the step of its first results. Rates are measured from there,
+        # because the time before them is mostly compilation.
         self._first: dict[str, tuple[float, int]] = {}
         self._tokens: dict[str, int] = {}
-        # Tasks an update of which has been skipped.
+        # Tasks with a skipped update, for which a warning has been printed.
         self._warned: set[str] = set()
-        # Names of the tasks that are known to have stopped early.
+        # Tasks whose early stop has been printed.
         self._stopped: set[str] = set()
 
     @classmethod
     def silent(cls) -> "RunConsole":
-        """A console that prints nothing, for processes beside the one that prints."""
+        """A console that prints nothing, for every process except the first."""
         return cls(Console(quiet=True))
 
     def say(self, text: str) -> None:
-        # Lines in a log are not wrapped.
-        """Prints one line of text as it is."""
+        """Prints one line of text, without markup and without wrapping it."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask], config: BackboneConfig) -> None:
-        """Prints the number of samples of each task, and what is suspicious about it.
-
-        Args:
-          tasks: the tasks of the training run.
-          config: configuration of the backbone.
-        """
+        """Prints the number of samples of each task, and warnings about suspicious tasks."""
         for prepared in tasks:
-            found, name = prepared.samples, prepared.task.name
-            notes = [numbered(len(found.samples), "sample"), numbered(prepared.steps, "step")]
+            samples, name = prepared.samples, prepared.task.name
+            notes = [numbered(len(samples.samples), "sample"), numbered(prepared.steps, "step")]
             notes.append(f"longest {numbered(prepared.longest_tokens, 'token')}")
-            if found.truncated:
-                notes.append(f"{found.truncated} truncated to {prepared.task.max_length}")
-            if found.dropped:
-                notes.append(f"{found.dropped} dropped (over-long, or no targets left)")
+            if samples.truncated:
+                notes.append(f"{samples.truncated} truncated to {prepared.task.max_length}")
+            if samples.dropped:
+                notes.append(f"{samples.dropped} dropped (over-long, or no targets left)")
             if prepared.eval_samples:
                 notes.append(f"{len(prepared.eval_samples)} held out")
-            if date := found.rendering.date:
+            if date := samples.rendering.date:
                 notes.append(f"its chat template writes the date, which stays {date} in this run")
             self.say(f"task {name}: {', '.join(notes)}")
             for warning in before_training(prepared, config):
                 self.say(f"task {name}: warning: {warning}")
 
     def announce_restart(self, directory: RunDirectory) -> None:
-        """Prints what a restart deletes: the tasks of the earlier training run, with the steps that
-        they trained. Prints nothing if there was no earlier training run.
-
-        Args:
-          directory: the run directory, before `RunDirectory.begin`.
-        """
+        """Prints the tasks of the earlier training run that a restart deletes, with their numbers
+        of steps; nothing if there was no earlier run. Call it before `RunDirectory.begin`."""
         if not directory.replaced:
             return
         steps = dict.fromkeys(directory.replaced, 0)
@@ -223,22 +209,15 @@ class RunConsole:
         self.say(f"{directory.path}: restart deletes the earlier training of {tasks}")
 
     def start(self, engine: Engine) -> None:
-        """On a terminal, begins to show the live table.
-
-        Args:
-          engine: the engine with its tasks, at the position from which training continues.
-        """
+        """On a terminal, shows the live table from now on. The engine must be at the position from
+        which training continues."""
         self._stopped = {name for name in engine.names if engine.progress(name).stopped_early}
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def show_start(self, spans: Sequence[Span]) -> None:
-        """Prints where the time before the first results went, if the console is verbose.
-
-        Args:
-          spans: the parts of the start, in the order of their beginnings.
-        """
+        """If the console is verbose, prints these parts of the time before the first results."""
         if not self._verbose:
             return
         caption = "seconds; work in another thread goes on beside that of the main thread"
@@ -255,13 +234,13 @@ class RunConsole:
         updates: Sequence[TaskUpdate],
         evaluations: Sequence[TaskEvaluation] = (),
     ) -> None:
-        """Shows new updates: in the live table, or as about ten lines for each task; and held-out
-        losses that were measured during training.
+        """Shows new results of training.
 
         Args:
-          engine: the engine.
-          updates: the updates of a round.
-          evaluations: the held-out losses that have arrived with them.
+          engine: the engine that trains.
+          updates: the updates of a round, shown in the live table or as about ten lines for each
+            task.
+          evaluations: the held-out losses that arrived with the updates.
         """
         for update in updates:
             name = update.task
@@ -306,8 +285,8 @@ class RunConsole:
         config: BackboneConfig,
         sweeps: Sequence[Sweep] = (),
     ) -> None:
-        """Prints the final tables, the adapter folders, the errors of failed tasks, and what is
-        suspicious about the results. Of a sweep, only the best adapter is listed.
+        """Prints the final tables, the adapter folders, the errors of failed tasks, and warnings
+        about suspicious results. Of a sweep, only the best adapter is listed.
 
         Args:
           summary: the results of the training run.
@@ -332,7 +311,7 @@ class RunConsole:
             self.say(
                 f"\nsweep {sweep.name}, the best of {len(sweep.tasks())} configurations first:"
             )
-            # A value such as the expression [qv]_proj is no markup of rich.
+            # Without markup, because rich would read a value such as [qv]_proj as markup.
             self.console.print(sweep_table(sweep, summary), markup=False)
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "
@@ -374,12 +353,12 @@ class RunConsole:
         tasks: Sequence[Task],
         sweeps: Sequence[Sweep] = (),
     ) -> None:
-        """Prints commands that use the results, as they can be pasted into a shell.
+        """Prints shell commands with which the results can be used.
 
         Args:
           summary: the results of the training run.
           directory: the run directory.
-          tasks: all tasks.
+          tasks: all tasks, with the configurations of `sweeps`.
           sweeps: the sweeps whose configurations are among the tasks.
         """
         self.say("\nnext:")
@@ -387,14 +366,8 @@ class RunConsole:
             self.say(f"  {command}")
 
     def samples(self, task: str, prompt: str, before: str, after: str) -> None:
-        """Prints a prompt with its completions before and after training.
-
-        Args:
-          task: name of the task.
-          prompt: the prompt.
-          before: completion of the bare backbone.
-          after: completion with the trained adapter.
-        """
+        """Prints a prompt with the completions of the bare backbone (`before`) and of the backbone
+        with the trained adapter (`after`)."""
         self.say(f"\n{task}: {prompt}\n  before: {before.strip()}\n  after:  {after.strip()}")
 
     def _plain_line(self, engine: Engine, update: TaskUpdate) -> None:
@@ -414,13 +387,13 @@ class RunConsole:
     def _table(self, engine: Engine) -> Group:
         progress = {name: engine.progress(name) for name in engine.names}
         states = {
-            name: shown_state(own.status, own.stopped_early) for name, own in progress.items()
+            name: shown_state(task.status, task.stopped_early) for name, task in progress.items()
         }
         queued = progress.keys() - engine.begun
         told = ("queued" if name in queued else states[name] for name in states)
-        skips = any(own.skipped for own in progress.values())
+        skips = any(task.skipped for task in progress.values())
         rows = []
-        # Where not all tasks have a line, those that train come first.
+        # If there is no room for all tasks, those that train come first.
         for name in sorted(self._latest, key=lambda name: states[name] != "running"):
             update = self._latest[name]
             rows.append(
@@ -447,13 +420,13 @@ class RunConsole:
         return live_table(self.console, headings, rows, footer)
 
     def _rate(self, task: str) -> str:
-        """Tokens of the task, without padding, per second since its first results; empty as long
-        as it is unknown."""
+        """Tokens of the task per second since its first results, without padding; empty if no
+        later results have arrived."""
         tokens, (started, _) = self._tokens[task], self._first[task]
         return f"{tokens / (time.monotonic() - started):,.0f}" if tokens > 0 else ""
 
     def _eta(self, engine: Engine, name: str) -> str:
-        """Hours, minutes and seconds until the task ends; empty as long as they are unknown."""
+        """Hours, minutes and seconds until the task ends; empty if no step was timed yet."""
         started, first = self._first[name]
         done = self._latest[name].task_step - first
         left = engine.prepared(name).steps - self._latest[name].task_step
@@ -465,8 +438,8 @@ class RunConsole:
 
 
 class _PatientOutput(io.TextIOBase):
-    """A text stream that stays silent once its reader is gone (`… | head`), so that training goes
-    on."""
+    """A text stream that ignores further output once its reader has gone (`… | head`), so that
+    training continues."""
 
     def __init__(self, stream: TextIO):
         self._stream: TextIO | None = stream
@@ -495,14 +468,15 @@ class _PatientOutput(io.TextIOBase):
             with suppress(OSError):
                 gone = "the reader of the output is gone; training goes on in silence"
                 print(gone, file=sys.stderr)
-            # Python flushes standard output once more when it exits.
+            # When Python exits, it flushes standard output once more.
             sys.stdout = open(os.devnull, "w")
 
 
 def _next_commands(
     summary: Summary, directory: RunDirectory, tasks: Sequence[Task], sweeps: Sequence[Sweep]
 ) -> Iterator[str]:
-    """Commands that show a training run, evaluate its adapters, let them answer, and merge one."""
+    """Yields commands that show a training run, evaluate its adapters, generate with them, and
+    merge one of them."""
     run_dir = f"--run_dir={shlex.quote(str(directory.path))}"
     if find_spec("starlette") and find_spec("uvicorn"):
         yield f"jaxmux ui {shlex.quote(str(directory.path))}"
@@ -534,19 +508,19 @@ def live_table(
     footer: str,
     texts: int = 1,
 ) -> Group:
-    """A table of tasks that fits the terminal in both directions, with a footer below it.
+    """A table of tasks that fits the terminal in width and height, with a footer below it.
 
     Args:
       console: the terminal.
-      headings: the headings of the columns; the first column has the names of the tasks.
-      rows: the tasks; those for which the terminal has no line are only counted.
+      headings: headings of the columns; the first column has the names of the tasks.
+      rows: one row per task. Rows for which the terminal has no line are only counted.
       footer: text below the table.
-      texts: number of columns that hold texts, the others hold numbers.
+      texts: number of columns, from the left, that hold text; the others hold numbers.
     """
     room = max(1, console.height - _OTHER_LINES)
     shown = rows if len(rows) <= room else rows[: max(1, room - 1)]
     widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
-    # Three spaces divide columns, and two stand at each edge.
+    # Three spaces separate two columns, and each edge has two more.
     longest = max(_SHORTEST_NAME, console.width - sum(widths[1:]) - 3 * len(widths) - 1)
     table = Table(box=box.SIMPLE_HEAD)
     for i, heading in enumerate(headings):
@@ -556,14 +530,15 @@ def live_table(
     if len(shown) < len(rows):
         more = f"… {len(rows) - len(shown)} more"
         table.add_row(more, *[""] * (len(headings) - 1))
-    # A caption of the table would be as narrow as the table.
+    # rich would wrap a caption to the width of the table, so the footer is a text of its own.
     below = Text(footer, style="table.caption")
     return Group(table, below) if rows else Group(below)
 
 
 def _shortened(names: Sequence[str], longest: int) -> list[str]:
-    """Names that are short enough and are told apart, if that is possible: without their middles,
-    or without the words that all of them have, as in "…16…0.002…all-linear"."""
+    """Shortens names to `longest` characters, so that they still differ if possible: first by
+    leaving out their middles, else by leaving out words that all names share, as in
+    "…16…0.002…all-linear"."""
     cut = [_cut(name, longest) for name in names]
     if len({*cut}) == len({*names}):
         return cut
@@ -573,8 +548,8 @@ def _shortened(names: Sequence[str], longest: int) -> list[str]:
 
 
 def _cut(name: str, longest: int) -> str:
-    """A name without its middle if it is too long: names of tenants differ at the beginning, those
-    of a sweep's configurations at the end."""
+    """Shortens a name by leaving out its middle: names of tenants differ at the beginning, names of
+    a sweep's configurations at the end."""
     if len(name) <= longest:
         return name
     begin = (longest - 1) // 3
@@ -582,12 +557,8 @@ def _cut(name: str, longest: int) -> str:
 
 
 def counted(states: Iterable[str], order: Sequence[str]) -> str:
-    """The numbers of tasks by state, such as "3 running, 12 queued"; "no tasks" if there are none.
-
-    Args:
-      states: the states of the tasks.
-      order: the states in the order in which they are told.
-    """
+    """Counts of tasks by state, in the given order of states, such as "3 running, 12 queued"; "no
+    tasks" if there are none."""
     counts = Counter(states)
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state]) or "no tasks"
 
@@ -599,8 +570,8 @@ def hours(seconds: float) -> str:
 
 
 def _loss(update: TaskUpdate) -> str:
-    """The loss of an update. That of a skipped one is nan, because a finite loss would look as if
-    the task were well: its gradient or its update is not finite then."""
+    """The loss of an update as text. It is nan for a skipped update, whose gradient is not finite:
+    a finite loss would look as if the task were well."""
     return "nan" if update.skipped else f"{update.loss:.4f}"
 
 

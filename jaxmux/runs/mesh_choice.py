@@ -1,5 +1,5 @@
-"""Chooses the mesh of a training run: of all layouts of the devices, and of replicas that may
-differ (LobRA 4), the one that is predicted to train fastest and into whose memory the tasks fit."""
+"""Chooses the mesh of a training run. Candidates are all layouts of the devices, and replicas that
+may differ (LobRA 4). Of those into whose memory the tasks fit, the fastest by prediction wins."""
 
 import logging
 from collections import Counter
@@ -45,7 +45,7 @@ class ReplicaFit(NamedTuple):
       costs: predicted seconds and bytes on the replica.
       source: origin of the costs.
       shape: shape class of the microbatches.
-      choice: how the shape class was chosen; None if it was given.
+      choice: the search for the shape class; None if the caller prescribed it.
       admission: predicts whether tasks fit into memory.
       lengths: by task and step, the lengths of the samples that a data shard of the replica trains.
     """
@@ -58,9 +58,8 @@ class ReplicaFit(NamedTuple):
     lengths: Sequence[PartOfBatches]
 
     def round_seconds(self) -> float | None:
-        """The predicted seconds of a round (one global batch of every task), on average: its
-        microbatches, the time in which stages of a pipeline have nothing to do, and the updates.
-        None if the shape class was given."""
+        """Predicted mean seconds of a round (one global batch of every task): its microbatches,
+        idle stages of a pipeline, and the updates. None if the shape class was prescribed."""
         if self.choice is None:
             return None
         seconds = self.choice.alignment.seconds
@@ -70,15 +69,15 @@ class ReplicaFit(NamedTuple):
 
     @property
     def in_flight(self) -> float:
-        """The most microbatches in flight on a stage: `ReplicaCosts.full_depth`, and with GPipe
-        those of the longest of the sampled rounds."""
+        """Most microbatches in flight on a stage: `ReplicaCosts.full_depth`; with GPipe, the number
+        of microbatches in the longest of the sampled rounds."""
         if self.costs.schedule != "gpipe":
             return self.costs.full_depth
         return max(Counter(self._pipeline().rounds).values())
 
     def _pipeline(self) -> "PipelinePlan":
-        """The pipeline of a sample of the rounds."""
-        # Training on one device does not need the planner of pipelines.
+        """The pipeline plan of a sample of the rounds."""
+        # Imported here because training on one device does not need the planner of pipelines.
         from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 
         costs, shape = self.costs, self.shape
@@ -127,15 +126,15 @@ def fit_replica(
       config: configuration of the backbone.
       options: settings of the training run.
       replica: the devices.
-      shape: the shape class, if it is known already; None chooses it.
-      longest: most tokens of the samples that the replica trains; None for all samples.
+      shape: a prescribed shape class; None chooses it.
+      longest: tokens of the longest sample that the replica trains; None for all samples.
       shares: number of parts into which a global batch is divided among replicas.
       slots: number of tasks that train at the same time; None for all of them.
       device: as for `run_costs`.
 
     Raises:
-      PlanningError: a sample is longer than `options.row_len`, or a given length is not a power of
-        two.
+      PlanningError: a sample is longer than `options.row_len`, or a prescribed length is not a
+        power of two.
     """
     dtype = backbone_dtype(options.dtype)
     costs = run_costs(
@@ -167,13 +166,7 @@ def fit_replica(
 
 
 def pool_with_places(tasks: Sequence[PreparedTask], reserved: PoolSpec, slots: int) -> PoolSpec:
-    """A pool in which each of these tasks can take any place.
-
-    Args:
-      tasks: the tasks.
-      reserved: the smallest pool.
-      slots: number of tasks that have a place at the same time.
-    """
+    """A pool of at least the size `reserved` in which any `slots` of these tasks fit together."""
     pool = merge_pool_specs([task.pool for task in tasks], reserved)
     return pool._replace(slots=max(slots, reserved.slots))
 
@@ -187,8 +180,8 @@ def fit_longest(
     slots: int | None = None,
     device: PlannedDevice | None = None,
 ) -> ReplicaFit:
-    """Chooses the shape class of a replica beside others, which may train the samples for which it
-    has no memory.
+    """Chooses the shape class of a replica that trains beside others. If its memory is too small
+    for the longest samples, it leaves them to the others.
 
     Args:
       tasks: the tasks of the training run.
@@ -200,7 +193,7 @@ def fit_longest(
       device: as for `run_costs`.
 
     Raises:
-      PlanningError: the replica has no memory for any sample of the tasks.
+      PlanningError: the replica has too little memory for any sample of the tasks.
     """
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
@@ -217,7 +210,7 @@ def fit_longest(
         device,
         options.schedule,
     )
-    # A row of this length alone tells most lengths apart, without a choice of the shape class.
+    # Testing a single row rules out most lengths without choosing a shape class.
     while (
         longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)
     ):
@@ -244,7 +237,7 @@ def fit_longest(
 
 
 def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:
-    """Whether memory suffices for microbatches of a single row."""
+    """Whether memory suffices for microbatches of a single row of this length."""
     row = ShapeClass(rows=1, row_len=row_len, chunk_len=MIN_CHUNK_LEN, max_sequences=1)
     return costs.depth(row) >= costs.full_depth
 
@@ -263,11 +256,11 @@ def choose_unlike(
       config: configuration of the backbone.
       options: settings of the training run.
       devices: number of devices.
-      single: the single replica that all devices would form, in which all tasks fit.
+      single: all devices as a single replica, in which all tasks fit.
 
     Returns:
-      The replicas, those with most devices first, and the predicted seconds of a round divided by
-      those of the single replica; None if some sample fits no replica.
+      The replicas, those with most devices first, and their predicted seconds of a round divided by
+      those of the single replica; None if some sample fits into no replica.
     """
     fits = {}
     for replica in candidate_replicas(devices):
@@ -279,7 +272,7 @@ def choose_unlike(
             _log.info("replica %s: %s", replica, e)
     costs = ShapeCosts({r: (f.costs, f.shape) for r, f in (fits | {_of(single): single}).items()})
     sampled = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
-    rounds = [[length for own in a_round.values() for length in own] for a_round in sampled]
+    rounds = [[length for part in a_round.values() for length in part] for a_round in sampled]
     bins = [round_bins(lengths) for lengths in rounds]
     together = round_bins([length for lengths in rounds for length in lengths])
     try:
@@ -287,9 +280,9 @@ def choose_unlike(
     except PlanningError as e:
         _log.info("replicas: %s", e)
         return None
-    largest_first = sorted(plan.replicas.items(), key=lambda own: -own[0].devices)
+    largest_first = sorted(plan.replicas.items(), key=lambda counted: -counted[0].devices)
     deployment = Deployment.of_counts(dict(largest_first))
-    # Held-out samples have to fit too.
+    # Held-out samples must fit too.
     longest = max(task.longest for task in tasks)
     if longest > max(fits[replica].shape.row_len for replica in plan.replicas):
         return None
@@ -305,9 +298,10 @@ def _of(fit: ReplicaFit) -> Replica:
 
 
 _log = logging.getLogger("jaxmux")
-# Layouts that the message names besides the chosen one.
+# Number of layouts that the message names besides the chosen one.
 _SHOWN = 2
-# Replicas are clearly faster if a round takes at most this part of a single one's.
+# Several replicas are chosen only if their round takes at most this fraction of the fastest single
+# replica's round.
 _CLEARLY_FASTER = 0.95
 
 
@@ -324,17 +318,12 @@ class PricedMesh(NamedTuple):
 
 
 class MeshChoice(NamedTuple):
-    """The layouts that fit, from the fastest.
-
-    Attributes:
-      meshes: the layouts, at least one.
-    """
+    """The layouts that fit, the fastest first; there is at least one."""
 
     meshes: tuple[PricedMesh, ...]
 
     @property
     def deployment(self) -> Deployment:
-        """The fastest layout."""
         return self.meshes[0].deployment
 
     def __str__(self) -> str:
@@ -355,10 +344,10 @@ def choose_mesh(
 ) -> MeshChoice:
     """Prices all layouts of the devices in which the tasks fit into memory.
 
-    A layout's time is that of its microbatches in the shape class that is best for it, of an empty
-    pipeline at the beginning and the end of every round, and of the updates. Several replicas are
-    listed only if they are clearly faster than every single one, because the simulation by which
-    they are compared leaves out how samples fill microbatches, and the exchange of gradients.
+    The predicted time of a layout includes its microbatches in the layout's best shape class,
+    filling and emptying the pipeline in every round, and the updates. Several replicas are listed
+    only if they are clearly faster than every single one, because the simulation that compares them
+    ignores how samples fill microbatches, and the exchange of gradients.
 
     Args:
       tasks: the tasks of the training run.
@@ -366,15 +355,15 @@ def choose_mesh(
       options: settings of the training run. With a schedule other than "auto", only pipelines that
         can follow it are considered.
       devices: number of devices; all of them are used.
-      places: number of tasks that train at the same time, with which unlike replicas are not
-        considered; None for all of them.
-      failed: layouts that are not considered, because a device ran out of memory.
+      places: number of tasks that train at the same time; None for all of them. With a number,
+        unlike replicas are not considered.
+      failed: layouts to leave out because a device ran out of memory on them.
 
     Raises:
       PlanningError: no layout fits. The message is that of the layout that needs least memory.
     """
-    found, fits, refusal = [], [], None
-    # Layouts that divide the weights most come first: theirs is the refusal that counts.
+    priced, fits, refusal = [], [], None
+    # Layouts that divide the weights most come first, because the first error is reported.
     for replica in sorted(possible_meshes(devices, config), key=lambda r: r.shards):
         try:
             replica = replica.following(options.schedule)
@@ -383,21 +372,21 @@ def choose_mesh(
                 continue
             fit = fit_replica(tasks, config, options, replica, slots=places)
             fit.require(tasks[:places])
-            found.append(PricedMesh(Deployment((replica,)), fit.round_seconds()))
+            priced.append(PricedMesh(Deployment((replica,)), fit.round_seconds()))
             fits.append(fit)
         except PlanningError as e:
             _log.info("mesh %s: %s", replica, e)
             refusal = refusal or e
-    if not found:
+    if not priced:
         every = numbered(devices, "device")
         raise PlanningError(
             f"mesh 'auto': no layout of {every} fits; {refusal or 'all ran out of memory'}"
         )
-    singles = sorted(zip(fits, found, strict=True), key=lambda pair: pair[1].seconds)
+    singles = sorted(zip(fits, priced, strict=True), key=lambda pair: pair[1].seconds)
     best = singles[0][1]
-    # The simulation of replicas empties pipelines after every round, and training does not: beside
-    # a pipeline, replicas would seem faster than they are.
-    single, compared = next((own for own in singles if own[0].costs.replica.pp == 1), singles[0])
+    # The simulation of replicas empties pipelines after every round, but training does not. So
+    # replicas are compared with a layout without a pipeline if there is one.
+    single, compared = next((pair for pair in singles if pair[0].costs.replica.pp == 1), singles[0])
     if devices > 1 and places is None and options.schedule == AUTO_SCHEDULE:
         # Other runs do without the solvers of deployments.
         pass
@@ -406,17 +395,12 @@ def choose_mesh(
         if unlike and unlike[0] not in failed:
             several = PricedMesh(unlike[0], unlike[1] * compared.seconds)
             if several.seconds < _CLEARLY_FASTER * best.seconds:
-                found.append(several)
-    return MeshChoice(tuple(sorted(found, key=lambda mesh: mesh.seconds)))
+                priced.append(several)
+    return MeshChoice(tuple(sorted(priced, key=lambda mesh: mesh.seconds)))
 
 
 def possible_meshes(devices: int, config: BackboneConfig) -> Iterator[Replica]:
-    """Yields all layouts of the devices among which the backbone can be divided.
-
-    Args:
-      devices: number of devices of each layout.
-      config: configuration of the backbone.
-    """
+    """Yields all layouts of this number of devices among which the backbone can be divided."""
     for sizes in _factorisations(devices, ("pp", "tp", "fsdp", "dp")):
         replica = Replica.uniform(**sizes)
         try:
@@ -427,25 +411,20 @@ def possible_meshes(devices: int, config: BackboneConfig) -> Iterator[Replica]:
 
 
 def fewer_devices(replica: Replica, devices: int, config: BackboneConfig) -> Replica:
-    """The largest layout with no axis larger than a given layout has it.
-
-    Args:
-      replica: the given layout, with equal stages.
-      devices: most devices of the result.
-      config: configuration of the backbone, which can be divided among the result's devices.
-    """
+    """The largest layout of at most `devices` devices in which no axis is larger than in `replica`,
+    whose stages are equal. The backbone can be divided among the layout's devices."""
     wanted = replica.sizes
     smaller = (
-        found
+        layout
         for count in range(devices, 0, -1)
-        for found in possible_meshes(count, config)
-        if all(size <= wanted[axis] for axis, size in found.sizes.items())
+        for layout in possible_meshes(count, config)
+        if all(size <= wanted[axis] for axis, size in layout.sizes.items())
     )
     return next(smaller)
 
 
 def _factorisations(product: int, axes: Sequence[str]) -> Iterator[Mapping[str, int]]:
-    """Yields all sizes of the axes with this product."""
+    """Yields all sizes of the axes whose product is `product`."""
     axis, *others = axes
     if not others:
         yield {axis: product}

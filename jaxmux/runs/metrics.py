@@ -1,7 +1,7 @@
 """The files of JSON lines in a run directory: metrics.jsonl, held_out.jsonl, rounds.jsonl.
 
-Numbers in them may be missing, but are never NaN or infinite. Servers append to such files for
-weeks; these stay bounded in size.
+Numbers may be missing in these files, but are never NaN or infinite. Servers append to such files
+for weeks, so their size is bounded.
 """
 
 import json
@@ -26,45 +26,29 @@ from .trackers import RunTrackers
 
 
 def json_line(fields: Mapping[str, Any]) -> bytes:
-    """An object as a line of JSON. Numbers that are not finite become null.
-
-    Args:
-      fields: the entries of the object.
-    """
+    """An object as a line of JSON. Numbers that are not finite become null."""
     finite = {key: finite_or_none(value) for key, value in fields.items()}
     return json.dumps(finite).encode() + b"\n"
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value, or None for a number that is not finite, which JSON cannot express.
-
-    Args:
-      value: any value.
-    """
+    """The value, or None for a number that is not finite, which JSON cannot express."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def objects(content: bytes) -> Iterator[dict[str, Any]]:
-    """The objects in lines of JSON. Damaged lines are left out.
-
-    Args:
-      content: the lines.
-    """
+    """Yields the objects in lines of JSON. Damaged lines are left out."""
     for line in content.split(b"\n"):
         try:
-            found = json.loads(line)
+            line_object = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict):
-            yield found
+        if isinstance(line_object, dict):
+            yield line_object
 
 
 def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
-    """The objects in lines of JSON, from the last one on. Damaged lines are left out.
-
-    Args:
-      content: the lines.
-    """
+    """Yields the objects in lines of JSON, the last one first. Damaged lines are left out."""
     end = len(content)
     while end:
         begin = content.rfind(b"\n", 0, end - 1) + 1
@@ -72,21 +56,21 @@ def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
         end = begin
 
 
-# Size in bytes at which a file is set aside.
+# Size in bytes at which a new file is begun and the old one is kept as an earlier file.
 LOG_BYTES = 64 * 2**20
-# Names of the files that have been set aside. Those of higher numbers are newer.
+# Names of earlier files. Files of higher numbers are newer.
 SET_ASIDE = re.compile(r"(?:events|rounds)\.(\d+)\.jsonl")
-# Number of these files that are kept.
+# Most earlier files that are kept.
 _KEPT = 3
 
 
 class LineLog:
-    """Appends lines to a file. Nothing depends on the file but what it tells its readers, so a
-    full disk does not stop training.
+    """Appends lines to a file. Training does not depend on the file, so it continues if the disk is
+    full.
 
-    A file that has become large is set aside: "events.jsonl" is renamed to "events.<n>.jsonl", with
-    a number that is higher than all others, and a new file is begun. Only the last of these files
-    are kept.
+    When a file has become large, it is renamed from "events.jsonl" to "events.<n>.jsonl", with a
+    number higher than all others, and a new file is begun. Only the last few earlier files are
+    kept.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None], most_bytes: int = LOG_BYTES):
@@ -94,12 +78,12 @@ class LineLog:
 
         Args:
           path: the file, "events.jsonl" or "rounds.jsonl".
-          say: function that prints one line; it is told if lines are lost.
-          most_bytes: size in bytes at which the file is set aside.
+          say: function that prints one line; it is called when lines are lost.
+          most_bytes: size in bytes at which a new file is begun.
         """
         self._path, self._say, self._fails = path, say, False
         self._most_bytes = most_bytes
-        # What the next line begins with: the end of a line that was cut off.
+        # A newline if the next line has to end one that was cut off; otherwise empty.
         self._first = b""
         self._file = self._open()
         self._size = os.fstat(self._file).st_size
@@ -107,11 +91,7 @@ class LineLog:
             self._first = b"\n"
 
     def append(self, fields: Mapping[str, Any]) -> None:
-        """Appends a line.
-
-        Args:
-          fields: the entries of its object. Numbers that are not finite become null.
-        """
+        """Appends an object as a line. Numbers that are not finite become null."""
         if self._size >= self._most_bytes:
             try:
                 self._set_aside()
@@ -120,7 +100,7 @@ class LineLog:
         line = self._first + json_line(fields)
         try:
             written = self._append(line)
-            # A full disk takes the beginning of a line, and says so at the next write.
+            # A full disk takes only the beginning of a line; the next write raises the error.
             while written < len(line):
                 self._first = b"\n"
                 written += self._append(line[written:])
@@ -129,15 +109,11 @@ class LineLog:
             self._complain(f"cannot be written ({e.strerror}); lines are lost")
 
     def close(self) -> None:
-        """Closes the file."""
         os.close(self._file)
 
     def lines(self, since: float) -> Iterator[bytes]:
-        """The lines of all files that were changed since then, from the oldest on.
-
-        Args:
-          since: time in seconds since 1970.
-        """
+        """Yields the lines of all files that were changed after this time (in seconds since 1970),
+        the oldest file first."""
         for path in self._paths():
             # File systems may round times down, by up to two seconds.
             if path.stat().st_mtime >= since - 2:
@@ -145,15 +121,15 @@ class LineLog:
                     yield from file
 
     def last(self) -> dict[str, Any] | None:
-        """The object of the last line that is not damaged; None if there is none."""
+        """The object of the last line that is not damaged; None if there is no such line."""
         for path in reversed(self._paths()):
             with path.open("rb") as file:
                 size = os.fstat(file.fileno()).st_size
                 if not size:
                     continue
                 with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                    for found in objects_backwards(content):
-                        return found
+                    for last_object in objects_backwards(content):
+                        return last_object
         return None
 
     def _open(self) -> int:
@@ -161,7 +137,7 @@ class LineLog:
         return os.open(self._path, flags, 0o666)
 
     def _complain(self, problem: str) -> None:
-        """Tells of a problem with the file, if it is the first one."""
+        """Reports the first problem with the file; later ones are not reported."""
         if not self._fails:
             self._say(f"{self._path}: {problem}")
         self._fails = True
@@ -172,7 +148,7 @@ class LineLog:
         return written
 
     def _set_aside(self) -> None:
-        """Begins a new file. If none can be created, the present one goes on."""
+        """Begins a new file. If it cannot be created, the present file is continued."""
         number = max(self._numbers(), default=0) + 1
         self._path.rename(self._numbered(number))
         try:
@@ -186,32 +162,28 @@ class LineLog:
             self._numbered(old).unlink()
 
     def _numbers(self) -> list[int]:
-        """The numbers of the files that were set aside, ascending."""
-        own = f"{self._path.stem}."
-        names = [name for name in os.listdir(self._path.parent) if name.startswith(own)]
+        """The numbers of the earlier files, ascending."""
+        prefix = f"{self._path.stem}."
+        names = [name for name in os.listdir(self._path.parent) if name.startswith(prefix)]
         return sorted(int(name[1]) for name in map(SET_ASIDE.fullmatch, names) if name)
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.stem}.{number}.jsonl")
 
     def _paths(self) -> list[Path]:
-        """All files, from the oldest on."""
+        """All files, the oldest first."""
         return [*map(self._numbered, self._numbers()), self._path]
 
 
-# The first rounds have details, and then so many each time the number of rounds has doubled.
+# The first 64 rounds have details; later, this many of the rounds in which their number doubles.
 _DETAILED = 32
-# Most microbatches and most passes that a line tells of.
+# Most microbatches and most passes in a line.
 MOST_MICROBATCHES, MOST_PASSES = 256, 4096
 
 
 def has_details(index: int) -> bool:
-    """Whether the line of a round tells what each microbatch held: it is one of the first 64
-    rounds, or one of 32 that are spread over those in which the number of rounds doubles.
-
-    Args:
-      index: number of the round, from 0.
-    """
+    """Whether the line of round `index` (from 0) describes its microbatches: yes for the first 64
+    rounds, then for 32 evenly spaced rounds each time the number of rounds doubles."""
     return index % 2 ** max(0, index.bit_length() - _DETAILED.bit_length()) == 0
 
 
@@ -225,47 +197,47 @@ def round_line(
     """The entries of a line of rounds.jsonl.
 
     Args:
-      record: what the round held.
-      spent: where the time since the round before went, from `DeviceTime.spent`. The time of a
-        round is seen from it although the devices are one round behind.
+      record: the contents of the round.
+      spent: seconds by activity since the previous round, from `DeviceTime.spent`. Their sum is
+        reported as the time of this round although the devices are one round behind.
       memory: memory of the local devices; empty if they do not report it.
       host_bytes: bytes of the host's memory that this process uses; None if that is not known.
-      detailed: whether the line tells what each microbatch held, as `has_details` advises.
+      detailed: whether the line describes each microbatch; `has_details` recommends a value.
 
     Returns:
-      A dict with round, seconds, spent (seconds by kind; their sum is `seconds`), microbatches
+      A dict with round, seconds, spent (seconds by activity; their sum is `seconds`), microbatches
       (their number), tokens (with padding), chunk_tokens (of the chunks that hold samples),
       read_tokens (without padding), memory_in_use and memory_peak (bytes by device), host_bytes;
       and with details, held and passes. "held" has for each of the first 256 microbatches its
-      replica, its tokens with padding, and by task the tokens of its chunks and those that the
+      replica, its tokens with padding, and by task the tokens of its chunks and the tokens that the
       model reads.
       "passes" has for each of the first 4096 passes the milliseconds since the first one, replica,
       stage, part, round, microbatch, and "F" or "B".
     """
-    tasks = [own for microbatch in record.microbatches for own in microbatch.tasks.values()]
+    tasks = [task for microbatch in record.microbatches for task in microbatch.tasks.values()]
     line = {
         "round": record.index,
         "seconds": round(sum(spent.values()), 4),
         "spent": {kind: round(seconds, 4) for kind, seconds in spent.items()},
         "microbatches": len(record.microbatches),
-        "tokens": sum(own.capacity for own in record.microbatches),
-        "chunk_tokens": sum(own.chunks for own in tasks),
-        "read_tokens": sum(own.read for own in tasks),
-        "memory_in_use": [own.in_use for own in memory],
-        "memory_peak": [own.peak for own in memory],
+        "tokens": sum(microbatch.capacity for microbatch in record.microbatches),
+        "chunk_tokens": sum(task.chunks for task in tasks),
+        "read_tokens": sum(task.read for task in tasks),
+        "memory_in_use": [device.in_use for device in memory],
+        "memory_peak": [device.peak for device in memory],
         "host_bytes": host_bytes,
     }
     if detailed:
         line["held"] = [
-            [own.replica, own.capacity, own.tasks]
-            for own in record.microbatches[:MOST_MICROBATCHES]
+            [microbatch.replica, microbatch.capacity, microbatch.tasks]
+            for microbatch in record.microbatches[:MOST_MICROBATCHES]
         ]
         line["passes"] = _passes(record)
     return line
 
 
 def host_bytes() -> int | None:
-    """Bytes of the host's memory that this process uses; None where that is not known."""
+    """Bytes of the host's memory that this process uses; None if that is not known."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -277,25 +249,25 @@ def _passes(record: RoundRecord) -> list[list[Any]]:
     begin = record.passes[0].seconds if record.passes else 0.0
     return [
         [
-            round(1000 * (own.seconds - begin), 2),
-            own.replica,
-            own.stage,
-            own.part,
-            record.index + (own.steps is not record.steps),
-            own.microbatch,
-            "F" if own.forward else "B",
+            round(1000 * (done.seconds - begin), 2),
+            done.replica,
+            done.stage,
+            done.part,
+            record.index + (done.steps is not record.steps),
+            done.microbatch,
+            "F" if done.forward else "B",
         ]
-        for own in record.passes[:MOST_PASSES]
+        for done in record.passes[:MOST_PASSES]
     ]
 
 
-# The fields without which a line of metrics.jsonl counts as damaged.
+# A line of metrics.jsonl without one of these fields counts as damaged.
 _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 
 class MetricsWriter:
-    """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl, and hands
-    both to the trackers; and every round to rounds.jsonl."""
+    """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl and every
+    round to rounds.jsonl; sends updates and held-out losses to the trackers."""
 
     def __init__(
         self,
@@ -310,54 +282,40 @@ class MetricsWriter:
           directory: the run directory.
           position: the position of the checkpoint.
           trackers: the trackers, which `close` closes.
-          say: function that prints one line; it is told of lost metrics.
+          say: function that prints one line; it is called when metrics are lost.
         """
         self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
         self._rounds = _Lines(directory.rounds, position.rounds_bytes, say)
         self._trackers, self._finished = trackers, False
-        for own in (self._metrics, self._held_out):
-            lines = own.since(trackers.lacking)
-            trackers.log(lines, own is self._held_out, repeated_to=sys.maxsize)
+        for file in (self._metrics, self._held_out):
+            lines = file.since(trackers.lacking)
+            trackers.log(lines, file is self._held_out, repeated_to=sys.maxsize)
 
     def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
-        """Appends one line for each update and for each held-out loss, with the time of day in
-        seconds since 1970. Numbers that are not finite become null.
-
-        Args:
-          updates: the updates.
-          evaluations: the held-out losses.
-        """
+        """Appends one line for each update and for each held-out loss, with the time in seconds
+        since 1970. Numbers that are not finite become null."""
         now = _now()
-        for own, results in ((self._metrics, updates), (self._held_out, evaluations)):
+        for file, results in ((self._metrics, updates), (self._held_out, evaluations)):
             lines = [{**as_line(result), "time": now} for result in results]
-            own.append(lines)
-            self._trackers.log(lines, own is self._held_out, own.last_removed)
+            file.append(lines)
+            self._trackers.log(lines, file is self._held_out, file.last_removed)
 
     def write_round(self, line: Mapping[str, Any]) -> None:
-        """Appends the line of a round, with the time of day.
-
-        Args:
-          line: the result of `round_line`.
-        """
+        """Appends the line of a round, a result of `round_line`, with the time."""
         self._rounds.append([{**line, "time": _now()}])
 
     def tell(self, position: RunPosition) -> None:
-        """Waits until the lines are on disk, and enters the lengths of the files.
-
-        Args:
-          position: the position of the training run; it is changed.
-        """
+        """Waits until all lines are on disk, then stores the lengths of the files in `position`."""
         position.metrics_bytes = self._metrics.length()
         position.held_out_bytes = self._held_out.length()
         position.rounds_bytes = self._rounds.length()
 
     def finish(self) -> None:
-        """Notes that the training run has ended, which `close` tells the trackers."""
+        """Records that the training run has ended, so that `close` reports it to the trackers."""
         self._finished = True
 
     def close(self) -> None:
-        """Closes the files and the trackers."""
         self._metrics.close()
         self._held_out.close()
         self._rounds.close()
@@ -372,19 +330,15 @@ class _Lines:
     """A file of JSON lines that is continued from a checkpoint.
 
     Attributes:
-      last_removed: the last round of which lines have been removed, because they were written after
-        the checkpoint; -1 if there are none.
+      last_removed: the last round whose lines were removed because they were written after the
+        checkpoint; -1 if there is none.
     """
 
     def __init__(self, path: Path, length: int, say: Callable[[str], None]):
-        """Opens the file and cuts it off at the end of its last line that the checkpoint knows. If
-        the file was changed or cut since, that length may lie within a line: such a line is removed
-        as a whole, so the next one never goes on with it.
+        """Opens the file and truncates it to its length at the checkpoint, in bytes. If the file
+        was changed since, that length may lie within a line; then the whole line is removed.
 
-        Args:
-          path: the file.
-          length: its length at the checkpoint, in bytes.
-          say: function that prints one line; it is told of lost lines.
+        Lost lines are reported with `say`, a function that prints one line.
         """
         self._file = open(path, "a+b")
         size = self._file.seek(0, os.SEEK_END)
@@ -400,21 +354,20 @@ class _Lines:
         self._file.truncate(length)
 
     def since(self, step: int) -> list[dict[str, Any]]:
-        """The last lines, from the first one of a round on."""
+        """The lines at the end of the file, beginning with the first line of round `step`."""
         if not (end := self._file.seek(0, os.SEEK_END)):
             return []
-        found: list[dict[str, Any]] = []
+        lines: list[dict[str, Any]] = []
         with mmap.mmap(self._file.fileno(), end, access=mmap.ACCESS_READ) as content:
-            for own in objects_backwards(content):
-                if not own.keys() >= {"step", "task", "time"}:
+            for line in objects_backwards(content):
+                if not line.keys() >= {"step", "task", "time"}:
                     continue  # a line of an early version
-                if own["step"] < step:
+                if line["step"] < step:
                     break
-                found.append(own)
-        return found[::-1]
+                lines.append(line)
+        return lines[::-1]
 
     def append(self, lines: Iterable[Mapping[str, Any]]) -> None:
-        """Appends lines."""
         try:
             for fields in lines:
                 self._file.write(json_line(fields))
@@ -423,7 +376,7 @@ class _Lines:
             raise OSError(e.errno, e.strerror, self._file.name) from None
 
     def length(self) -> int:
-        """Waits until the file is on disk; returns its length in bytes."""
+        """Waits until the file is on disk and returns its length in bytes."""
         os.fsync(self._file.fileno())
         return self._file.seek(0, os.SEEK_END)
 
@@ -433,30 +386,22 @@ class _Lines:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl as dicts with the fields of `as_line`, and "time". Damaged
-    lines are left out. Lines of older versions of jaxmux may lack some fields.
-
-    Args:
-      path: path of metrics.jsonl.
-    """
+    lines are left out. Lines of older versions of jaxmux may lack some fields."""
     return _read_lines(path, _NEEDED)
 
 
 def read_held_out_losses(path: Path) -> list[dict[str, Any]]:
     """The lines of held_out.jsonl as dicts with the fields of `as_line`, and "time". Damaged
-    lines are left out.
-
-    Args:
-      path: path of held_out.jsonl.
-    """
+    lines are left out."""
     return _read_lines(path, {"task", "task_step", "loss"})
 
 
 def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
-    return [found for found in objects(path.read_bytes()) if needed <= found.keys()]
+    return [line for line in objects(path.read_bytes()) if needed <= line.keys()]
 
 
 def _end_of_line(file: BinaryIO, size: int) -> int:
-    """The length of the complete lines in the first `size` bytes of a file."""
+    """Length in bytes of the complete lines in the first `size` bytes of a file."""
     file.seek(max(size - 1, 0))
     if file.read(1) == b"\n":
         return size

@@ -1,17 +1,16 @@
 """The files of one checkpoint, as Orbax writes and reads them. Nothing else in jaxmux uses Orbax.
 
-What Orbax does beyond writing and reading files is kept away here; tests/runs/test_orbax_files.py
-shows each of these claims, and fails if another version of Orbax behaves in another way:
+This module works around some of Orbax's behaviour. tests/runs/test_orbax_files.py shows each of
+these claims, and fails if another version of Orbax behaves differently:
 
-- Its `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and repeat an
-  error when they are closed. The plain `Checkpointer` starts none that outlives a call.
-- If one of many arrays cannot be read or written, it closes its event loop while TensorStore still
-  works on the others. Each of those then prints the traceback of an "Event loop is closed".
+- Its `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and raise an
+  error again when they are closed. The plain `Checkpointer` starts no thread that outlives a call.
+- If one of many arrays cannot be read or written, Orbax closes its event loop while TensorStore
+  still works on the others. Each of those then prints a traceback, "Event loop is closed".
   `_array_handler` waits for all arrays before it raises the error of one.
-- It logs the traceback of every thread that fails, although it raises the error too, and warns of
-  files of its own that it can do without. `_orbax` adds a filter that drops what it logs.
-- A checkpoint that could not be written leaves its unfinished folder. `remove_unfinished` deletes
-  it.
+- Orbax logs the traceback of every failing thread, although it raises the error too, and warns of
+  missing files that it does not need. `_orbax` adds a filter that drops its log.
+- A failed write leaves an unfinished folder behind. `remove_unfinished` deletes it.
 """
 
 import asyncio
@@ -33,14 +32,14 @@ from jaxmux.peft import SlotArrays
 if TYPE_CHECKING:
     import orbax.checkpoint as ocp
 
-# The items of a checkpoint.
+# Names of the items of a checkpoint.
 _RUN, _TASKS = "run", "tasks"
-# What the names of unfinished checkpoints contain.
+# Part of the names of unfinished checkpoints.
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-    """Writes a checkpoint. The folder has its name only when it is complete.
+    """Writes a checkpoint. Its folder gets its name only when it is complete.
 
     Args:
       folder: the folder of the checkpoint, which does not exist yet.
@@ -48,7 +47,7 @@ def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArra
       arrays: by name, the NumPy arrays of tasks by path.
 
     Raises:
-      OSError: it cannot be written, for example because the disk is full. Nothing of it is left.
+      OSError: it cannot be written, for example because the disk is full. Its files are deleted.
     """
     args = _orbax().args
     items: dict[str, Any] = {_RUN: args.JsonSave(record)}
@@ -64,19 +63,16 @@ def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArra
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of a checkpoint.
-
-    Args:
-      folder: the folder of the checkpoint.
+    """The record of the checkpoint in a folder.
 
     Raises:
-      Exception: it is damaged; Orbax passes on the errors of many libraries.
+      Exception: it is damaged. The type varies, because Orbax passes on errors of many libraries.
     """
     return _read(folder, **{_RUN: _orbax().args.JsonRestore()})[_RUN]
 
 
 def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, SlotArrays]:
-    """Reads the arrays of some tasks. Those of others stay on disk.
+    """Reads the arrays of some tasks, without reading those of others.
 
     Args:
       folder: the folder of the checkpoint.
@@ -86,9 +82,9 @@ def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, S
       By name, NumPy arrays by path.
 
     Raises:
-      Exception: it is damaged; Orbax passes on the errors of many libraries.
+      Exception: it is damaged. The type varies, because Orbax passes on errors of many libraries.
     """
-    # Orbax takes the type of what it reads from what it is given: any array.
+    # Orbax takes types, but not shapes, from this example: any array fits.
     any_array = np.zeros(())
     item = {name: dict.fromkeys(of_task, any_array) for name, of_task in paths.items()}
     restore = _orbax().args.PyTreeRestore(item=item, partial_restore=True)
@@ -96,21 +92,13 @@ def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, S
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers of the checkpoints in a folder, ascending. They are the names of their folders.
-
-    Args:
-      folder: the folder of the checkpoints.
-    """
+    """The numbers of the checkpoints in a folder, ascending: the names of its subfolders."""
     with os.scandir(folder) as entries:
         return sorted(int(e.name) for e in entries if _is_number(e.name) and e.is_dir())
 
 
 def delete(folder: Path) -> None:
-    """Deletes a checkpoint. If it is interrupted, an unfinished checkpoint is left.
-
-    Args:
-      folder: the folder of the checkpoint.
-    """
+    """Deletes a checkpoint. If interrupted, it leaves an unfinished checkpoint."""
     condemned = folder.with_name(f"{folder.name}{_UNFINISHED}-deleted")
     shutil.rmtree(condemned, ignore_errors=True)
     folder.rename(condemned)
@@ -118,29 +106,23 @@ def delete(folder: Path) -> None:
 
 
 def remove_unfinished(folder: Path) -> None:
-    """Deletes what is left of checkpoints that were not completed. None may be under way.
-
-    Args:
-      folder: the folder of the checkpoints.
-    """
+    """Deletes the remains of unfinished checkpoints in this folder of checkpoints. No checkpoint
+    may be in progress."""
     for path in folder.glob(f"*{_UNFINISHED}*"):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def reason(error: Exception) -> str:
-    """Why a checkpoint could not be read, in one line. TensorStore appends long specifications.
-
-    Args:
-      error: what Orbax raised.
-    """
+    """One line that tells why Orbax could not read a checkpoint, without TensorStore's long
+    specifications."""
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
     return first_line(error).partition(" [tensorstore_spec")[0][:200]
 
 
 def _os_error(error: OSError | ValueError, folder: Path) -> OSError:
-    """Why a checkpoint could not be written. TensorStore raises a ValueError that quotes the
-    system."""
+    """The error of a failed write with its system error number, which TensorStore's ValueError only
+    quotes as text."""
     if isinstance(error, OSError) and error.errno:
         return OSError(error.errno, os.strerror(error.errno), str(folder))
     text = str(error)
@@ -161,7 +143,7 @@ def _read(folder: Path, **items: Any) -> Mapping[str, Any]:
 
 def _checkpointer() -> "ocp.Checkpointer":
     ocp = _orbax()
-    # Orbax works in process 0 without the others.
+    # Process 0 calls Orbax alone, so Orbax must not wait for the other processes.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
     )
@@ -179,14 +161,14 @@ def _checkpointer() -> "ocp.Checkpointer":
 
 
 def _array_handler() -> "ocp.type_handlers.NumpyHandler":
-    """Reads and writes NumPy arrays, for one call of a checkpointer. An error is raised when no
-    array is being read or written any more."""
+    """A handler that reads and writes NumPy arrays during one call of a checkpointer. It raises an
+    error only when no array is being read or written any more."""
     handler = _orbax().type_handlers.NumpyHandler
 
     class Handler(handler):
         def __init__(self):
             super().__init__()
-            # Number of arrays that are being written, and whether none is any more.
+            # Number of arrays being written, and an event set when that number falls to 0.
             self._writing, self._is_done = 0, asyncio.Event()
 
         async def deserialize(self, infos, args=None):
@@ -202,7 +184,7 @@ def _array_handler() -> "ocp.type_handlers.NumpyHandler":
 
         async def _open_and_write(self, *args, **keywords):
             self._writing += 1
-            # Until the others have begun too.
+            # Lets the writes of the other arrays begin too, so that they are counted.
             await asyncio.sleep(0)
             try:
                 await super()._open_and_write(*args, **keywords)
@@ -222,7 +204,7 @@ def _array_handler() -> "ocp.type_handlers.NumpyHandler":
 
 @cache
 def _orbax() -> ModuleType:
-    """The package `orbax.checkpoint`. Importing it takes a while, so training begins without it."""
+    """The package `orbax.checkpoint`, imported on first use because the import is slow."""
     import orbax.checkpoint
 
     package = f"{Path(orbax.checkpoint.__file__).parent}{os.sep}"

@@ -133,7 +133,7 @@ def fine_tune(
 
 
 def _finished_summary(directory: RunDirectory | None, console: RunConsole) -> Summary | None:
-    """The summary of a finished training run whose results are all there; None otherwise."""
+    """The summary of a finished training run whose adapters all exist; None otherwise."""
     if directory is None or directory.extended or not directory.summary.exists():
         return None
     summary = Summary.load(directory.summary)
@@ -155,7 +155,7 @@ def _complete_prompts(
     directory: RunDirectory,
     console: RunConsole,
 ) -> None:
-    """Completes the tasks' prompts with the bare backbone and with their adapters, and writes the
+    """Completes the tasks' prompts with the bare backbone and with their adapters, and appends the
     completions to samples.jsonl."""
     model, adapters = results.model, results.adapters
     if not isinstance(model, Backbone):
