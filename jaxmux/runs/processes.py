@@ -1,5 +1,5 @@
-"""Several processes that train one run: how they join each other, what they decide together, how
-each tells the others why it ends, and the signals that stop a run."""
+"""Several processes that train one run: how they join and leave, how they agree on decisions, and
+the signals that stop a run."""
 
 import itertools
 import json
@@ -27,18 +27,18 @@ from jax.sharding import PartitionSpec as P
 from jaxmux.errors import InputError, Interrupted, ProcessFailed, first_line, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
 
-# Where processes that end say why, among the keys of JAX's coordinator.
+# Prefix of the keys under which ending processes store the reason, in JAX's coordination service.
 ENDED = "jaxmux/ended/"
 
 
 class ProcessEnd(NamedTuple):
-    """Why a process leaves.
+    """The reason why a process ends.
 
     Attributes:
       message: the first line of its exception.
       refused: whether it has refused its input.
-      signal: number of the signal that has stopped it; 0 for none.
-      saved: whether the signal came after a checkpoint.
+      signal: number of the signal that stopped it; 0 if there was none.
+      saved: whether a checkpoint was saved before the signal ended it.
     """
 
     message: str
@@ -55,11 +55,7 @@ class ProcessEnd(NamedTuple):
         return cls(first_line(error), isinstance(error, InputError), signal, saved)
 
     def exception(self, process: int) -> BaseException:
-        """The exception that another process raises.
-
-        Args:
-          process: number of the process that has left.
-        """
+        """The exception that other processes raise because process number `process` has ended."""
         if self.signal:
             return Interrupted(self.signal, self.saved)
         kind = InputError if self.refused else ProcessFailed
@@ -67,25 +63,22 @@ class ProcessEnd(NamedTuple):
 
 
 def tell_end(client: Any, folder: str, index: int, error: BaseException) -> None:
-    """Tells the others why this process leaves.
+    """Tells the other processes why this one ends.
 
     Args:
-      client: the client of JAX's coordinator.
-      folder: where to say it, as beginning of keys.
+      client: the client of JAX's coordination service.
+      folder: prefix of the key under which the reason is stored.
       index: number of this process.
       error: the exception with which it ends.
     """
-    # If process 0 is gone, nobody can be told.
+    # If process 0 has ended, the coordination service is gone and nobody can be told.
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{folder}{index}", json.dumps(ProcessEnd.of(error)._asdict()), True)
 
 
 def first_end(client: Any, folder: str, index: int) -> BaseException | None:
-    """Why another process than this one has ended, as an exception; None if none has.
-
-    Args:
-      client, folder, index: as in `tell_end`.
-    """
+    """The reason why another process than `index` has ended, as an exception; None if none has. The
+    arguments are those of `tell_end`."""
     for key, text in client.key_value_dir_get(folder):
         other = int(key.rpartition("/")[2])
         if other != index:
@@ -93,21 +86,20 @@ def first_end(client: Any, folder: str, index: int) -> BaseException | None:
     return None
 
 
-# A process waits so many seconds for the others to begin.
+# Seconds for which a process waits for the others to begin.
 _JOIN_SECONDS = 300
-# A process that ends waits so many seconds for the others to end: after success, and after an
+# Seconds for which an ending process waits for the others to end: after success, and after an
 # error.
 _SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
-# A process is ended if it still runs so many seconds after another one has ended. Process 0 waits
-# longer, so that the others can say why they end.
+# A process is ended if it still runs this many seconds after another one has ended. Process 0 waits
+# longer, so that the others can store their reasons.
 _HANGING_SECONDS = 15
-# A process of which nothing is heard for so many seconds has died: JAX ends the others.
+# JAX takes a process for dead after this many seconds without a sign of life, and ends the others.
 _HEARTBEAT_SECONDS = 30
-# Seconds from one line about a process that does not answer to the next.
+# Seconds between two lines that report that a process does not answer.
 _SECONDS_A_LINE = 30
 # Least number of threads in XLA's pool.
 _THREADS = 64
-# Seconds between two looks at what another process has said; signals are handled in between.
 
 
 def join_processes(
@@ -122,14 +114,14 @@ def join_processes(
       index: number of this process, from 0.
 
     Raises:
-      InputError: there is no such job, or process 0 does not answer. If another process does not
-        come, JAX aborts process 0 after five minutes.
+      InputError: JAX finds no such job, or process 0 does not answer. If another process does not
+        join, JAX aborts process 0 after five minutes.
     """
-    # On CPU, every collective that is under way blocks a thread of XLA's pool, which by default has
-    # a thread for each core. XLA reads this when the devices are first used.
+    # On CPU, every running collective blocks a thread of XLA's pool, which by default has one
+    # thread per core. XLA reads this variable when the devices are first used.
     os.environ.setdefault("NPROC", str(max(_THREADS, os.cpu_count() or 1)))
     if index:
-        # JAX would abort this process, with a stack trace.
+        # Without this, JAX would abort this process with a stack trace if process 0 is missing.
         _wait_for(coordinator)
     # Signals are handled by `StopSignals`.
     jax.config.update("jax_enable_preemption_service", False)
@@ -150,23 +142,19 @@ def join_processes(
                 "--processes and --process"
             ) from None
         raise InputError(f"this process cannot join the others: {first_line(e)}") from None
-    # Starting the devices waits for all processes, which nothing should interrupt later.
+    # Starting the devices waits for all processes. Done now, nothing interrupts it later.
     jax.devices()
 
 
 def process_index() -> int:
-    """Number of this process among those that have joined; 0 if there are no others. Unlike JAX's
-    own function, it does not start the devices."""
+    """Number of this process among those that have joined; 0 if there are no others. Unlike
+    `jax.process_index`, it does not start the devices."""
     return distributed.global_state.process_id or 0
 
 
 def leave(error: BaseException) -> None:
-    """Tells the other processes that this one ends with an exception, so that none waits for it,
-    and waits for the others to say the same, but not long.
-
-    Args:
-      error: the exception.
-    """
+    """Tells the other processes that this one ends with an exception, so that none waits for it.
+    Process 0 then waits, for at most 20 seconds, until the others have stored their reasons too."""
     state = distributed.global_state
     if state.client is None:
         return
@@ -174,7 +162,7 @@ def leave(error: BaseException) -> None:
     end = time.monotonic() + _LEAVE_SECONDS
     while state.process_id == 0 and time.monotonic() < end:
         all_know = len(state.client.key_value_dir_get(ENDED)) == state.num_processes
-        # When process 0 ends, JAX ends the others, which may still have to say why they end.
+        # When process 0 ends, JAX ends the others, which may still have to store their reasons.
         time.sleep(_PATIENCE)
         if all_know:
             return
@@ -185,12 +173,12 @@ def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
     """Within this context, ends this process if it still runs some seconds after another one has
     ended with an error.
 
-    It may wait for the devices of the other one, which nothing can interrupt. If it does something
-    else, for example export adapters, the same command does that again.
+    The process may be waiting for devices of the ended one, which nothing can interrupt. If it was
+    doing something else, for example exporting adapters, running the same command repeats that.
 
     Args:
-      end: function that ends this process at once; a thread calls it with the exception that tells
-        why.
+      end: function that ends this process at once; a thread calls it with an exception that gives
+        the reason.
     """
     state, over = distributed.global_state, threading.Event()
 
@@ -214,7 +202,7 @@ def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
 
 
 def _wait_for(coordinator: str) -> None:
-    """Waits until process 0 can be reached. InputError if it cannot for a long time."""
+    """Waits until process 0 can be reached; raises InputError after five minutes."""
     host, _, port = coordinator.rpartition(":")
     end = time.monotonic() + _JOIN_SECONDS
     said_at = -math.inf
@@ -246,33 +234,32 @@ class StopSignals:
     A signal raises `Interrupted` at once, except within `deferred`: there it only sets `arrived`,
     so that the state can be saved. The state counts as saved when `deferred` has ended.
     After the first signal, a second one takes its usual effect. Python allows only the main thread
-    to handle signals; in other threads nothing is handled.
+    to handle signals; in other threads this class does nothing.
 
     Attributes:
-      number: number of the signal that arrived; 0 before.
+      number: number of the signal that arrived; 0 if none has.
     """
 
     def __init__(self):
-        """Handles nothing yet."""
+        """Creates the handler; signals are handled after `__enter__`."""
         self.number = 0
         self._deferred = self._saved = False
         self._notice = _STOPPING
         self._previous: dict[int, object] = {}
-        # The lines to print; None ends the thread that prints them.
+        # Lines to print; None ends the thread that prints them.
         self._lines: SimpleQueue[str | None] = SimpleQueue()
 
     @property
     def arrived(self) -> bool:
-        """True if a signal has arrived."""
         return bool(self.number)
 
     def __enter__(self) -> "StopSignals":
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                # Whoever lets a process ignore SIGHUP (nohup) wants it to go on.
+                # With nohup, SIGHUP is ignored so that the process continues; keep it ignored.
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                # None stands for a handler in C, which Python cannot set again.
+                # None stands for a handler written in C, which Python cannot set again.
                 self._previous[number] = signal.signal(number, self._receive) or signal.SIG_DFL
         return self
 
@@ -287,16 +274,15 @@ class StopSignals:
         """Within this context, a signal only sets `arrived`, so that the state can be saved.
 
         Args:
-          say: function that prints one line; it is told that a signal has arrived, in a thread of
-            its own.
-          notice: what it is told.
+          say: function that prints one line; another thread calls it when a signal has arrived.
+          notice: the line that it prints.
 
         Raises:
-          Interrupted: a signal arrived before, but its exception was lost in code of others.
+          Interrupted: a signal arrived earlier, but code of a library swallowed its exception.
         """
         if self.arrived:
             raise Interrupted(self.number, saved=self._saved)
-        # A handler of signals may interrupt whatever prints, so a thread prints in its place.
+        # A signal handler may interrupt code that is printing, so it leaves printing to a thread.
         thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
         self._deferred, self._notice = True, notice
         thread.start()
@@ -321,24 +307,24 @@ class StopSignals:
 
 T = TypeVar("T")
 
-# Seconds between two looks at what another process has said; signals are handled in between.
+# Seconds between two checks for messages of other processes; signals are handled in between.
 _PATIENCE = 1.0
-# How errors of devices begin that JAX raises as ValueError.
+# Beginnings of the messages of device errors that JAX raises as ValueError.
 _DEVICE_ERROR = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
-# Decisions of so many rounds are kept. When process 0 has the results of a round, the others have
-# dispatched it; so they may still be at the end of the round before.
+# Decisions are kept for this many rounds. When process 0 has the results of a round, the others
+# have dispatched that round, so they may still be at the end of the previous one.
 _KEPT_ROUNDS = 4
-# Number of training runs in these processes.
+# Counts the training runs in these processes.
 _runs = itertools.count()
 
 
 class Processes:
-    """The processes of a training run. Process 0 reads and writes the run directory and decides
-    what depends on it, on the time or on signals; the others follow.
+    """The processes of a training run. Process 0 reads and writes the run directory, and decides
+    everything that depends on it, on the time or on signals; the others follow.
 
-    All methods are called by every process, in the same order. A single process agrees with itself.
-    A context manager: an exception that leaves the context is told to the other processes, which
-    then raise one too, as soon as they wait for a decision.
+    All methods are called by every process, in the same order. With a single process, they do not
+    communicate. As a context manager, it reports an exception that leaves the context to the other
+    processes, which then raise one too as soon as they wait for a decision.
 
     Attributes:
       count: number of processes.
@@ -347,18 +333,17 @@ class Processes:
 
     def __init__(self):
         """Finds the processes that have joined (see `join_processes`)."""
-        # The coordination service of JAX, which Orbax uses in the same way.
+        # JAX's coordination service carries the messages.
         state = distributed.global_state
         self.count, self.index = state.num_processes or 1, process_index()
         self._client: Any = state.client
         self._run = f"jaxmux/{next(_runs)}"
         self._numbers = itertools.count()
-        # Keys of decisions, by round.
+        # Keys of the decisions of recent rounds, one list per round.
         self._keys: list[list[str]] = [[]]
 
     @property
     def is_first(self) -> bool:
-        """Whether this is process 0."""
         return self.index == 0
 
     def __enter__(self) -> "Processes":
@@ -369,11 +354,8 @@ class Processes:
             tell_end(self._client, f"{self._run}/ended/", self.index, error)
 
     def agree(self, value: T) -> T:
-        """The value of process 0.
-
-        Args:
-          value: any value that can be pickled; in other processes it is ignored.
-        """
+        """The value of process 0, which must be picklable. The values of other processes are
+        ignored."""
         if self.count == 1:
             return value
         key = self._next_key()
@@ -383,11 +365,7 @@ class Processes:
         return self._hear(key)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, by their number.
-
-        Args:
-          value: any value that can be pickled.
-        """
+        """The values of all processes, ordered by their numbers. They must be picklable."""
         if self.count == 1:
             return [value]
         key = self._next_key()
@@ -395,25 +373,13 @@ class Processes:
         return [self._hear(f"{key}/{i}") for i in range(self.count)]
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """Does something in process 0. If it raises an exception there, every process raises one.
-
-        Args:
-          work: function without arguments.
-
-        Returns:
-          The result in process 0, and None in the others.
-        """
+        """Calls `work` in process 0 and returns its result there, None in the others. If it raises
+        an exception, every process raises one."""
         return self.together(work if self.is_first else lambda: None)
 
     def together(self, work: Callable[[], T]) -> T:
-        """Does something in every process. If one of them raises an exception, all raise one.
-
-        Args:
-          work: function without arguments.
-
-        Returns:
-          The result in this process.
-        """
+        """Calls `work` in every process and returns its result. If it raises an exception in one
+        process, every process raises one."""
         if self.count == 1:
             return work()
         result = error = None
@@ -421,38 +387,31 @@ class Processes:
             result = work()
         except Exception as e:
             error = e
-        found = self.gather(error and ProcessEnd.of(error))
+        ends = self.gather(error and ProcessEnd.of(error))
         if error:
             raise error
-        for i, end in enumerate(found):
+        for i, end in enumerate(ends):
             if end:
                 raise end.exception(i)
         return result
 
-    def refuse_differences(self, found: Mapping[str, str]) -> None:
-        """Checks that all processes have the same.
-
-        Args:
-          found: texts, by what they describe ("backbone").
+    def refuse_differences(self, texts: Mapping[str, str]) -> None:
+        """Checks that all processes have the same texts, by what they describe ("backbone").
 
         Raises:
           InputError: a process has another text than process 0.
         """
-        first, *others = self.gather(dict(found))
-        for i, own in enumerate(others, start=1):
-            names = [*first, *(name for name in own if name not in first)]
-            if different := [name for name in names if own.get(name) != first.get(name)]:
+        first, *others = self.gather(dict(texts))
+        for i, other in enumerate(others, start=1):
+            names = [*first, *(name for name in other if name not in first)]
+            if different := [name for name in names if other.get(name) != first.get(name)]:
                 raise InputError(
                     f"process {i} differs from process 0 in the {' and the '.join(different)}; all "
                     "processes need the same command, files and versions"
                 )
 
     def least(self, value: int | None) -> int | None:
-        """The least value of any process; None if one has none.
-
-        Args:
-          value: the value of this process.
-        """
+        """The least value of any process; None if a process has None."""
         values = self.gather(value)
         return None if None in values else min(values)
 
@@ -480,11 +439,8 @@ class Processes:
         return {name: shared(name, spec) for name, spec in specs.items()}
 
     def stop_number(self, number: int) -> int:
-        """The number of a signal that has arrived in any process; 0 if none has.
-
-        Args:
-          number: number of the signal that has arrived in this process, or 0.
-        """
+        """The number of a signal that has arrived in any process; 0 if none has. `number` is the
+        one that has arrived in this process, or 0."""
         if self.count == 1:
             return number
         signals = f"{self._run}/signals/"
@@ -497,7 +453,7 @@ class Processes:
 
     @contextmanager
     def noticing_failures(self) -> Iterator[None]:
-        """Within this context, an exception of JAX that another process may have caused by its end
+        """Within this context, an exception of JAX that the end of another process may have caused
         becomes a `ProcessFailed`."""
         try:
             yield
@@ -531,8 +487,8 @@ class Processes:
     def _hear(self, key: str) -> Any:
         while True:
             try:
-                found = self._client.blocking_key_value_get_bytes(key, int(1000 * _PATIENCE))
-                return pickle.loads(found)
+                content = self._client.blocking_key_value_get_bytes(key, int(1000 * _PATIENCE))
+                return pickle.loads(content)
             except jax.errors.JaxRuntimeError as e:
                 if "DEADLINE_EXCEEDED" not in str(e):
                     raise ProcessFailed(f"process 0 has ended ({first_line(e)})") from None

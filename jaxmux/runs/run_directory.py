@@ -23,23 +23,23 @@ from jaxmux.printable import spaced
 from jaxmux.tasks import TASK_NAME
 
 _NAME = ".lock"
-# A folder that other processes remove at the same time is created again at most so many times.
+# Most attempts to create a folder that other processes remove at the same time.
 _ATTEMPTS = 10
-# `lock_state` holds the lock for a moment, so a lock that is not free is tried again for so long.
+# Attempts to take the lock, and seconds between two: `lock_state` may hold it for a moment.
 _TRIES, _SECONDS_A_TRY = 5, 0.005
-# How the file begins when an exception has ended its process; the exception's message follows.
+# Prefix in the lock file if an exception ended its process; the exception's message follows.
 _FAILED = "failed: "
 
 
 class FolderLockError(Exception):
-    """A folder cannot be created or locked; the message says why."""
+    """A folder cannot be created or locked; the message gives the reason."""
 
 
 class FolderLock:
-    """Holds a folder against other processes until `close`. The file ".lock" in it is what other
-    processes find locked. It holds the process's number until `close`, so a process that was killed
-    leaves its number behind, and afterwards the exception that has ended the process, if there was
-    one.
+    """Locks a folder against other processes until `close`, by a lock on its file ".lock".
+
+    Until `close`, the file contains the number of the process, so that the number remains if the
+    process is killed. After `close`, it contains the exception that ended the process, or nothing.
 
     Attributes:
       created: True if the folder did not exist before.
@@ -47,9 +47,6 @@ class FolderLock:
 
     def __init__(self, folder: Path):
         """Opens a folder, or creates it with its parents, and locks it.
-
-        Args:
-          folder: the folder.
 
         Raises:
           FolderLockError: the folder is not writable, another process holds it, or its file system
@@ -61,7 +58,7 @@ class FolderLock:
             try:
                 self._open()
             except FileNotFoundError as e:
-                # Another process may have removed a folder that it created and did not use.
+                # Another process may have removed the folder that it had created but not used.
                 reason = e.strerror
                 continue
             except OSError as e:
@@ -81,13 +78,14 @@ class FolderLock:
         """Releases the folder.
 
         Args:
-          remove: True removes a folder that this lock created, if there is nothing else in it.
-          unused: True leaves behind what the process before has left, because this one did not use
-            the folder.
-          error: the exception that ends the process. Signals are none.
+          remove: whether to remove a folder that this lock created, if there is nothing else in it.
+          unused: whether to restore the earlier contents of the lock file, because this process did
+            not use the folder.
+          error: the exception that ends the process. Only subclasses of Exception are recorded, so
+            signals are not.
         """
         # The folder is still locked here, so no other process begins to use it.
-        with suppress(OSError):  # Something may have come into the folder, or it is gone.
+        with suppress(OSError):  # A file may have come into the folder, or the folder is gone.
             if remove and self.created and os.listdir(self._folder) == [_NAME]:
                 (self._folder / _NAME).unlink()
                 self._folder.rmdir()
@@ -96,9 +94,9 @@ class FolderLock:
         self._file.close()
 
     def _write(self, text: str) -> None:
-        """Replaces what the file holds. Only people and `lock_state` need it, so a full disk
-        hinders nothing."""
-        with suppress(OSError, ValueError):  # ValueError: it has been closed before.
+        """Replaces the contents of the lock file. Only people and `lock_state` read them, so errors
+        such as a full disk are ignored."""
+        with suppress(OSError, ValueError):  # ValueError: the file was closed before.
             os.ftruncate(self._file.fileno(), 0)
             os.pwrite(self._file.fileno(), text.encode(), 0)
 
@@ -128,16 +126,16 @@ class FolderLock:
         raise FolderLockError("in use by another process")
 
     def _is_in_folder(self) -> bool:
-        """True if the locked file is the one that other processes find in the folder."""
+        """Whether the locked file is the one that other processes see in the folder."""
         try:
-            found = (self._folder / _NAME).stat()
+            in_folder = (self._folder / _NAME).stat()
         except FileNotFoundError:
             return False
-        return os.path.samestat(os.fstat(self._file.fileno()), found)
+        return os.path.samestat(os.fstat(self._file.fileno()), in_folder)
 
 
 class LockState(NamedTuple):
-    """What the lock of a folder tells of the process that holds or held it.
+    """State of the process that holds or last held a folder, as the folder's lock tells it.
 
     Attributes:
       holder: "alive" (a process holds the folder), "ended" (it released the folder), "failed" (it
@@ -152,7 +150,7 @@ class LockState(NamedTuple):
     failure: str | None = None
 
     def __str__(self) -> str:
-        """What has become of a training process; empty if it ended in order, or is not known."""
+        """The state of a training process in words; empty if it ended normally or is unknown."""
         ends = {
             "alive": "its training process is running",
             "failed": f"its training process failed: {self.failure}",
@@ -162,11 +160,7 @@ class LockState(NamedTuple):
 
 
 def lock_state(folder: Path) -> LockState:
-    """Looks at the lock of a folder that another process may hold.
-
-    Args:
-      folder: the folder.
-    """
+    """Reads the lock of a folder that another process may hold."""
     try:
         file = os.open(folder / _NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -188,7 +182,7 @@ def lock_state(folder: Path) -> LockState:
 
 
 def _message(error: Exception) -> str:
-    """The first line of what is told of an exception."""
+    """The first line of the message shown for an exception."""
     error = cause_of(error)
     message = message_of(error) or f"{type(error).__name__}: {first_line(error)}"
     return spaced((message.splitlines() or [""])[0][:LONGEST_LINE])
@@ -198,40 +192,40 @@ _FIRST, _LONGEST = 1.0, 60.0
 
 
 class Retry:
-    """Tells when to try again: a second after the first of several failures in a row, and after
-    each further one twice as late, but at most a minute later. Any thread may use it.
+    """Tells when to try again after failures: one second after the first of several failures in a
+    row, then each time twice as long, but at most a minute. Threads may share it.
 
     Attributes:
-      has_failed: whether it has failed the last time.
+      has_failed: whether the last attempt has failed.
     """
 
     def __init__(self):
-        """Begins without a failure."""
+        """Creates a record without failures."""
         self.has_failed = False
         self._seconds = 0.0
         self._at = 0.0
 
     @property
     def is_due(self) -> bool:
-        """Whether it can be tried, again or for the first time."""
+        """Whether the next attempt may be made now."""
         return time.monotonic() >= self._at
 
     def note_failure(self) -> None:
-        """Takes note that it has failed."""
+        """Records a failed attempt."""
         self.has_failed = True
         self._seconds = min(max(_FIRST, 2 * self._seconds), _LONGEST)
         self._at = time.monotonic() + self._seconds
 
     def note_success(self) -> None:
-        """Takes note that it has succeeded."""
+        """Records a successful attempt."""
         self.has_failed = False
         self._seconds = self._at = 0.0
 
 
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
-# What a training run writes: by name, True for a folder. `restart` deletes nothing else, in this
-# order: run.json proves that the others are ours until they are gone.
+# Files that a training run writes: by name, True for a folder. `restart` deletes nothing else, and
+# deletes in this order: until the others are gone, run.json proves that jaxmux wrote them.
 _OWN = {
     "summary.json": False,
     "config.gin": False,
@@ -251,7 +245,7 @@ _OWN = {
     "trackers.json": False,
     "run.json": False,
 }
-# The length of a task may grow: a finished run is then extended.
+# Keys of a task's length. It may grow: a finished run is then extended.
 _LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
 
 
@@ -273,25 +267,21 @@ class RecordedShapes(NamedTuple):
     several: dict[str, tuple[ShapeClass, ...]]
 
     def of(self, deployment: Deployment) -> tuple[ShapeClass, ...] | None:
-        """The shape class of each replica; None if they have to be chosen.
-
-        Args:
-          deployment: the replicas.
-        """
+        """The shape class of each replica of a deployment; None if none is recorded."""
         if len(deployment.replicas) == 1:
             return (self.single,)
         return self.several.get(str(deployment))
 
     def to_json(self) -> dict[str, Any]:
-        """The entries of run.json."""
-        several = {n: [dataclasses.asdict(s) for s in own] for n, own in self.several.items()}
+        """The entries in run.json."""
+        several = {n: [dataclasses.asdict(s) for s in each] for n, each in self.several.items()}
         return {"shape": dataclasses.asdict(self.single), "replica_shapes": several}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RecordedShapes":
         """The inverse of `to_json`, also for a record without "replica_shapes"."""
         several = record.get("replica_shapes", {})
-        shapes = {n: tuple(ShapeClass(**fields) for fields in own) for n, own in several.items()}
+        shapes = {n: tuple(ShapeClass(**fields) for fields in each) for n, each in several.items()}
         return cls(ShapeClass(**record["shape"]), shapes)
 
 
@@ -299,8 +289,8 @@ class RunDirectory:
     """The folder of a training run: the paths of its files, and the record of what it trains. It is
     locked against other processes until `close`.
 
-    The folder may be a symbolic link, but nothing in it is: jaxmux neither writes through links nor
-    deletes what they point to.
+    The folder may be a symbolic link, but nothing in it may be: jaxmux neither writes through links
+    nor deletes what they point to.
 
     Attributes:
       path: absolute path of the folder.
@@ -309,7 +299,7 @@ class RunDirectory:
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       rounds: path of rounds.jsonl, one line for each round.
       samples: path of samples.jsonl, one line for each completion of a task's `sample_prompt`.
-      start: path of start.json, where the time before the first round of the last start went.
+      start: path of start.json, how the last start spent the time before its first round.
       ended: path of tasks.json, the tasks that have ended while others still train.
       summary: path of summary.json.
       loss_plot: path of loss.png.
@@ -318,10 +308,10 @@ class RunDirectory:
       checkpoints: path of the folder of the checkpoints.
       shapes: the shape classes with which the recorded training run began; None for a new one.
       begun: when the training run began, in local time without a zone. Chat templates that write
-        the date write this one, also when the run goes on later.
-      extended: True if a task shall train longer than the recorded training run.
+        the date write this one, also when the run is continued later.
+      extended: whether a task shall train longer than in the recorded training run.
       replaced: names of the tasks whose files `begin` deletes because of `restart`.
-      failure: the first line of the exception that has ended the process before; None if none has.
+      failure: first line of the exception that ended the previous process; None if there was none.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
@@ -371,11 +361,7 @@ class RunDirectory:
             raise
 
     def adapter(self, task: str) -> Path:
-        """Path of the folder to which a task's adapter is exported.
-
-        Args:
-          task: name of the task.
-        """
+        """Path of the folder to which a task's adapter is exported."""
         return self.path / "adapters" / task
 
     def refuse_changes(self, fingerprints: Mapping[str, str]) -> None:
@@ -383,7 +369,7 @@ class RunDirectory:
 
         Args:
           fingerprints: by what they describe ("backbone", "data of task 'a'"), hashes of the
-            backbone and of the data, the held-out data included.
+            backbone and of the data, including held-out data.
 
         Raises:
           RunDirectoryError: a fingerprint differs from the recorded one.
@@ -391,8 +377,8 @@ class RunDirectory:
         recorded = {} if self._recorded is None else self._recorded["fingerprints"]
         changed = [
             what
-            for what, found in fingerprints.items()
-            if not may_be_the_same(recorded.get(what, found), found)
+            for what, fingerprint in fingerprints.items()
+            if not may_be_the_same(recorded.get(what, fingerprint), fingerprint)
         ]
         if changed:
             raise self._error(
@@ -420,19 +406,19 @@ class RunDirectory:
         Raises:
           RunDirectoryError: a file cannot be written.
         """
-        found = {
+        entries = {
             "begun": self.begun.isoformat(),
             "fingerprints": dict(fingerprints),
             "samples": samples,
-            "rendering": {name: own._asdict() for name, own in rendering.items()},
+            "rendering": {name: rules._asdict() for name, rules in rendering.items()},
         }
-        record = self._identity | found | shapes.to_json()
+        record = self._identity | entries | shapes.to_json()
         self._begun = True
         try:
             if self._restart:
                 self._clear()
             if self.extended:
-                # It is the summary of the shorter training run.
+                # This summary is that of the shorter training run.
                 self.summary.unlink(missing_ok=True)
             write_atomically(self.path / "run.json", json.dumps(record, indent=2) + "\n")
             if config_text is not None:
@@ -442,18 +428,14 @@ class RunDirectory:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an earlier call has left checkpoints, from which the training run goes on if one
-        of them is complete."""
-        found = self.checkpoints
-        return not self._restart and found.is_dir() and any(found.iterdir())
+        """Whether an earlier call has left files of checkpoints. The training run continues from
+        them if one is complete."""
+        folder = self.checkpoints
+        return not self._restart and folder.is_dir() and any(folder.iterdir())
 
     def close(self, error: BaseException | None = None) -> None:
-        """Releases the lock of the folder. Removes the folder if this training run created it and
-        did not begin.
-
-        Args:
-          error: the exception that ends the training run; the lock then tells of it.
-        """
+        """Releases the lock of the folder, and removes the folder if this training run created it
+        and did not begin. The lock file then records `error`, which ends the training run."""
         self._lock.close(remove=not self._begun, error=error)
 
     def __enter__(self) -> "RunDirectory":
@@ -466,14 +448,14 @@ class RunDirectory:
         return RunDirectoryError(f"run directory {self.path}: {message}")
 
     def _open(self) -> None:
-        found = {name for name in _OWN if os.path.lexists(self.path / name)}
-        if found and "run.json" not in found:
+        present = {name for name in _OWN if os.path.lexists(self.path / name)}
+        if present and "run.json" not in present:
             raise self._error(
-                f"holds {', '.join(sorted(found))} but no run.json, so they may be somebody "
+                f"holds {', '.join(sorted(present))} but no run.json, so they may be somebody "
                 "else's; move them away, or choose another run_dir"
             )
-        self._refuse_links(found)
-        if not found:
+        self._refuse_links(present)
+        if not present:
             return
         if self._restart:
             self.replaced = tuple(_read_ours(self.path)["tasks"])
@@ -483,10 +465,10 @@ class RunDirectory:
             self.begun = begun_of(self._recorded) or self.begun
             self._refuse_other_identity()
 
-    def _refuse_links(self, found: set[str]) -> None:
+    def _refuse_links(self, names: set[str]) -> None:
         adapters = [self.adapter(name) for name in self._identity["tasks"]]
         below = [path for path in adapters if os.path.lexists(path)]
-        for path in (*(self.path / name for name in found), *below):
+        for path in (*(self.path / name for name in names), *below):
             name = path.relative_to(self.path)
             if path.is_symlink():
                 raise self._error(
@@ -501,17 +483,17 @@ class RunDirectory:
     def _refuse_other_identity(self) -> None:
         recorded = {key: self._recorded.get(key) for key in self._identity}
         differences = []
-        for key, found, wanted in _differences(recorded, self._identity):
-            longer = isinstance(found, int) and isinstance(wanted, int) and wanted > found
+        for key, there, wanted in _differences(recorded, self._identity):
+            longer = isinstance(there, int) and isinstance(wanted, int) and wanted > there
             if longer and _LENGTH.fullmatch(key):
                 self.extended = True
-            elif found is _ABSENT and (wanted is None or wanted is False or wanted == {}):
+            elif there is _ABSENT and (wanted is None or wanted is False or wanted == {}):
                 # The setting is newer than the record, and the task does not use it.
                 continue
-            elif _ABSENT in (found, wanted):
-                differences.append(f"{key}: only {'here' if found is _ABSENT else 'there'}")
+            elif _ABSENT in (there, wanted):
+                differences.append(f"{key}: only {'here' if there is _ABSENT else 'there'}")
             else:
-                differences.append(f"{key}: {found!r} there, {wanted!r} here")
+                differences.append(f"{key}: {there!r} there, {wanted!r} here")
         if differences:
             raise self._error(
                 f"belongs to another config ({'; '.join(differences[:3])}). Choose another "
@@ -528,11 +510,8 @@ class RunDirectory:
 
 
 def begun_of(record: Mapping[str, Any]) -> datetime | None:
-    """When a training run began, in local time; None in older records.
-
-    Args:
-      record: the run's record, from `read_record`.
-    """
+    """When the training run of a record (from `read_record`) began, in local time; None in older
+    records."""
     return datetime.fromisoformat(record["begun"]) if "begun" in record else None
 
 
@@ -547,25 +526,25 @@ def read_record(path: Path) -> dict[str, Any]:
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
       `RecordedShapes.to_json`), begun (the time, not in older records), samples (by task, the
       numbers of "training" and "held_out" samples, not in older records), rendering (by task, the
-      fields of `Rendering`, not in older records),
-      and tasks: by name, the fields of the `Task` except name and sample_prompt.
+      fields of `Rendering`, not in older records), and tasks: by name, the fields of the `Task`
+      except name and sample_prompt.
 
     Raises:
       RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
         this version of jaxmux does not read.
     """
     record = _read_ours(path)
-    if (found := record.get("format", 1)) != FORMAT:
+    if (version := record.get("format", 1)) != FORMAT:
         raise RunDirectoryError(
-            f"{path / 'run.json'}: has format {found}, this version of jaxmux reads format "
+            f"{path / 'run.json'}: has format {version}, this version of jaxmux reads format "
             f"{FORMAT}; finish the run with the version that began it, or begin anew with --restart"
         )
     try:
         RecordedShapes.from_json(record)
         begun_of(record)
         counts, rendering = record.get("samples", {}), record.get("rendering", {})
-        found = (record["fingerprints"], counts, *counts.values(), rendering, *rendering.values())
-        valid = all(isinstance(own, dict) for own in found) and all(
+        dicts = (record["fingerprints"], counts, *counts.values(), rendering, *rendering.values())
+        valid = all(isinstance(entry, dict) for entry in dicts) and all(
             re.fullmatch(TASK_NAME, name) and isinstance(task["adapter"]["kind"], str)
             for name, task in record["tasks"].items()
         )
@@ -580,7 +559,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_ours(path: Path) -> dict[str, Any]:
-    """The content of run.json, of whatever format. RunDirectoryError if it is none of jaxmux's."""
+    """The content of run.json in any format. RunDirectoryError if jaxmux did not write it."""
     file = path / "run.json"
     try:
         record = json.loads(file.read_text())
@@ -603,11 +582,7 @@ def _read_ours(path: Path) -> dict[str, Any]:
 
 
 def without_adapter(path: Path) -> RunDirectoryError:
-    """The error of a run directory that has no adapter yet, with what has become of its training.
-
-    Args:
-      path: the run directory.
-    """
+    """The error of a run directory without adapters, with the state of its training process."""
     ends = str(lock_state(path))
     return RunDirectoryError(f"{path}: has no adapter yet" + (ends and f"; {ends}"))
 
@@ -615,15 +590,16 @@ def without_adapter(path: Path) -> RunDirectoryError:
 _ABSENT = object()
 
 
-def _differences(found: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """The keys that differ ("tasks.a.adapter.rank"), with both values; `_ABSENT` is no value."""
-    if not (isinstance(found, dict) and isinstance(wanted, dict)):
-        return [] if found == wanted else [(path, found, wanted)]
-    keys = [*wanted, *(key for key in found if key not in wanted)]
+def _differences(recorded: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
+    """The keys that differ ("tasks.a.adapter.rank"), each with both values; `_ABSENT` stands for a
+    missing key."""
+    if not (isinstance(recorded, dict) and isinstance(wanted, dict)):
+        return [] if recorded == wanted else [(path, recorded, wanted)]
+    keys = [*wanted, *(key for key in recorded if key not in wanted)]
     return [
         difference
         for key in keys
         for difference in _differences(
-            found.get(key, _ABSENT), wanted.get(key, _ABSENT), f"{path}.{key}" if path else key
+            recorded.get(key, _ABSENT), wanted.get(key, _ABSENT), f"{path}.{key}" if path else key
         )
     ]
