@@ -1,4 +1,4 @@
-"""Writes what a training run produces: metrics, checkpoints, adapters and the summary."""
+"""Writes the output of a training run: metrics, checkpoints, adapters and the summary."""
 
 import json
 import time
@@ -23,13 +23,7 @@ from .sweep_results import values_of, write_results
 
 
 class RunFiles(NamedTuple):
-    """The open files of a run directory.
-
-    Attributes:
-      directory: the run directory.
-      checkpoints: its checkpoints.
-      metrics: its metrics.
-    """
+    """The open files of a run directory."""
 
     directory: RunDirectory
     checkpoints: Checkpoints
@@ -39,8 +33,8 @@ class RunFiles(NamedTuple):
 class Recorder:
     """Records the progress and the results of a training run.
 
-    Of several processes, one has the files. The others call the same methods, because arrays are
-    read from the devices of all of them.
+    Of several processes, only the first has the files. The others call the same methods, because
+    arrays are read from the devices of all processes.
     """
 
     def __init__(
@@ -56,14 +50,14 @@ class Recorder:
         Args:
           engine: the engine with its tasks.
           files: the files; None in a process that writes none.
-          position: the position, which `save` changes.
+          position: changed by `save` to the current position.
           processes: the processes of the training run.
           console: shows updates.
         """
         self._engine, self._files = engine, files
         self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
-        # The rounds and microbatches before the newest checkpoint; None without one.
+        # Rounds and microbatches at the newest checkpoint; None if there is no checkpoint.
         self._saved: tuple[int, int] | None = None
         if position != RunPosition():
             self._saved = position.rounds, position.microbatches
@@ -72,11 +66,8 @@ class Recorder:
         self._ended: Mapping[str, Any] | None = None
 
     def record(self, updates: Sequence[TaskUpdate]) -> None:
-        """Writes and shows updates, and exports the adapters of the tasks that succeeded with them.
-
-        Args:
-          updates: the updates of a round.
-        """
+        """Writes and shows the updates of a round, and exports the adapters of the tasks that they
+        complete."""
         evaluations = self._engine.take_evaluations()
         if self._files:
             self._files.metrics.write(updates, evaluations)
@@ -89,7 +80,7 @@ class Recorder:
                     self.export(update.task)
 
     def record_start(self, timeline: StartTimeline) -> None:
-        """Writes and, if the user asks for it, shows where the time until now went."""
+        """Writes how the time until now was spent, and shows it if the user asked for it."""
         spans = timeline.spans
         if self._files:
             text = json.dumps([span._asdict() for span in spans], indent=1)
@@ -97,7 +88,7 @@ class Recorder:
         self._console.show_start(spans)
 
     def _record_round(self, metrics: MetricsWriter) -> None:
-        """Writes the line of the round that was dispatched last, unless that has been done."""
+        """Writes the line of the round that was dispatched last, unless it is written already."""
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
             spent = self._engine.device_time.spent(self._recorded, now)
@@ -106,24 +97,24 @@ class Recorder:
             metrics.write_round(round_line(record, spent, memory, host_bytes(), is_detailed))
 
     def _record_ends(self, directory: RunDirectory) -> None:
-        """Writes which tasks have ended before the others, if there are new ones."""
+        """Writes which tasks have ended before the others, if the list has changed."""
         progress = {name: self._engine.progress(name) for name in self._engine.names}
         ended = {
             name: {
-                "status": shown_state(own.status, own.stopped_early),
-                "error": own.error,
-                "stopped_early": own.stopped_early,
+                "status": shown_state(task.status, task.stopped_early),
+                "error": task.error,
+                "stopped_early": task.stopped_early,
             }
-            for name, own in progress.items()
-            if own.status != "running"
+            for name, task in progress.items()
+            if task.status != "running"
         }
         if ended != self._ended:
             self._ended = ended
             write_atomically(directory.ended, json.dumps({"tasks": ended}, indent=2) + "\n")
 
     def save(self) -> None:
-        """Fetches all results, records them, and starts to save a checkpoint, unless there is one
-        of this position."""
+        """Fetches all results, records them, and starts to save a checkpoint unless this position
+        has one already."""
         with self._engine.device_time.waiting(CHECKPOINTS):
             self._save()
 
@@ -148,11 +139,7 @@ class Recorder:
             self._files.checkpoints.wait()
 
     def export(self, name: str) -> None:
-        """Exports the adapter that the training of a task has given.
-
-        Args:
-          name: name of the task.
-        """
+        """Exports the trained adapter of a task."""
         engine = self._engine
         adapter, base, prepared = engine.result(name)(), engine.backbone, engine.prepared(name)
         if self._files:
@@ -181,7 +168,7 @@ class Recorder:
         Args:
           round_seconds: as in `Summary`.
           sweeps: the sweeps whose configurations are among the tasks.
-          **predicted: the fields of `Summary` that begin with "predicted".
+          **predicted: the fields of `Summary` whose names begin with "predicted".
         """
         engine, files = self._engine, self._files
         for name in engine.names:

@@ -1,4 +1,4 @@
-"""What a training run is given: the checks of its arguments, and the tasks with their data."""
+"""Inputs of a training run: the checks of its arguments, and the tasks with their data."""
 
 import dataclasses
 import json
@@ -33,12 +33,12 @@ from .sweep_results import halving_of, values_of
 
 
 class RunInputs(NamedTuple):
-    """What a training run reads before it begins.
+    """The inputs that a training run reads before it begins.
 
     Attributes:
       config: configuration of the backbone.
       tokenizer: the backbone's tokenizer.
-      prepared: the tasks.
+      prepared: the tasks with their data.
       fingerprints: hashes of the backbone and of the data, by what they describe.
     """
 
@@ -67,13 +67,13 @@ def check_arguments(
     """Checks arguments of `fine_tune`, and returns the path of the backbone's folder.
 
     Args:
-      backbone: the backbone, as a path or with a prefix such as "jaxmux:".
+      backbone: a path, or a name with a prefix such as "jaxmux:".
       tasks: the tasks.
       run_dir: the run directory.
-      restart: whether the earlier training run in it is deleted.
+      restart: whether the earlier training run in `run_dir` is deleted.
 
     Raises:
-      TaskError: there is no task, two have the same name, or one begins with an adapter that
+      TaskError: there is no task, two have the same name, or a task begins with an adapter that
         `restart` deletes.
       BackboneError: the folder cannot be found.
     """
@@ -99,16 +99,9 @@ def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) ->
 def described(
     tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions, restart: bool
 ) -> dict[str, str]:
-    """What all processes have to be given alike, as texts by what they describe. Paths may differ,
-    but not what lies there.
-
-    Args:
-      tasks: the tasks.
-      sweeps: the sweeps whose configurations are among the tasks.
-      options: settings of the training run.
-      restart: as for `fine_tune`.
-    """
-    found: dict[str, Any] = {
+    """The settings that all processes must share, as texts by what they describe. Paths of data may
+    differ between processes, so they are left out."""
+    parts: dict[str, Any] = {
         "options": _settings(options) | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
         "sweeps": halving_of(sweeps),
@@ -116,38 +109,26 @@ def described(
     for task in tasks:
         fields = _identity(task)
         del fields["data"], fields["eval_data"]
-        found[f"settings of task {task.name!r}"] = fields
-    return {w: json.dumps(value, sort_keys=True, default=str) for w, value in found.items()}
+        parts[f"settings of task {task.name!r}"] = fields
+    return {w: json.dumps(value, sort_keys=True, default=str) for w, value in parts.items()}
 
 
 def configuration_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
-    """What trackers are told of a training run, as a JSON object.
-
-    Args:
-      backbone: the backbone's folder.
-      tasks: the tasks.
-      options: settings of the training run.
-    """
-    found = {
+    """The description of a training run that trackers get, as a JSON object."""
+    configuration = {
         "backbone": backbone,
         "options": _settings(options),
         "tasks": {task.name: _identity(task) for task in tasks},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
     }
-    return json.loads(json.dumps(found, default=str))
+    return json.loads(json.dumps(configuration, default=str))
 
 
 def identity_of(
     backbone: str, tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions
 ) -> dict[str, Any]:
-    """What a run directory belongs to, as a JSON object.
-
-    Args:
-      backbone: the backbone's folder.
-      tasks: the tasks.
-      sweeps: the sweeps whose configurations are among the tasks.
-      options: settings of the training run.
-    """
+    """Identity of a training run, which its run directory records, as a JSON object. A call with
+    another identity cannot continue the run."""
     return {
         "format": FORMAT,
         "backbone": backbone,
@@ -158,7 +139,7 @@ def identity_of(
         "chunk_len": options.chunk_len,
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
-        # None, like an entry that is missing, if there are none.
+        # Without sweeps None, which counts as a missing entry.
         "sweeps": {
             name: halving | {"values": values_of(sweeps)[name]}
             for name, halving in halving_of(sweeps).items()
@@ -186,30 +167,30 @@ def read_inputs(
     begun: datetime,
     timeline: StartTimeline,
 ) -> RunInputs:
-    """Reads and checks everything but the backbone's weights.
+    """Reads and checks all inputs except the backbone's weights.
 
     Args:
       backbone: the backbone's folder.
       tasks: the tasks.
       options: settings of the training run.
-      directory: refuses a backbone that has changed before the data is read; None in a process
-        that has no run directory.
-      begun: when the run began, which is the time that chat templates read.
+      directory: checks that the backbone is unchanged before the data is read; None in a process
+        without run directory.
+      begun: when the run began; chat templates read this time.
       timeline: records the start.
 
     Raises:
-      BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: what the message names
-        cannot be used.
+      BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: the message names the
+        input that cannot be used.
     """
     config = BackboneConfig.from_folder(backbone, options.backbone_format)
     with ThreadPoolExecutor(1) as thread:
-        # Hashing releases Python's lock, which the import of transformers keeps.
+        # Hashing releases Python's global lock, which the import of transformers holds.
         fingerprint = thread.submit(_fingerprint, backbone, timeline)
         with timeline.span("load the tokenizer"):
             tokenizer = load_tokenizer(backbone)
         fingerprints = {"backbone": fingerprint.result()}
     if directory:
-        # Another backbone is said at once, before the data is read.
+        # A changed backbone is reported at once, before the data is read.
         directory.refuse_changes(fingerprints)
     check_backbone(backbone)
     options.reserved(config)
@@ -217,9 +198,20 @@ def read_inputs(
         refuse_mesh(options.deployment, config)
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
     # The configurations of a sweep read their data once.
-    given, loaded = (config, tokenizer, fingerprints["backbone"], base), Loaded()
+    loaded = Loaded()
     with timeline.span("read the data"), TemplateClock(begun):
-        prepared = [prepare_task(task, *given, loaded, str(backbone)) for task in tasks]
+        prepared = [
+            prepare_task(
+                task,
+                config,
+                tokenizer,
+                base_fingerprint=fingerprints["backbone"],
+                base=base,
+                loaded=loaded,
+                base_model=str(backbone),
+            )
+            for task in tasks
+        ]
     for task in prepared:
         fingerprints |= task.fingerprints
         if options.row_len is not None:

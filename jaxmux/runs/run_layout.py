@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
 from functools import partial
 
-# Seconds from one line about a backbone that is being loaded to the next.
+# Seconds between two lines that report how much of the backbone is loaded.
 _SECONDS_A_LINE = 5.0
 
 
@@ -53,8 +53,8 @@ class RunLayout(NamedTuple):
     Attributes:
       deployment: the replicas.
       shapes: for each replica, the shape class of its microbatches.
-      admissions: for each kind of replica, that of the first replica first, what predicts whether
-        tasks fit into memory; empty if the device's memory is unknown.
+      admissions: predictors of whether tasks fit into memory, one for each kind of replica,
+        beginning with that of the first replica; empty if the device's memory is unknown.
       costs: times of the replicas; None if there is only one.
       round_seconds: predicted seconds of a round (one global batch of every task), on average; None
         if nothing was measured on such a device, or if a run continues. With several replicas, the
@@ -81,15 +81,11 @@ class RunLayout(NamedTuple):
         options: RunOptions,
         device: PlannedDevice | None = None,
     ) -> Shrinking | None:
-        """When the engine gets smaller because tasks have ended; None if it keeps its size. So do
-        several replicas, and on a CPU engines of kinds of adapters that have other bits in
+        """Rules for making the engine smaller when tasks end; None if it keeps its size. It keeps
+        it with several replicas, and on a CPU if an adapter kind of the tasks gets other bits in
         microbatches of fewer rows.
 
-        Args:
-          tasks: the tasks of the training run.
-          config: configuration of the backbone.
-          options: settings of the training run.
-          device: as for `choose_layout`.
+        `device` is as for `choose_layout`.
         """
         on_cpu = (device.kind if device else jax.local_devices()[0].device_kind) == "cpu"
         any_rows = all(kind_of(task.task.adapter).same_in_any_rows for task in tasks)
@@ -112,11 +108,8 @@ class RunLayout(NamedTuple):
         return shrinking_of(tasks, costs.replica, self.shape, first, places)
 
     def added_to(self, recorded: RecordedShapes | None) -> RecordedShapes:
-        """The shape classes that a training run records.
-
-        Args:
-          recorded: those that it has recorded already; None for a new one.
-        """
+        """The shape classes that a training run records: those already recorded, if any, and those
+        of this layout."""
         recorded = recorded or RecordedShapes(self.shape, {})
         if len(self.shapes) == 1:
             return recorded
@@ -125,32 +118,28 @@ class RunLayout(NamedTuple):
 
 
 def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
-    """Checks that the backbone can be divided among the devices, and that they are there.
-
-    Args:
-      deployment: the replicas.
-      config: configuration of the backbone.
+    """Checks that the backbone can be divided among the devices, and that they exist.
 
     Raises:
-      PlanningError: a mesh cannot be; the message names the nearest that can.
+      PlanningError: the layout is impossible; the message names the nearest possible one.
     """
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
-    if deployment.devices <= (found := len(jax.devices())):
+    if deployment.devices <= (available := len(jax.devices())):
         _refuse_idle_processes(deployment)
         return
     if len(deployment.replicas) == 1:
-        fitting = fewer_devices(deployment.replicas[0], found, config)
+        fitting = fewer_devices(deployment.replicas[0], available, config)
     else:
-        fitting = Deployment((ONE_DEVICE,) * found)
+        fitting = Deployment((ONE_DEVICE,) * available)
     raise PlanningError(
         f"mesh {deployment}: {numbered(deployment.devices, 'device')}, but there "
-        f"{'is' if found == 1 else 'are'} {found}; it would fit with {fitting}"
+        f"{'is' if available == 1 else 'are'} {available}; it would fit with {fitting}"
     )
 
 
 def _refuse_idle_processes(deployment: Deployment) -> None:
-    """A mesh takes the first devices. PlanningError if a process has none of them."""
+    """Raises PlanningError if the mesh, which takes the first devices, has none of a process."""
     busy = {device.process_index for device in jax.devices()[: deployment.devices]}
     if idle := set(range(jax.process_count())) - busy:
         raise PlanningError(
@@ -176,13 +165,13 @@ def choose_layout(
       tasks: the tasks of the training run.
       config: configuration of the backbone.
       options: settings of the training run.
-      recorded: the shape classes with which the training run began, which it keeps; None for a new
-        one.
+      recorded: the shape classes with which the training run began, which are kept; None for a new
+        run.
       console: prints the choice.
       places: number of tasks that train at the same time; None for all of them.
-      failed: layouts that "auto" leaves out, because a device ran out of memory.
-      device: the kind of the devices; None for this machine's, which "auto" needs. Another kind
-        needs `options.dtype` and `options.memory_gib`.
+      failed: layouts that "auto" leaves out because a device ran out of memory on them.
+      device: the kind of the devices; None for those of this machine, which "auto" needs. Another
+        kind needs `options.dtype` and `options.memory_gib`.
 
     Raises:
       PlanningError: the tasks do not fit into memory.
@@ -211,13 +200,13 @@ def choose_layout(
         if several and known and kept[replica] is None:
             fit = fit_longest(tasks, config, options, replica, shares, places, device)
         else:
-            own = kept[replica]
+            shape = kept[replica]
             fit = fit_replica(
                 tasks,
                 config,
                 options,
                 replica,
-                own,
+                shape,
                 shares=shares,
                 slots=places,
                 device=device,
@@ -244,12 +233,12 @@ def choose_layout(
 def _round_seconds(
     tasks: Sequence[PreparedTask], deployment: Deployment, fits: Mapping[Replica, ReplicaFit]
 ) -> float | None:
-    """The predicted seconds of a round; None if a shape class was given."""
+    """Predicted mean seconds of a round; None if a shape class was prescribed."""
     if len(deployment.replicas) == 1:
         return fits[deployment.replicas[0]].round_seconds()
     if any(fit.choice is None for fit in fits.values()):
         return None
-    # Other runs do without the planner of deployments.
+    # Imported here because only runs with several replicas use the planner of deployments.
     from jaxmux.planner.replicas import predicted_round_seconds
 
     batches = [BatchLengths(task.batches, task.steps) for task in tasks]
@@ -258,12 +247,8 @@ def _round_seconds(
 
 
 def _device_bytes(fit: ReplicaFit, known: bool) -> str:
-    """What lies on a device of the stage that needs most, as a text.
-
-    Args:
-      fit: the microbatches of the replica.
-      known: whether the device's memory is known.
-    """
+    """Contents of the fullest device's memory, for messages. `known` tells whether the size of the
+    device's memory is known."""
     costs, shape = fit.costs, fit.shape
     held = size_text(costs.memory.resident(costs.pool, costs.replica))
     text = f"{held} a device for weights and tasks"
@@ -274,7 +259,7 @@ def _device_bytes(fit: ReplicaFit, known: bool) -> str:
 
 
 def _dispatch_costs(fits: Mapping[Replica, ReplicaFit]) -> "SequenceCosts":
-    # A single replica needs no dispatch and none of its solvers.
+    # Imported here because a single replica needs neither dispatch nor its solvers.
     from jaxmux.planner.replicas import ShapeCosts
 
     return ShapeCosts({replica: (fit.costs, fit.shape) for replica, fit in fits.items()})
@@ -323,7 +308,7 @@ def load_on(
       dtype: dtype of the weights.
       config: configuration of the backbone.
       cache: as for `load_backbone`.
-      say: prints a line; it is told every few seconds how much is loaded.
+      say: function that prints one line; it is called every few seconds with the progress.
 
     Raises:
       BackboneError: as `load_backbone`.
@@ -343,7 +328,7 @@ def load_on(
 
 
 class _LoadingLines:
-    """Says how much of a backbone is loaded."""
+    """Prints how much of a backbone is loaded, every few seconds."""
 
     def __init__(self, total: int, say: Callable[[str], None]):
         self._total, self._say = total, say
@@ -358,14 +343,8 @@ class _LoadingLines:
 
 
 def load_beside(folder: str, dtype: jnp.dtype, config: BackboneConfig) -> Backbone | None:
-    """Loads a whole backbone onto the default device, beside what lies there; None if the device
-    has no memory for it.
-
-    Args:
-      folder: the backbone's folder.
-      dtype: dtype of the weights.
-      config: configuration of the backbone.
-    """
+    """Loads a whole backbone onto the default device, beside the arrays that are there; None if the
+    device has too little free memory."""
     needed, free = bytes_of(abstract_weights(config, dtype)), free_memory()
     if free is not None and needed > free:
         return None
@@ -382,19 +361,20 @@ def layout_with_places(
     failed: Sequence[Deployment] = (),
     device: PlannedDevice | None = None,
 ) -> RunLayout:
-    """Chooses the devices and the shape classes of the microbatches, with as many places as fit.
+    """Chooses the devices and the shape classes of the microbatches. If not all tasks fit into
+    memory, as many of them train at the same time as fit.
 
     Args:
       tasks, config, options, recorded, console: as for `choose_layout`.
-      may_wait: whether tasks wait for a place if they do not fit at the same time. If they may not,
-        the error says how many fit.
+      may_wait: whether tasks may wait for a slot if they do not fit at the same time. If not, the
+        error names the number of tasks that fit.
       failed, device: as for `choose_layout`.
 
     Returns:
       The layout. `RunLayout.places` is None if all tasks train together.
 
     Raises:
-      PlanningError: the tasks do not fit into memory, or with `may_wait` not even one of them.
+      PlanningError: the tasks do not fit into memory; with `may_wait`, not even one of them does.
     """
     choose = partial(choose_layout, tasks, config, options, recorded, failed=failed, device=device)
     most = options.tasks_at_once if (options.tasks_at_once or len(tasks)) < len(tasks) else None
@@ -418,7 +398,7 @@ def layout_with_places(
 
 
 def _most_that_fit(choose: partial[RunLayout], too_many: int) -> int:
-    """The largest number of places, below `too_many`, for which there is memory; 0 for none."""
+    """The largest number of places below `too_many` for which memory suffices; 0 if none does."""
     fitting = 0
     while too_many - fitting > 1:
         tried = (fitting + too_many) // 2

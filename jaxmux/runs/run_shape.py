@@ -1,13 +1,12 @@
 """Chooses the shape class of a training run on one device by predicted time (MuxTune 3.5).
 
 An *hTask* (MuxTune's hybrid task) is a group of tasks that may share microbatches. Here all tasks
-are one hTask. MuxTune fuses tasks into several hTasks (`planner.pipeline.fusion`) to fill a
+form one hTask. MuxTune fuses tasks into several hTasks (`planner.pipeline.fusion`) to fill a
 pipeline, and one device has no pipeline. Separate hTasks would have separate microbatches. The last
 microbatch of each hTask in a round is partly empty, and every microbatch takes some time that does
-not depend on its tokens. Over mixes of real data sets, estimates for an H200 say that two hTasks,
-each in its own best shape class, take 0.96 to 1.15 times as long as one, and that one hTask per
-task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore not worth
-compiling a second program.
+not depend on its tokens. For mixes of real data sets on an H200, the time model predicts that two
+hTasks, each in its own best shape class, take 0.96 to 1.15 times as long as one, and that one hTask
+per task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore not worth
 """
 
 import dataclasses
@@ -52,11 +51,11 @@ _log = logging.getLogger("jaxmux")
 
 
 class PlannedDevice(NamedTuple):
-    """A kind of device that this machine need not have, whose costs are predicted.
+    """A kind of device whose costs are predicted. This machine need not have one.
 
     Attributes:
       kind: the kind, as JAX names it, for example "NVIDIA H200" or "cpu".
-      profile: file of the costs; None for a profile that ships, or estimates.
+      profile: file of the costs; None uses a profile that ships with jaxmux, or estimates.
     """
 
     kind: str
@@ -68,8 +67,8 @@ class RunCosts(NamedTuple):
 
     Attributes:
       replica: cost model that gives the seconds and bytes of a microbatch for a shape class.
-      source: origin of the costs. Estimates suffice to compare choices, but are not the device's
-        times.
+      source: origin of the costs. Estimates suffice to compare choices, but do not predict the
+        device's times.
       least_chunk_len: tokens of the shortest chunk that the device's kernels support.
     """
 
@@ -79,7 +78,7 @@ class RunCosts(NamedTuple):
 
     @property
     def measured(self) -> bool:
-        """Whether the costs were measured on such a device."""
+        """Whether the costs were measured on a device of this kind."""
         return self.source.kind == "measured"
 
 
@@ -89,7 +88,7 @@ class Choice(NamedTuple):
     Attributes:
       alignment: the shape class, with its predicted cost over a sample of the rounds.
       source: origin of the costs, as messages show it, for example "measured for cpu".
-      rounds: number of the rounds.
+      rounds: number of rounds in that sample.
     """
 
     alignment: PricedShape
@@ -116,7 +115,7 @@ def run_costs(
     device: PlannedDevice | None = None,
     schedule: str = AUTO_SCHEDULE,
 ) -> RunCosts:
-    """The predicted costs of training tasks together on a device, or on several like it.
+    """The predicted costs of training tasks together on a device, or on several equal devices.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -125,16 +124,16 @@ def run_costs(
       remat: remat policy, as in `EngineOptions`.
       memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
       replica: the devices.
-      slots: number of slots of the pool; None for one for each task.
+      slots: number of slots of the pool; None for one slot per task.
       replicas: number of replicas that train different samples.
       device: the kind of the devices; None for this machine's.
       schedule: the order of a pipeline's passes, as in `RunOptions`.
 
     Raises:
-      ProfileError: `device.profile` cannot be read, or is that of another backbone.
+      ProfileError: `device.profile` cannot be read, or belongs to another backbone.
     """
     pool = merge_pool_specs([task.pool for task in tasks])
-    # The default optimizer is the one with most moments, for which the engine makes room.
+    # The engine makes room for the default optimizer, which has most moments.
     pool = pool._replace(
         slots=slots or pool.slots,
         modules=tuple(sorted(pool.modules or ())),
@@ -155,12 +154,7 @@ def pool_costs(
     device: PlannedDevice | None = None,
     schedule: str = AUTO_SCHEDULE,
 ) -> RunCosts:
-    """The predicted costs of training the tasks of a pool, as `run_costs`.
-
-    Args:
-      pool: sizes of the pool.
-      config, dtype, remat, memory, replica, device, schedule: as for `run_costs`.
-    """
+    """As `run_costs`, for any tasks that fit into a pool."""
     size = size_of(config, dtype)
     if device is None:
         kind, memory = jax.local_devices()[0].device_kind, memory or device_memory()
@@ -169,12 +163,12 @@ def pool_costs(
     if device and device.profile:
         models = measured_models(device.profile, size, memory, replica)
     else:
-        # Without a profile of the device these are estimates for an H200, which suffice to rank
+        # Without a profile of the device, this returns estimates for an H200, which suffice to rank
         # shape classes.
         models = device_models(size, memory, replica, kind, jnp.dtype(dtype).name, PROFILES)
     in_flight = ()
     if schedule != AUTO_SCHEDULE:
-        # Training without a pipeline does not need the planner of pipelines.
+        # Imported here because training without a pipeline does not use the planner of pipelines.
         from jaxmux.planner.pipeline.schedules import microbatches_in_flight
 
         in_flight = microbatches_in_flight(schedule, replica.pp, replica.parts)
@@ -201,23 +195,23 @@ def choose_run_shape(
     shares: int = 1,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
-    logs the costs that it is chosen by.
+    logs the choice.
 
     Args:
       tasks: the tasks of the training run, at least one.
       costs: the costs of these tasks on this device, from `run_costs`.
       request: limits of the choice.
-      longest: most tokens of the samples that count; None for all samples.
+      longest: ignore samples with more tokens than this; None for all samples.
       shares: number of parts into which a global batch is divided among replicas.
 
     Raises:
-      PlanningError: a sample is longer than `request.row_len`, or a given length is not a power of
-        two.
+      PlanningError: a sample is longer than `request.row_len`, or a length in `request` is not a
+        power of two.
     """
     lengths = at_most(longest, [length for task in tasks for length in task.lengths])
     shards = costs.replica.replica.shards * shares
     batches = [BatchLengths(task.batches, task.steps) for task in tasks]
-    rounds = sample_rounds([PartOfBatches(own, shards, longest) for own in batches])
+    rounds = sample_rounds([PartOfBatches(of_task, shards, longest) for of_task in batches])
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
     alignment = choose_shape(rounds, request, costs.replica.microbatch, lengths)
@@ -234,7 +228,7 @@ def shrinking_of(
     first: EngineSize,
     places: int,
 ) -> Shrinking:
-    """When the engine of a training run gets smaller.
+    """Rules for making the engine of a training run smaller.
 
     Args:
       tasks: the tasks of the training run, at least one.
@@ -257,13 +251,8 @@ def shrinking_of(
 
 
 def smaller_text(left: int, tasks: int, shape: ShapeClass) -> str:
-    """What is said when microbatches get smaller.
-
-    Args:
-      left: number of tasks that still train.
-      tasks: number of tasks of the run.
-      shape: the shape class of the microbatches from now on.
-    """
+    """The message that microbatches get smaller: `left` of `tasks` tasks still train, from now on
+    in the shape class `shape`."""
     return (
         f"{left} of {numbered(tasks, 'task')} left: microbatches of {numbered(shape.rows, 'row')} "
         f"of {shape.row_len} tokens"
@@ -279,7 +268,7 @@ def best_shape(
 ) -> ShapeClass:
     """Chooses the shape of microbatches for users of `Engine`: the value of `EngineOptions.shape`.
 
-    It is the shape in which the tasks are predicted to train in the least time on this device.
+    It is the shape with which the tasks are predicted to train fastest on this device.
     `fine_tune` makes the same choice itself if `row_len` and `chunk_len` of its options are None.
 
     Args:

@@ -25,11 +25,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", re.ASCII)
 
 
 def notes_of_task(trained: TrainedTask) -> Notes:
-    """What a card tells of the training of a task.
-
-    Args:
-      trained: the task.
-    """
+    """The training notes in the card of a task's adapter."""
     fields = task_to_json(trained.task)
     samples = {"training": trained.samples, "held_out": trained.held_out_samples}
     fingerprints = trained.fingerprints
@@ -46,7 +42,7 @@ def notes_of_record(
     progress: TaskProgress,
     is_best: bool,
 ) -> Notes:
-    """The same as `notes_of_task`, from what a run directory records.
+    """The same as `notes_of_task`, from the entries of a run directory.
 
     Args:
       name: name of the task.
@@ -54,13 +50,13 @@ def notes_of_record(
       samples: number of "training" and "held_out" samples; empty if they are not known.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
       progress: the progress of the task.
-      is_best: whether the adapter is the one with the lowest loss of the held-out data.
+      is_best: whether the adapter is the one with the lowest held-out loss.
     """
     sources = fields["data"] if isinstance(fields["data"], list) else [fields["data"]]
     held_out_data = fields["eval_data"] and _shown(fields["eval_data"])
     if (fraction := fields.get("validation_fraction")) is not None:
         held_out_data = f"{100 * fraction:.4g}% of the training records, which were not trained on"
-    hub = [own["path"].removeprefix(HUGGING_FACE_PREFIX) for own in sources if _is_on_hub(own)]
+    hub = [each["path"].removeprefix(HUGGING_FACE_PREFIX) for each in sources if _is_on_hub(each)]
     sections = {
         "Data": {
             "Training data": [_shown(source) for source in sources],
@@ -100,7 +96,7 @@ def notes_of_record(
 
 
 def _shown(source: Mapping[str, Any]) -> str:
-    """The name of a source. It does not tell in which folder of this machine a file lies."""
+    """The name of a source, without the folder in which a file lies on this machine."""
     if _is_on_hub(source):
         return source["path"]
     return Path(source["path"].removeprefix(HUGGING_FACE_PREFIX)).name
@@ -113,9 +109,9 @@ def _is_on_hub(source: Mapping[str, Any]) -> bool:
     return bool(is_name) and not is_saved_data_set(Path(name))
 
 
-# Points of the running mean drawn over the raw losses.
+# Number of points averaged by the running mean that is drawn over the raw losses.
 _SMOOTHING = 10
-# Most characters of names beside each other in the legend.
+# Most characters of adjacent names in the legend.
 _LEGEND = 100
 
 
@@ -127,7 +123,7 @@ def plot_losses(metrics: Path, path: Path) -> None:
       metrics: path of metrics.jsonl.
       path: the PNG file to write.
     """
-    # Importing matplotlib takes half a second, which the start of training need not wait for.
+    # Imported here because importing matplotlib takes half a second, which would delay training.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 5.5), layout="constrained")
@@ -181,7 +177,7 @@ class Summary(NamedTuple):
         and "target_tokens" count all tokens and the target tokens that were trained;
         "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
         of updates that were skipped because a value was not finite, and "bad_streak" the number of
-        those at the end of training. "samples_truncated" and
+        consecutive skipped updates at the end of training. "samples_truncated" and
         "samples_dropped" count the training samples that were cut or left out because of their
         length. "best_step" is the number of steps after which the loss of the held-out data was
         lowest, or None; "stopped_early" is the reason why a task stopped before its last step, or
@@ -192,14 +188,14 @@ class Summary(NamedTuple):
       wall_seconds: seconds spent training, summed over all calls that continued the training run.
         Compilation is included; loading and the evaluations are not.
       versions: versions of the packages jaxmux, jax, jaxlib, flax and optax.
-      peak_memory_bytes: most bytes of a device's memory in use at the same time in this process,
-        of several processes in the first one; None if the device does not report it, as a CPU.
+      peak_memory_bytes: most bytes of a device's memory in use at the same time in this process (in
+        the first of several processes); None if the device does not report it, for example a CPU.
       predicted_memory_bytes: the peak that the memory model predicted before training; None if it
         is not known.
       round_seconds: median of the seconds from one round (one global batch of every task) to the
         next, in the later half of this call's rounds; None if there were too few.
-      predicted_round_seconds: seconds of a round that the time model predicted before training, on
-        average over the run; None if nothing was measured on such a device.
+      predicted_round_seconds: mean seconds of a round that the time model predicted before
+        training; None without measured costs for this kind of device.
       sweeps: by name of a sweep and of the task of each configuration, the swept values by path, as
         JSON.
     """
@@ -235,7 +231,7 @@ class Summary(NamedTuple):
           engine: the engine, after training.
           position: the final position of the training run.
           sweeps: as in `Summary`.
-          others: the fields that begin with "predicted", and `round_seconds`.
+          others: `round_seconds`, and the fields whose names begin with "predicted".
         """
         tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
@@ -254,14 +250,10 @@ class Summary(NamedTuple):
 
     @classmethod
     def load(cls, path: Path) -> "Summary | None":
-        """Reads summary.json; None if the file does not exist or is damaged.
-
-        Args:
-          path: path of summary.json.
-        """
+        """Reads summary.json; None if the file does not exist or is damaged."""
         try:
             summary = cls(**json.loads(path.read_text()))
-            # Whoever has a summary may then rely on every result being there.
+            # Callers rely on every result being present.
             complete = all(_RESULTS <= task.keys() for task in summary.tasks.values())
             for task in summary.tasks.values():
                 # Earlier versions wrote "succeeded" for tasks that stopped early.
@@ -271,16 +263,13 @@ class Summary(NamedTuple):
         return summary if complete else None
 
     def to_json(self) -> str:
-        """The text of summary.json, which holds the fields by name."""
+        """The text of summary.json: an object with the fields of this record."""
         return json.dumps(self._asdict(), indent=2) + "\n"
 
 
 def last_loss(task: Mapping[str, Any]) -> float | None:
-    """The training loss with which a task has ended: nan if its last update was skipped.
-
-    Args:
-      task: the entry of the task in `Summary.tasks`.
-    """
+    """The last training loss of a task, from its entry in `Summary.tasks`: nan if its last update
+    was skipped."""
     return math.nan if task.get("bad_streak") else task["train_loss_last"]
 
 

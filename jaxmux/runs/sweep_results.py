@@ -30,10 +30,10 @@ from .metrics import read_held_out_losses
 from .run_directory import RunDirectory
 from .summary import Summary, last_loss
 
-# Values whose largest is so many times the smallest get a logarithmic axis.
+# A logarithmic axis is used if the largest value is at least this multiple of the smallest.
 _WIDE = 8
 _LOSS_ROW, _VALUE_ROW, _WIDTH = 4.6, 3.3, 10.0
-# Panels of swept values side by side.
+# Number of panels of swept values side by side.
 _COLUMNS = 3
 _STOPPED, _FAILED = "0.55", "tab:red"
 
@@ -45,8 +45,8 @@ def plot_sweeps(
     path: Path,
 ) -> None:
     """Draws each sweep: above, the held-out losses of all configurations over their steps; below,
-    the losses that they have reached, against each swept value. The colour of a configuration is
-    its rank, from the best (bright) to the worst (dark).
+    their final losses against each swept value. The colour of a configuration shows its rank, from
+    the best (bright) to the worst (dark).
 
     Args:
       sweeps: the sweeps.
@@ -60,14 +60,14 @@ def plot_sweeps(
     heights = [_LOSS_ROW + _VALUE_ROW * n for n in rows]
     figure = Figure(figsize=(_WIDTH, sum(heights)), layout="constrained")
     parts = np.ravel(figure.subfigures(len(sweeps), 1, height_ratios=heights))
-    for sweep, own, below in zip(sweeps, parts, rows, strict=True):
+    for sweep, part, below in zip(sweeps, parts, rows, strict=True):
         ratios = [_LOSS_ROW, *[_VALUE_ROW] * below]
         columns = min(_COLUMNS, len(sweep.space))
-        grid = own.add_gridspec(1 + below, columns, height_ratios=ratios)
+        grid = part.add_gridspec(1 + below, columns, height_ratios=ratios)
         colours = _colours(sweep, summary)
-        _plot_steps(own.add_subplot(grid[0, :]), sweep, summary, held_out, colours)
+        _plot_steps(part.add_subplot(grid[0, :]), sweep, summary, held_out, colours)
         for i, swept in enumerate(sweep.space):
-            axes = own.add_subplot(grid[1 + i // columns, i % columns])
+            axes = part.add_subplot(grid[1 + i // columns, i % columns])
             _plot_values(axes, sweep, summary, swept, colours)
             if i % columns:
                 axes.set_ylabel("")
@@ -75,13 +75,13 @@ def plot_sweeps(
 
 
 def _colours(sweep: Sweep, summary: "Summary") -> dict[str, Any]:
-    """The colour of each configuration, by its place in the ranking."""
+    """The colour of each configuration, by its rank."""
     from matplotlib import colormaps
 
     names = ranked(sweep, summary)
-    # The brightest end of the map can hardly be seen on white.
-    places = np.linspace(0.88, 0.0, len(names))
-    return dict(zip(names, colormaps["viridis"](places), strict=True))
+    # The brightest end of the map is hardly visible on white.
+    shades = np.linspace(0.88, 0.0, len(names))
+    return dict(zip(names, colormaps["viridis"](shades), strict=True))
 
 
 def _plot_steps(
@@ -92,12 +92,12 @@ def _plot_steps(
     colours: Mapping[str, Any],
 ) -> None:
     names, marks = ranked(sweep, summary), {}
-    for place, name in reversed(list(enumerate(names, start=1))):
+    for rank, name in reversed(list(enumerate(names, start=1))):
         losses = {s: x for s, x in sorted(held_out.get(name, {}).items()) if x is not None}
         if not losses:
             continue
         steps, values = list(losses), list(losses.values())
-        best = place == 1
+        best = rank == 1
         axes.plot(
             steps,
             values,
@@ -108,11 +108,13 @@ def _plot_steps(
         )
         result = result_of(summary.tasks[name])
         marks.setdefault(result, ([], [], []))
-        for found, value in zip(marks[result], (steps[-1], values[-1], colours[name]), strict=True):
-            found.append(value)
-    for result, (steps, values, own) in sorted(marks.items()):
+        for column, value in zip(
+            marks[result], (steps[-1], values[-1], colours[name]), strict=True
+        ):
+            column.append(value)
+    for result, (steps, values, shades) in sorted(marks.items()):
         marker = _marker(result)
-        axes.scatter(steps, values, c=own, marker=marker, s=28, zorder=4)
+        axes.scatter(steps, values, c=shades, marker=marker, s=28, zorder=4)
         axes.scatter([], [], c=_STOPPED, marker=marker, s=28, label=f"{result}: {len(steps)}")
     longest = max((task["steps"] for task in map(summary.tasks.get, names)), default=0)
     for rung in sweep.rungs(longest):
@@ -129,16 +131,16 @@ def _plot_values(
     axes: "Axes", sweep: Sweep, summary: "Summary", path: str, colours: Mapping[str, Any]
 ) -> None:
     field = loss_field(sweep, summary)
-    configurations = {own.task.name: own.values[path] for own in sweep.configurations()}
+    configurations = {each.task.name: each.values[path] for each in sweep.configurations()}
     names = [n for n in reversed(ranked(sweep, summary)) if summary.tasks[n][field] is not None]
     values = [configurations[name] for name in names]
-    places = _places(axes, sweep, path, values)
+    positions = _positions(axes, sweep, path, values)
     for result in sorted({result_of(summary.tasks[name]) for name in names}):
-        own = [i for i, name in enumerate(names) if result_of(summary.tasks[name]) == result]
+        indices = [i for i, name in enumerate(names) if result_of(summary.tasks[name]) == result]
         axes.scatter(
-            [places[i] for i in own],
-            [summary.tasks[names[i]][field] for i in own],
-            c=[colours[names[i]] for i in own],
+            [positions[i] for i in indices],
+            [summary.tasks[names[i]][field] for i in indices],
+            c=[colours[names[i]] for i in indices],
             marker=_marker(result),
             s=34,
             alpha=0.85,
@@ -150,9 +152,9 @@ def _plot_values(
     axes.grid(True, which="both", alpha=0.2)
 
 
-def _places(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> list[float]:
-    """The places of values on the horizontal axis: numbers where they are, other values side by
-    side."""
+def _positions(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> list[float]:
+    """Horizontal positions of swept values: numbers lie at their value, other values are spread
+    evenly."""
     numbers = all(isinstance(v, Real) and not isinstance(v, bool) for v in values)
     if numbers and len(set(values)) > 1:
         listed = not isinstance(sweep.space[path], DISTRIBUTIONS)
@@ -162,20 +164,20 @@ def _places(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> lis
             axes.minorticks_off()
         if listed and len(set(values)) <= 8:
             ticks = sorted(set(values))
-            axes.set_xticks(ticks, [shown_value(own) for own in ticks])
+            axes.set_xticks(ticks, [shown_value(value) for value in ticks])
         return list(values)
     known = []
     for value in values if isinstance(sweep.space[path], DISTRIBUTIONS) else sweep.space[path]:
         if value not in known:
             known.append(value)
-    axes.set_xticks(range(len(known)), [_wrapped(shown_value(own)) for own in known])
+    axes.set_xticks(range(len(known)), [_wrapped(shown_value(value)) for value in known])
     axes.set_xlim(-0.6, len(known) - 0.4)
-    return [float(known.index(own)) for own in values]
+    return [float(known.index(value)) for value in values]
 
 
 def _wrapped(text: str) -> str:
-    """A label of several lines where it is long. Dollar signs are no formulas of matplotlib, and
-    characters that no font has, such as halves of surrogate pairs, become spaces."""
+    """Wraps a long label into several lines. Dollar signs are escaped, because matplotlib would
+    read formulas, and characters that no font has, such as lone surrogates, become spaces."""
     import textwrap
 
     plain = spaced(text)
@@ -188,26 +190,18 @@ def _marker(result: str) -> str:
 
 
 def values_of(sweeps: Sequence[Sweep]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By name of a sweep and of the task of each configuration, the swept values by path, as JSON.
-
-    Args:
-      sweeps: the sweeps.
-    """
+    """The swept values as JSON, by name of the sweep, name of the configuration's task and path."""
     return {
         sweep.name: {
-            own.task.name: _json_values(task_to_json(own.task), own.values)
-            for own in sweep.configurations()
+            each.task.name: _json_values(task_to_json(each.task), each.values)
+            for each in sweep.configurations()
         }
         for sweep in sweeps
     }
 
 
 def halving_of(sweeps: Sequence[Sweep]) -> dict[str, dict[str, Any]]:
-    """By name of a sweep, the settings of its successive halving.
-
-    Args:
-      sweeps: the sweeps.
-    """
+    """By name of a sweep, the settings of its successive halving."""
     return {
         sweep.name: {
             "first_rung": sweep.first_rung,
@@ -220,32 +214,23 @@ def halving_of(sweeps: Sequence[Sweep]) -> dict[str, dict[str, Any]]:
 def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> list[Bracket]:
     """The configurations that compete in successive halving.
 
-    Args:
-      sweeps: the sweeps.
-      prepared: the tasks of the training run.
-
     Raises:
       TaskError: a sweep ends before its first rung.
     """
-    steps, found = {p.task.name: p.steps for p in prepared}, []
+    steps, brackets = {p.task.name: p.steps for p in prepared}, []
     for sweep in sweeps:
         if sweep.first_rung is None:
             continue
         names = tuple(task.name for task in sweep.tasks())
         longest = max(steps[name] for name in names)
         sweep.require_rung(longest)
-        found.append(Bracket(names, tuple(sweep.rungs(longest)), sweep.factor))
-    return found
+        brackets.append(Bracket(names, tuple(sweep.rungs(longest)), sweep.factor))
+    return brackets
 
 
 def ranked(sweep: Sweep, summary: Summary) -> list[str]:
-    """Names of the tasks of a sweep, the best first: by the held-out loss of the adapter that each
-    has given, or by the last training loss if none has held-out data. Failed tasks come last.
-
-    Args:
-      sweep: the sweep.
-      summary: the results of the training run.
-    """
+    """Names of the tasks of a sweep, the best first: by the held-out loss of their adapters, or by
+    the last training loss if none has held-out data. Failed tasks come last."""
     names = list(summary.sweeps[sweep.name])
     loss = loss_field(sweep, summary)
 
@@ -257,12 +242,7 @@ def ranked(sweep: Sweep, summary: Summary) -> list[str]:
 
 
 def loss_field(sweep: Sweep, summary: Summary) -> str:
-    """The field of a task's results by which a sweep is ranked.
-
-    Args:
-      sweep: the sweep.
-      summary: the results of the training run.
-    """
+    """The field of a task's results by which a sweep is ranked."""
     tasks = [summary.tasks[name] for name in summary.sweeps[sweep.name]]
     measured = any(task["eval_target_tokens"] for task in tasks)
     return "eval_loss" if measured else "train_loss_last"
@@ -274,13 +254,8 @@ def best_of(sweep: Sweep, summary: Summary) -> str:
 
 
 def sweep_table(sweep: Sweep, summary: Summary) -> Table:
-    """The configurations of a sweep, the best first, with their losses in nats per target token.
-
-    Args:
-      sweep: the sweep.
-      summary: the results of the training run.
-    """
-    values = {own.task.name: own.values for own in sweep.configurations()}
+    """The configurations of a sweep, the best first, with their losses in nats per target token."""
+    values = {each.task.name: each.values for each in sweep.configurations()}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:
         table.add_column(path.rpartition(".")[2], justify="left")
@@ -290,17 +265,13 @@ def sweep_table(sweep: Sweep, summary: Summary) -> Table:
     for name in ranked(sweep, summary):
         task = summary.tasks[name]
         shown = [_shown(last_loss(task)), _shown(task["eval_loss"])]
-        own = [Name(shown_value(value)) for value in values[name].values()]
-        table.add_row(*own, str(task["steps"]), *shown, result_of(task))
+        swept = [Name(shown_value(value)) for value in values[name].values()]
+        table.add_row(*swept, str(task["steps"]), *shown, result_of(task))
     return table
 
 
 def result_of(task: Mapping[str, Any]) -> str:
-    """How the training of a task has ended, in one or two words.
-
-    Args:
-      task: the entry of the task in `Summary.tasks`.
-    """
+    """Result of a task's training in one or two words, from its entry in `Summary.tasks`."""
     if task["status"] == "failed":
         return "failed"
     if rung := rung_of(task.get("stopped_early")):
@@ -314,18 +285,12 @@ def write_results(sweeps: Sequence[Sweep], summary: Summary, directory: RunDirec
     sweep.json has an object for each sweep: its settings, and its configurations, the best first,
     each with its swept values, its results as in summary.json, and "held_out", the held-out losses
     as pairs of step and loss.
-
-    Args:
-      sweeps: the sweeps.
-      summary: the results of the training run.
-      directory: the run directory.
     """
-
     held_out: dict[str, dict[int, float | None]] = {}
     for line in read_held_out_losses(directory.held_out):
         held_out.setdefault(line["task"], {})[line["task_step"]] = line["loss"]
     plot_sweeps(sweeps, summary, held_out, directory.sweep_plot)
-    found = {}
+    results = {}
     for sweep in sweeps:
         settings = {"samples": sweep.samples, "seed": sweep.seed} | halving_of([sweep])[sweep.name]
         tasks = {
@@ -334,18 +299,18 @@ def write_results(sweeps: Sequence[Sweep], summary: Summary, directory: RunDirec
             | {"held_out": sorted(held_out.get(name, {}).items())}
             for name in ranked(sweep, summary)
         }
-        found[sweep.name] = settings | {"tasks": tasks}
-    write_atomically(directory.sweep_results, json.dumps(found, indent=2) + "\n")
+        results[sweep.name] = settings | {"tasks": tasks}
+    write_atomically(directory.sweep_results, json.dumps(results, indent=2) + "\n")
 
 
 def _json_values(task: Mapping[str, Any], paths: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
+    values = {}
     for path in paths:
         value: Any = task
         for name in path.split("."):
             value = value[name]
-        found[path] = value
-    return found
+        values[path] = value
+    return values
 
 
 def _shown(loss: float | None) -> str:

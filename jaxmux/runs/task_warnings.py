@@ -1,8 +1,8 @@
-"""Warnings of tasks that can be trained but hardly mean what they say.
+"""Warnings about tasks that can be trained but whose settings, data or results look like mistakes.
 
-Each warning is one line that gives the figure at fault. A training run prints the warnings of
+Each warning is one line with the suspicious number. A training run prints the warnings of
 `before_training` once, when it begins, and those of `after_training` with its results. A server
-tells both in the task's status (`of_live_task`), and how many they are on its terminal.
+shows both in the task's status (`of_live_task`), and their number on its terminal.
 """
 
 import math
@@ -28,44 +28,29 @@ UNKNOWN_TOKENS = 0.01
 CUT_TOKENS = 0.1
 DROPPED_RECORDS = 0.05
 ENDLESS_CHATS = 0.5
-# A loss this close to that of uniform predictions, in nats, has learnt nothing.
+# A loss closer than this to that of uniform predictions, in nats, shows that nothing was learnt.
 _NEAR_UNIFORM = 0.05
-# A loss that changed by less than this, in nats, did not rise.
+# A loss counts as risen if it rose by at least this, in nats.
 _RISE = 0.01
 
 
 def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
-    """The warnings about a task's settings and data.
-
-    Args:
-      prepared: the task with its data.
-      config: configuration of the backbone.
-    """
+    """The warnings about a task's settings and data."""
     return [*_of_settings(prepared, config), *_of_data(prepared, config)]
 
 
 def of_live_task(
     prepared: PreparedTask, progress: TaskProgress | None, config: BackboneConfig
 ) -> list[str]:
-    """The warnings about a task of a server.
-
-    Args:
-      prepared: the task with its data.
-      progress: its progress at its end; None before it begins.
-      config: configuration of the backbone.
-    """
+    """The warnings about a task of a server. `progress` is its progress at its end, or None before
+    it begins."""
     if progress is None:
         return before_training(prepared, config)
     return after_training({**progress.to_json(), "steps": progress.step}, config)
 
 
 def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) -> list[str]:
-    """The warnings about the settings of a training run or a server.
-
-    Args:
-      options: the settings.
-      config: configuration of the backbone.
-    """
+    """The warnings about the settings of a training run or a server."""
     context = config.max_position_embeddings
     if not options.row_len or options.row_len <= context:
         return []
@@ -76,15 +61,10 @@ def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) ->
 
 
 def after_training(results: Mapping[str, Any], config: BackboneConfig) -> list[str]:
-    """The warnings about a task's results.
-
-    Args:
-      results: the task's entry in `Summary.tasks`.
-      config: configuration of the backbone.
-    """
-    found = []
+    """The warnings about a task's results, its entry in `Summary.tasks`."""
+    warnings = []
     if (skipped := results["skipped"]) and results["status"] != "failed":
-        found.append(
+        warnings.append(
             f"{skipped} of its {numbered(results['steps'], 'update')} "
             f"{'was' if skipped == 1 else 'were'} skipped, because a loss, a gradient or an update "
             "was not finite; the learning rate may be too high"
@@ -93,44 +73,44 @@ def after_training(results: Mapping[str, Any], config: BackboneConfig) -> list[s
     uniform = math.log(config.vocab_size)
     rose = results["steps"] - skipped >= 2 and last - first >= _RISE
     if rose and abs(last - uniform) <= _NEAR_UNIFORM:
-        found.append(
+        warnings.append(
             f"its loss rose from {first:.4f} to {last:.4f}, the loss of uniform predictions over "
             f"{config.vocab_size} tokens; the learning rate may be too high"
         )
-    return found
+    return warnings
 
 
 def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
-    task, found = prepared.task, []
+    task, warnings = prepared.task, []
     optimizer, adapter = task.optimizer, task.adapter
     if optimizer.learning_rate == 0:
-        found.append("learning_rate is 0, so training does not change the adapter")
+        warnings.append("learning_rate is 0, so training does not change the adapter")
     if isinstance(adapter, LoRA) and adapter.alpha == 0:
-        found.append("alpha is 0, so the adapter has no effect")
+        warnings.append("alpha is 0, so the adapter has no effect")
     if optimizer.weight_decay > 1:
-        found.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
+        warnings.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
     if task.batch_size > (samples := len(prepared.samples.samples)):
-        found.append(
+        warnings.append(
             f"batch_size is {task.batch_size}, above the {numbered(samples, 'sample')} of the "
             "data; every step trains on all of them"
         )
     warmup = optimizer.schedule.warmup_steps
     if warmup >= prepared.steps:
-        found.append(
+        warnings.append(
             f"warmup_steps is {warmup}, but the task trains {numbered(prepared.steps, 'step')}; "
             "the learning rate never reaches its peak"
         )
     if task.eval_data and task.eval_data.chat_template not in _templates(task):
-        found.append("eval_data has another chat_template than data")
+        warnings.append("eval_data has another chat_template than data")
     if isinstance(adapter, LoRA):
         linears = [point for point in prepared.targets if point not in OUTSIDE]
         widths = [min(linear_sizes(config, module)) for module in linears]
         narrowest = min(widths, default=config.hidden_size)
         rank = adapter.largest_rank
         if rank > narrowest:
-            found.append(f"rank is {rank}, but the narrowest linear has width {narrowest}")
-        found += _unused_patterns(adapter, prepared.targets)
-    return found
+            warnings.append(f"rank is {rank}, but the narrowest linear has width {narrowest}")
+        warnings += _unused_patterns(adapter, prepared.targets)
+    return warnings
 
 
 def _templates(task: Task) -> set[str | None]:
@@ -150,68 +130,64 @@ def _unused_patterns(adapter: LoRA, targets: Mapping[str, LayerMask]) -> list[st
 
 
 def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
-    found, data = [], prepared.samples
+    warnings, data = [], prepared.samples
     if prepared.longest > (context := config.max_position_embeddings):
-        found.append(f"the backbone was made for {context} tokens (max_position_embeddings)")
+        warnings.append(f"the backbone was made for {context} tokens (max_position_embeddings)")
     length = prepared.task.max_length
     if _above(data.unknown_target_tokens, data.target_tokens, UNKNOWN_TOKENS):
-        found.append(
+        warnings.append(
             f"{data.unknown_target_tokens / data.target_tokens:.1%} of the completion tokens are "
             "unknown to the tokenizer"
         )
     if _above(data.cut_target_tokens, data.target_tokens, CUT_TOKENS):
-        found.append(
+        warnings.append(
             f"max_length={length} cuts off {data.cut_target_tokens / data.target_tokens:.0%} of "
             "the completion tokens"
         )
     if _above(data.dropped, data.read, DROPPED_RECORDS):
-        found.append(
+        warnings.append(
             f"max_length={length} drops {data.dropped} of {data.read} records "
             f"({data.dropped / data.read:.0%})"
         )
     if data.skipped:
-        found.append(
+        warnings.append(
             f"{data.skipped} of {data.read} records are skipped, the first because of "
             f"{data.first_skipped}"
         )
-    return [*found, *of_texts(data)]
+    return [*warnings, *of_texts(data)]
 
 
 def of_texts(data: Samples) -> list[str]:
-    """The warnings about how records were made into text.
-
-    Args:
-      data: the samples.
-    """
-    found = []
+    """The warnings about how records were made into text."""
+    warnings = []
     if data.unread_fields:
         fields = [
             f"{name!r} ({numbered(count, 'record')})"
             for name, count in data.unread_fields.most_common()
         ]
-        found.append(
+        warnings.append(
             f"its data have fields that are not read: {', '.join(fields)}; if they matter, write "
             "them into the fields of the form, or name them by Source.columns"
         )
     if data.special_records:
-        found.append(_special_text(data))
+        warnings.append(_special_text(data))
     if _above(data.endless, data.read, ENDLESS_CHATS):
-        found.append(
+        warnings.append(
             f"in {numbered(data.endless, 'chat')} no special token ends what the assistant says, "
             "so answers will not end; let the chat template write {{ eos_token }} behind them"
         )
     if data.joined_prompt:
-        found.append(
+        warnings.append(
             f"the tokenizer joins the end of the generation prompt {data.joined_prompt!r} with the "
             "answer behind it, so generated answers begin unlike those of the data; let the chat "
             "template end the prompt without a space, and begin the answer with it"
         )
     if (templates := len(data.rendering.chat_templates)) > 1:
-        found.append(
+        warnings.append(
             f"{templates} different chat templates render its chats; give all sources the same "
             "chat_template"
         )
-    return found
+    return warnings
 
 
 def _special_text(data: Samples) -> str:

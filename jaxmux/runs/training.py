@@ -41,7 +41,7 @@ from .trackers import RunTrackers, TrackedRun
 
 
 class Results(NamedTuple):
-    """What training gives.
+    """The results of training.
 
     Attributes:
       summary: the summary.
@@ -55,13 +55,12 @@ class Results(NamedTuple):
 
 
 class _Attempt:
-    """Training in one layout.
+    """An attempt to train in a layout, which may run out of memory.
 
     Attributes:
       layout: the layout.
       has_trained: whether a round has ended in it, or a checkpoint has been restored.
-      predicted_memory: the peak memory that is predicted for its first round, in bytes; None if it
-        is not known.
+      predicted_memory: predicted peak memory of its first round, in bytes; None if it is not known.
     """
 
     def __init__(self, layout: RunLayout):
@@ -100,12 +99,12 @@ class Training:
     def run(self) -> Results:
         """Trains the tasks.
 
-        If a device runs out of memory before the first round has ended, in a layout of several
-        devices that the planner has chosen, the next best layout takes its place.
+        If the planner chose a layout of several devices and a device runs out of memory before the
+        first round has ended, training starts again with the next best layout.
 
         Raises:
-          BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
-            Nothing has been trained by this call.
+          BackboneError, PlanningError, RunDirectoryError: the message names the input that cannot
+            be used. Nothing has been trained by this call.
           Interrupted: a signal arrived; the state is saved.
         """
         config, prepared = self.inputs.config, self.inputs.prepared
@@ -114,7 +113,7 @@ class Training:
         for warning in of_options(options, config):
             console.say(f"warning: {warning}")
         if self.directory:
-            # Long before `_begin` deletes anything.
+            # This must be printed before `_begin` deletes anything.
             console.announce_restart(self.directory)
         if processes.count > 1:
             timed = [p.task.name for p in prepared if p.task.max_seconds]
@@ -123,7 +122,7 @@ class Training:
                     f"task {timed[0]!r}: max_seconds needs a single process, because the processes "
                     "of a run have different clocks; give steps"
                 )
-            # What the devices keep has to be the same everywhere.
+            # All processes must plan with the same memory.
             memory = options.memory or processes.least(device_memory())
             options = dataclasses.replace(options, memory_gib=memory and memory / 2**30)
         failed: list[Deployment] = []
@@ -152,14 +151,14 @@ class Training:
             try:
                 return self._train_in(attempt, options)
             except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
-                own_choice = options.mesh == AUTO_MESH and layout.deployment.devices > 1
-                # Several processes cannot tell each other of it, and one ends them all.
-                if attempt.has_trained or not own_choice or processes.count > 1:
+                was_chosen = options.mesh == AUTO_MESH and layout.deployment.devices > 1
+                # With several processes, the others cannot learn of the error, so all of them end.
+                if attempt.has_trained or not was_chosen or processes.count > 1:
                     raise
                 if not ran_out_of_memory(e):
                     raise
                 out_of_memory = first_line(e)
-            # The exception held the arrays of the layout.
+            # The exception held references to the arrays of the layout.
             gc.collect()
             failed.append(layout.deployment)
             console.say(
@@ -168,16 +167,11 @@ class Training:
             )
 
     def _train_in(self, attempt: _Attempt, options: RunOptions) -> Results:
-        """Trains the tasks in a layout.
-
-        Args:
-          attempt: the layout.
-          options: settings of the training run, with the memory that all processes have.
-        """
+        """Trains the tasks in a layout. `options` contain the memory that all processes have."""
         config, prepared, layout = self.inputs.config, self.inputs.prepared, attempt.layout
         processes, console, directory = self.processes, self.console, self.directory
         brackets = brackets_of(self.sweeps, prepared)
-        own_options = engine_options(
+        chosen_options = engine_options(
             options,
             config,
             layout.shape,
@@ -187,8 +181,8 @@ class Training:
         places = layout.places or len(prepared)
         make = Engine
         if len(prepared) > 1:
-            pool = pool_with_places(prepared, own_options.reserved, places)
-            own_options = dataclasses.replace(own_options, reserved=pool)
+            pool = pool_with_places(prepared, chosen_options.reserved, places)
+            chosen_options = dataclasses.replace(chosen_options, reserved=pool)
             shrinking = layout.shrinking(prepared, self.inputs.config, options)
             make = partial(QueuedEngine, places=places, brackets=brackets, shrinking=shrinking)
         dtype = backbone_dtype(options.dtype)
@@ -196,7 +190,7 @@ class Training:
         with ExitStack() as stack:
             programs = None
             if layout.deployment.devices == 1:
-                programs = ProgramsAhead(config, dtype, own_options, prepared[:places])
+                programs = ProgramsAhead(config, dtype, chosen_options, prepared[:places])
                 stack.enter_context(closing(programs))
             with self.timeline.span("load the backbone"):
                 model = processes.together(
@@ -210,7 +204,7 @@ class Training:
                     )
                 )
             admission, *others = layout.admissions or (None,)
-            engine = make(model, own_options, admission, programs, others)
+            engine = make(model, chosen_options, admission, programs, others)
             goes_on = processes.agree(processes.on_first(lambda: directory.goes_on))
             with self.timeline.span("register the tasks"):
                 engine.register_tasks(prepared, begin=not goes_on)
@@ -247,7 +241,7 @@ class Training:
         return Results(summary, adapters, model)
 
     def _begin(self, layout: RunLayout) -> Checkpoints:
-        """Begins to write the run directory; returns its checkpoints."""
+        """Begins the run directory and returns its checkpoints."""
         directory, inputs = self.directory, self.inputs
         directory.begin(
             inputs.fingerprints,
@@ -264,25 +258,27 @@ class Training:
     def _restore(
         self, engine: Engine, checkpoints: Checkpoints | None, goes_on: bool
     ) -> RunPosition:
-        """Restores the newest checkpoint; without one, begins to measure the losses before
-        training.
+        """Restores the newest checkpoint and returns its position. If there is none, starts to
+        measure the losses before training.
 
         Args:
-          engine: an engine with the tasks; without their initial adapters, if `goes_on`.
+          engine: an engine with the tasks; with `goes_on`, without their initial adapters.
           checkpoints: the checkpoints; None in a process that reads none.
           goes_on: whether checkpoints are expected.
         """
-        found = self.processes.on_first(lambda: newest_run(checkpoints, engine))
-        # The arrays travel by themselves, task by task.
-        described = self.processes.agree(found and found._replace(arrays={}))
+        saved = self.processes.on_first(lambda: newest_run(checkpoints, engine))
+        # The arrays are sent separately, task by task.
+        described = self.processes.agree(saved and saved._replace(arrays={}))
         if described is None:
             if goes_on:
                 engine.begin_tasks()
             engine.begin_evaluation(engine.names)
             return RunPosition()
         specs = array_specs(engine, described.tasks)
-        own = found.arrays if found else dict.fromkeys(specs)
-        arrays = {name: self.processes.share_arrays(own[name], specs[name]) for name in specs}
+        arrays_by_task = saved.arrays if saved else dict.fromkeys(specs)
+        arrays = {
+            name: self.processes.share_arrays(arrays_by_task[name], specs[name]) for name in specs
+        }
         described._replace(arrays=arrays).restore(engine)
         if not engine.finished:
             self.console.say(f"going on from the checkpoint after round {engine.rounds}")
@@ -309,7 +305,7 @@ class Training:
                     with nullcontext() if ends else self.timeline.span("first round"):
                         updates = engine.train_round(stopped, stream=bool(ends) and not saves)
                         if not ends:
-                            # The first results are shown at once, although the devices wait.
+                            # Shows the first results at once, although the devices then idle.
                             updates += engine.drain()
                             attempt.has_trained = True
                             attempt.predicted_memory = _predicted_memory(engine, attempt.layout)
@@ -324,7 +320,7 @@ class Training:
                     if stopped():
                         recorder.save()
                         recorder.wait()
-                        # No process leaves before the checkpoint is on disk.
+                        # No process may leave before the checkpoint is on disk.
                         self.processes.gather(None)
                         raise Interrupted(signal, saved=True)
                     if engine.rounds % self.options.checkpoint_every == 0:
@@ -338,9 +334,8 @@ class Training:
 
 
 def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
-    """The peak memory that is predicted for rounds of the engine's size, in bytes; None if it is
-    not known."""
-    # With GPipe it depends on the length of every round.
+    """Predicted peak memory of rounds of the engine's size, in bytes; None if it is not known."""
+    # With GPipe, the peak depends on the length of every round.
     is_gpipe = engine.options.schedule == "gpipe"
     if not layout.admissions or engine.remat is None or is_gpipe:
         return None
@@ -355,7 +350,7 @@ def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
 
 
 def _with_prompts(engine: Engine) -> list[PreparedTask]:
-    """The tasks with a prompt that is completed after training, if they succeeded."""
+    """The tasks that succeeded and have a prompt to complete after training."""
     return [
         p
         for p in map(engine.prepared, engine.names)

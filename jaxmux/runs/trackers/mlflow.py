@@ -1,4 +1,5 @@
-"""MLflow. Its own variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose the place."""
+"""MLflow. Its variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose the server and the
+experiment."""
 
 import json
 import os
@@ -12,31 +13,26 @@ from mlflow.entities import Metric, Param
 from .tracker import Point, TrackedRun
 
 _EXPERIMENT = "jaxmux"
-# The most that MLflow takes in one request.
+# MLflow's limits for one request: metrics, parameters, characters of a parameter.
 _METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 6000
 
 
 class MLflow:
-    """The `Tracker` of MLflow. It uses a client of its own, so that a run that the program itself
-    has open is left alone."""
+    """The `Tracker` of MLflow. It creates its own client, so that it does not affect a run that the
+    calling program has open."""
 
     def __init__(self, run: TrackedRun, id: str | None, keep: Callable[[str], None]):
-        """Opens a run.
-
-        Args:
-          run: the training run.
-          id: the id of the run in MLflow; None for a new one.
-          keep: function that keeps the id.
-        """
+        """Opens a run. `id` is the id of the run in MLflow, or None for a new one; `keep` stores
+        the id."""
         self._client = MlflowClient()
         if id is not None:
             self._client.update_run(id, status="RUNNING")
             self._id = id
             return
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or _EXPERIMENT
-        found = self._client.get_experiment_by_name(experiment)
-        place = found.experiment_id if found else self._client.create_experiment(experiment)
-        self._id = self._client.create_run(place, run_name=run.name).info.run_id
+        known = self._client.get_experiment_by_name(experiment)
+        number = known.experiment_id if known else self._client.create_experiment(experiment)
+        self._id = self._client.create_run(number, run_name=run.name).info.run_id
         keep(self._id)
         parameters = [Param(name, text[:_CHARACTERS]) for name, text in _texts(run.config)]
         for some in batched(parameters, _PARAMETERS):
@@ -58,7 +54,7 @@ def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -
 
 
 def _texts(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """The values of a JSON object by path, such as "tasks/billing/adapter/rank"."""
+    """Yields the values of a JSON object by path, such as "tasks/billing/adapter/rank"."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _texts(value, f"{within}{name}/")

@@ -1,4 +1,4 @@
-"""What is remembered of trackers from one call of a training run, or of a server, to the next."""
+"""The state of trackers that is kept from one call of a training run or a server to the next."""
 
 import json
 import math
@@ -12,75 +12,56 @@ from typing import Any
 from jaxmux.atomic_files import write_atomically
 
 FILE = "trackers.json"
-# Seconds from one writing of what has been delivered to the next.
+# Least seconds between two writes of the delivered rounds.
 _EVERY = 1.0
-# Most names of tasks that are remembered; the oldest are forgotten.
+# Most names of tasks that are kept; the oldest are dropped first.
 _MOST_NAMES = 100_000
 
 
 class Records:
-    """A file trackers.json: the ids that trackers have given their runs, how far they have got, and
-    the names of a server's tasks. All methods may be called in any thread."""
+    """The file trackers.json: the ids of the trackers' runs, the last rounds delivered to each
+    tracker, and the names of a server's tasks. All methods may be called in any thread."""
 
     def __init__(self, folder: Path):
-        """Reads the file. Without it, trackers begin new runs.
-
-        Args:
-          folder: its folder.
-        """
+        """Reads the file in `folder`. If there is none, trackers begin new runs."""
         self._path = folder / FILE
-        # Whoever follows training must not wait for the disk, so writing has a lock of its own.
+        # Writing has a separate lock, so that the thread that trains does not wait for the disk.
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._written = -math.inf
         try:
-            found = json.loads(self._path.read_text())
+            content = json.loads(self._path.read_text())
         except (OSError, ValueError):
-            found = {}
-        found = found if isinstance(found, dict) else {}
-        self._ids = {name: id for name, id in found.items() if isinstance(id, str)}
-        self._delivered: dict[str, list[int]] = _part(found, "delivered")
-        # By name, when the last task of this name was registered, and how many have had it.
-        self._names: dict[str, list[Any]] = _part(found, "names")
-        # Whether the file lacks a name.
+            content = {}
+        content = content if isinstance(content, dict) else {}
+        self._ids = {name: id for name, id in content.items() if isinstance(id, str)}
+        self._delivered: dict[str, list[int]] = _part(content, "delivered")
+        # By name, when the last task of this name was registered, and how many tasks have had it.
+        self._names: dict[str, list[Any]] = _part(content, "names")
+        # Whether a name has not been written yet.
         self._names_changed = False
 
     def id(self, tracker: str) -> str | None:
-        """The id of a tracker's run; None if it has none yet.
-
-        Args:
-          tracker: a key of `TRACKERS`.
-        """
+        """The id of a tracker's run; None if it has none yet. `tracker` is a key of `TRACKERS`."""
         return self._ids.get(tracker)
 
     def keep(self, tracker: str, id: str) -> None:
-        """Keeps the id of a tracker's run.
-
-        Args:
-          tracker: a key of `TRACKERS`.
-          id: the id.
-        """
+        """Stores the id of a tracker's run."""
         with self._lock:
             self._ids[tracker], self._delivered[tracker] = id, [-1, -1]
         self._write()
 
     def delivered(self, tracker: str) -> list[int]:
-        """The last rounds of which a tracker has got updates, and held-out losses; -1 for none.
-
-        Args:
-          tracker: a key of `TRACKERS`.
-        """
-        # Earlier versions have not recorded it, and have not told trackers of a round again.
+        """The last round whose updates a tracker has received, and the last one whose held-out
+        losses it has received; -1 if there is none."""
+        # Earlier versions did not record this, and did not send a round again.
         unknown = sys.maxsize if tracker in self._ids else -1
         return list(self._delivered.get(tracker, (unknown, unknown)))
 
     def deliver(self, tracker: str, rounds: list[int], at_once: bool = False) -> None:
-        """Notes what a tracker has got. It is written once a second, so a process that is killed
-        may tell trackers of its last second again, but leaves nothing out.
+        """Records the rounds that a tracker has received, as `delivered` returns them.
 
-        Args:
-          tracker: a key of `TRACKERS`.
-          rounds: as from `delivered`.
-          at_once: whether to write at once.
+        The file is written once a second, or now with `at_once`. So after a kill, a tracker may get
+        the rounds of the last second again, but misses none.
         """
         with self._lock:
             self._delivered[tracker] = list(rounds)
@@ -89,12 +70,8 @@ class Records:
                 self._write()
 
     def register(self, task: str, time: float) -> None:
-        """Notes that a task has been registered, which may have been told before.
-
-        Args:
-          task: its name.
-          time: when it was registered, in seconds since 1970.
-        """
+        """Records that a task was registered at `time` (seconds since 1970). The same registration
+        may be recorded again."""
         with self._lock:
             last, count = self._names.pop(task, (0.0, 0))
             self._names[task] = [max(last, time), count + (time > last)]
@@ -103,19 +80,15 @@ class Records:
                 del self._names[next(iter(self._names))]
 
     def keep_names(self) -> None:
-        """Writes the file if it lacks a name. A tracker has to be told of a task after that, or its
-        curves would have another name when training goes on after a crash."""
+        """Writes the file if it lacks a name. A tracker must get metrics of a task only after that;
+        otherwise its curves would have another name when training continues after a crash."""
         if self._names_changed:
             with suppress(OSError):
                 self._write()
 
     def series(self, task: str) -> str:
-        """The name of a task's curves. It is that of the task, but if earlier tasks have had this
-        name, it is one that no task can have, such as "_2_billing".
-
-        Args:
-          task: name of the task.
-        """
+        """The name of a task's curves: the task's name or, if earlier tasks had the same name, one
+        that no task can have, such as "_2_billing"."""
         with self._lock:
             count = self._names.get(task, (0.0, 1))[1]
         return f"_{count}_{task}" if count > 1 else task
@@ -126,16 +99,18 @@ class Records:
             with self._lock:
                 self._names_changed = False
                 parts = {"delivered": self._delivered, "names": self._names}
-                text = json.dumps(self._ids | {key: own for key, own in parts.items() if own})
+                text = json.dumps(self._ids | {key: part for key, part in parts.items() if part})
             write_atomically(self._path, text + "\n")
 
 
-def _part(found: dict[str, Any], name: str) -> dict[str, Any]:
-    """The lists of two values of an entry; what is damaged is left out."""
-    part = found.get(name)
+def _part(content: dict[str, Any], name: str) -> dict[str, Any]:
+    """The pairs of numbers in an entry of the file; damaged ones are left out."""
+    part = content.get(name)
     items = part.items() if isinstance(part, dict) else ()
     return {
-        key: own
-        for key, own in items
-        if isinstance(own, list) and len(own) == 2 and all(isinstance(v, int | float) for v in own)
+        key: pair
+        for key, pair in items
+        if isinstance(pair, list)
+        and len(pair) == 2
+        and all(isinstance(v, int | float) for v in pair)
     }

@@ -12,24 +12,24 @@ from .points import points_of
 from .records import Records
 from .tracker import TRACKERS, Point, TrackedRun
 
-# Rounds that a tracker may be behind before it is given up.
+# A tracker that is more than this number of rounds behind is dropped.
 _MOST_BEHIND = 10_000
-# What a tracker may take for its last metrics, in seconds, when all else is done.
+# Seconds that a tracker may take for its last metrics when everything else is done.
 _PATIENCE = 60.0
 
 
 class RunTrackers:
-    """Hands metrics to all trackers of a training run or of a server. A tracker that fails, or is
-    far behind, is given up with one warning.
+    """Passes metrics to all trackers of a training run or of a server. A tracker that fails, or is
+    far behind, is dropped with one warning.
 
     Attributes:
-      lacking: the first round of a training run that a tracker may lack, although it was trained
-        before the checkpoint from which the run goes on. Trackers want to be told of the rounds
-        from there on, as repeated ones.
+      lacking: the first round of a training run that a tracker may lack although it was trained
+        before the checkpoint from which the run continues. The rounds from there on must be passed
+        to `log` again, as repeated ones.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None]):
-        """Begins to open the trackers.
+        """Starts to open the trackers.
 
         Args:
           names: keys of `TRACKERS`.
@@ -38,61 +38,50 @@ class RunTrackers:
         """
         self._records = Records(run.folder)
         self._threads = [_Thread(name, run, self._records, say) for name in names]
-        known = [own.known for own in self._threads if own.known is not None]
+        known = [thread.known for thread in self._threads if thread.known is not None]
         rounds = run.rounds or 0
         self.lacking = max(min([rounds, *known]), rounds - _MOST_BEHIND // 2)
 
     def register(self, task: str, time: float) -> None:
-        """Notes that a server has got a task, so that tasks of the same name are told apart.
-
-        Args:
-          task: its name.
-          time: when it was registered, in seconds since 1970.
-        """
+        """Records that a server registered a task at `time` (seconds since 1970), so that tasks of
+        the same name get separate curves."""
         if self._threads:
             self._records.register(task, time)
 
     def log(
         self, lines: Iterable[Mapping[str, Any]], held_out: bool, repeated_to: int = -1
     ) -> None:
-        """Hands results to the trackers.
-
-        Args:
-          lines, held_out, repeated_to: as for `points_of`.
-        """
+        """Passes results to the trackers. The arguments are those of `points_of`."""
         if self._threads:
             for point in points_of(lines, held_out, self._records.series, repeated_to):
-                for own in self._threads:
-                    own.log(point)
+                for thread in self._threads:
+                    thread.log(point)
 
     def close(self, finished: bool) -> None:
-        """Waits until the trackers have kept all metrics, but no longer than a minute.
-
-        Args:
-          finished: as for `Tracker.close`.
-        """
-        for own in self._threads:
-            own.end(finished)
-        for own in self._threads:
-            own.wait()
+        """Waits until the trackers have stored all metrics, but at most a minute. `finished` is as
+        for `Tracker.close`."""
+        for thread in self._threads:
+            thread.end(finished)
+        for thread in self._threads:
+            thread.wait()
 
 
 class _Thread:
-    """A tracker in its thread. The thread does not keep the process from ending."""
+    """A tracker in its own thread, which does not keep the process from ending."""
 
     def __init__(self, name: str, run: TrackedRun, records: Records, say: Callable[[str], None]):
         self._name, self._kind = name, TRACKERS[name]
         self._run, self._records, self._say = run, records, say
         self._points: queue.Queue[Point | bool] = queue.Queue(_MOST_BEHIND)
         self._off = False
-        # The last rounds of which it has got updates, and held-out losses.
+        # The last round whose updates the tracker has received, and the same for held-out losses.
         self._delivered = records.delivered(name)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     @property
     def known(self) -> int | None:
-        """The first round that it may not know; None if it is told of repeated ones in any case."""
+        """The first round that the tracker may lack; None if every repeated round must be sent."""
         # A held-out loss may come a round after the updates.
         return None if self._kind.forgets else max(0, self._delivered[0] - 1)
 
@@ -129,7 +118,7 @@ class _Thread:
                     self._delivered[item.held_out] = item.step
                     self._note_delivered()
             tracker.close(item)
-        except Exception as e:  # the packages pass on the errors of networks, files and servers
+        except Exception as e:  # trackers pass on the errors of networks, files and servers
             self._give_up(first_line(e))
         finally:
             self._note_delivered(at_once=True)
@@ -142,7 +131,7 @@ class _Thread:
         return point.step <= self._delivered[point.held_out]
 
     def _note_delivered(self, at_once: bool = False) -> None:
-        # The names of a server's tasks are noted with it.
+        # The names of a server's tasks are written with it.
         if self._run.rounds is None or not self._kind.forgets:
             self._records.deliver(self._name, self._delivered, at_once)
 

@@ -8,21 +8,16 @@ from .tracker import Point, TrackedRun
 
 
 class TensorBoard:
-    """The `Tracker` of TensorBoard. TensorBoard itself forgets the rounds from `TrackedRun.rounds`
-    on, with the held-out losses that were measured after exactly so many rounds."""
+    """The `Tracker` of TensorBoard. TensorBoard itself discards the earlier values of rounds from
+    `TrackedRun.rounds` on, including the held-out losses measured after exactly that many rounds.
+    """
 
     def __init__(self, run: TrackedRun):
-        """Opens a file of events.
-
-        Args:
-          run: the training run.
-        """
         folder = str(run.folder / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=run.rounds)
 
     def log(self, point: Point) -> None:
-        # The writer is a thread that ends when the disk is full, and then adding values would
-        # block for ever.
+        # The writer's thread ends when the disk is full; adding values would then block for ever.
         if not self._writer.file_writer.event_writer._worker.is_alive():
             raise OSError("its files cannot be written")
         for name, value in point.values.items():
@@ -33,5 +28,5 @@ class TensorBoard:
 
 
 def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -> TensorBoard:
-    """As `OpenTracker`. Runs have no ids there."""
+    """As `OpenTracker`. TensorBoard's runs have no ids."""
     return TensorBoard(run)

@@ -1,4 +1,5 @@
-"""What a tracker is, and which ones there are. Their packages are imported when a run begins."""
+"""The interface of a tracker, and a table of trackers. Their packages are imported when a run
+begins."""
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
@@ -18,7 +19,7 @@ class Point(NamedTuple):
       seconds: time of day in seconds since 1970.
       held_out: whether they are held-out losses.
       repeated: whether an earlier call of the same training run has measured this round already, so
-        that the tracker may know it.
+        that the tracker may have it.
     """
 
     step: int
@@ -29,14 +30,13 @@ class Point(NamedTuple):
 
 
 class TrackedRun(NamedTuple):
-    """What a tracker is told of a training run.
+    """Description of a training run for trackers.
 
     Attributes:
       name: name of the run directory.
       folder: the run directory.
-      rounds: number of rounds after which the training run goes on; 0 at its beginning. None for a
-        server, which counts on and trains no round of a number again.
-      config: the backbone, the options and the tasks of a training run, as a JSON object.
+      rounds: number of rounds after which the training run continues; 0 at its beginning. None for
+        a server, which never trains a round of the same number again.
     """
 
     name: str
@@ -49,24 +49,18 @@ class Tracker(Protocol):
     """Shows metrics. One thread calls all methods; any exception ends the tracker, not training."""
 
     def log(self, point: Point) -> None:
-        """Takes metrics. Rounds come in order, but a held-out loss may come a round late.
-
-        Args:
-          point: the metrics.
-        """
+        """Receives metrics. Rounds come in order, but a held-out loss may come a round late."""
         ...
 
     def close(self, finished: bool) -> None:
-        """Waits until the tracker has kept all metrics.
-
-        Args:
-          finished: whether the training run has ended; False if it can be continued.
-        """
+        """Waits until the tracker has stored all metrics. `finished` is False if the training run
+        can be continued."""
         ...
 
 
-# Function (run, id, keep) that opens a tracker. `id` is what `keep` was given in an earlier call
-# of the training run, None in the first one: the tracker then goes on with the same run of its own.
+# Function (run, id, keep) that opens a tracker. It calls `keep` with the id of the tracker's own
+# run; a later call of the training run passes this as `id` and continues the same run. In the first
+# call, `id` is None.
 OpenTracker = Callable[[TrackedRun, str | None, Callable[[str], None]], Tracker]
 
 
@@ -75,11 +69,11 @@ class TrackerKind(NamedTuple):
 
     Attributes:
       title: its name, for messages.
-      module: name of the module of this package that has its `open_tracker`.
+      module: module of this package with the function `open_tracker`.
       package: the package that it needs.
       extra: the extra of jaxmux that installs the package; empty if it is always installed.
-      forgets: whether it forgets by itself what it knows of rounds from `TrackedRun.rounds` on, so
-        that it has to be told of them again.
+      forgets: whether the tracker itself discards the rounds from `TrackedRun.rounds` on, so that
+        they must be sent again.
     """
 
     title: str
@@ -93,7 +87,7 @@ class TrackerKind(NamedTuple):
         return import_module(self.module, __package__).open_tracker
 
 
-# By the name that `RunOptions.trackers` uses.
+# Trackers by the name that `RunOptions.trackers` uses.
 TRACKERS: dict[str, TrackerKind] = {
     "tensorboard": TrackerKind("TensorBoard", ".tensorboard", "tensorboardX", forgets=True),
     "wandb": TrackerKind("Weights & Biases", ".wandb", "wandb", "wandb"),
@@ -102,10 +96,7 @@ TRACKERS: dict[str, TrackerKind] = {
 
 
 def refuse_missing(names: Iterable[str]) -> None:
-    """Checks that the packages of trackers are installed.
-
-    Args:
-      names: keys of `TRACKERS`.
+    """Checks that the packages of trackers, given by their names, are installed.
 
     Raises:
       PlanningError: a package is missing.

@@ -1,4 +1,4 @@
-"""Weights & Biases. Its own variables, such as WANDB_MODE and WANDB_PROJECT, choose the rest."""
+"""Weights & Biases. Its variables, such as WANDB_MODE and WANDB_PROJECT, choose the settings."""
 
 import os
 import uuid
@@ -9,8 +9,8 @@ import wandb
 from .tracker import Point, TrackedRun
 
 _PROJECT = "jaxmux"
-# The axis of all charts. The steps of Weights & Biases have to rise, and would not let a held-out
-# loss come a round late.
+# The axis of all charts. The built-in steps of Weights & Biases must rise, so a held-out loss could
+# not come a round late.
 _ROUND = "round"
 
 
@@ -18,14 +18,9 @@ class WeightsAndBiases:
     """The `Tracker` of Weights & Biases."""
 
     def __init__(self, run: TrackedRun, id: str):
-        """Opens a run.
-
-        Args:
-          run: the training run.
-          id: the id of the run in Weights & Biases.
-        """
+        """Opens the run with this id in Weights & Biases."""
         is_offline = wandb.setup().settings.mode not in ("online", "shared")
-        # `wandb.init` would ask for the key in the terminal, in the midst of training.
+        # `wandb.init` would ask for the key in the terminal, in the middle of training.
         if not (is_offline or wandb.login(prompt=False)):
             raise RuntimeError("no API key; run `wandb login`, or set WANDB_MODE=offline")
         self._run = wandb.init(
@@ -36,7 +31,7 @@ class WeightsAndBiases:
             config=dict(run.config),
             allow_val_change=True,
             dir=os.environ.get("WANDB_DIR") or str(run.folder),
-            # What jaxmux prints is for the terminal.
+            # Keeps jaxmux's output out of Weights & Biases.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric(_ROUND, hidden=True)
