@@ -1,1 +1,1 @@
-"""The command lines, and how they show plans: tables, a picture, a trace."""
+"""The command lines, and the display of plans as tables, a picture and a trace."""

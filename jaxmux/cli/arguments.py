@@ -10,12 +10,12 @@ from .generate_options import add_generate_options, check_generate_options
 from .option_parsing import add_config, command_parser, parse_options, parse_with_bindings
 from .option_types import count, in_range, not_negative, not_negative_integer, path, port, seed
 
-# `BACKBONE_FORMATS` of jaxmux.models, which help texts do not wait for.
+# `BACKBONE_FORMATS` of jaxmux.models, repeated here because importing it would delay `--help`.
 _FORMATS = ("float8", "int8", "nf4")
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
-# The interface of a run's page: this machine alone.
+# The network interface of a run's page by default: this machine alone.
 _HOST = "127.0.0.1"
 # Rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
@@ -75,18 +75,14 @@ def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def is_one_of_several(options: argparse.Namespace) -> bool:
-    """Whether the command is one of several processes.
-
-    Args:
-      options: the options of any command.
-    """
+    """Whether the command, given its options, is one of several processes."""
     return bool(getattr(options, "distributed", False) or getattr(options, "coordinator", None))
 
 
 def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exits with a message if the options of several processes do not belong together."""
-    given = [options.coordinator, options.processes, options.process]
-    if None in given and any(value is not None for value in given):
+    """Exits with a message if the options of several processes contradict each other."""
+    values = [options.coordinator, options.processes, options.process]
+    if None in values and any(value is not None for value in values):
         parser.error("--coordinator, --processes and --process belong together")
     if options.coordinator is None:
         return
@@ -285,9 +281,9 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     )
     options = parse_options(parser, arguments)
     names = ("backbone", "adapter", "max_length", "dtype", "backbone_format")
-    given = [name for name in names if getattr(options, name)]
-    if options.run_dir and given:
-        parser.error(f"--{given[0]}: the run directory tells it; leave it or --run_dir out")
+    superfluous = [name for name in names if getattr(options, name)]
+    if options.run_dir and superfluous:
+        parser.error(f"--{superfluous[0]}: the run directory tells it; leave it or --run_dir out")
     if not options.run_dir and options.task:
         parser.error("--task is for --run_dir")
     if not options.run_dir and not (options.backbone and options.adapter and options.data):
@@ -351,7 +347,7 @@ def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = command_parser(prog, help_texts.UI)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory of `jaxmux train`")
     _add_address(parser)
-    # For `jaxmux train --ui`.
+    # Given only by `jaxmux train --ui`.
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parse_options(parser, arguments)
 
@@ -371,8 +367,8 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# By command, one line of help, and the function that parses its options. The function takes the
-# arguments and the name of the program that the help shows.
+# By command, one line of help and the function that parses its options, which takes the arguments
+# and the name of the program that the help shows.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
     "train": ("train the tasks of a config together and export their adapters", train_options),
     "plan": ("show a plan for training a config on devices that need not exist", plan_options),
@@ -385,5 +381,5 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
 }
 
 
-# What JAX and the engine take beside training would be all of a smaller device.
+# On a smaller device, the memory that JAX and the engine use besides training would take all of it.
 _device_gib = in_range(float, 2, 1e6, "a size in GiB of at least 2")

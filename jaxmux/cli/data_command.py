@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tasks(config: RunConfig, names: Sequence[str] | None) -> list[Task]:
-    """The tasks with these names; all if there are no names. A sweep stands for the tasks of its
+    """The tasks with these names, or all tasks without names. A sweep stands for the tasks of its
     configurations."""
     tasks = expanded(config.tasks)
     check_names(tasks)

@@ -1,4 +1,4 @@
-"""What the tasks of a config train on: counts, lengths, samples and rows, as values."""
+"""Descriptions of the data of a config's tasks as values: counts, lengths, samples and rows."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -27,7 +27,7 @@ class ShownSample:
       tokens: ids of its tokens.
       targets: by token, whether it counts in the loss.
       parts: its text in parts, each with whether its tokens count in the loss.
-      at_max_length: whether it has the most tokens that the task permits, so that it may be cut.
+      at_max_length: whether it has `max_length` tokens, so that it may have been cut.
     """
 
     source: str
@@ -40,19 +40,19 @@ class ShownSample:
 
 @dataclasses.dataclass(frozen=True)
 class SourceReport:
-    """Counts of one source of a task; without the records that are held out.
+    """Counts of one source of a task, without held-out records.
 
     Attributes:
       path: its path.
       records: number of records read.
-      epoch_samples: number of samples in an epoch, repeated ones included.
-      share: this number over that of all sources.
+      epoch_samples: number of samples in an epoch, including repeated ones.
+      share: `epoch_samples` divided by that of all sources together.
       epoch_tokens: tokens of these samples.
-      target_share: the part of these tokens that counts in the loss.
+      target_share: fraction of these tokens that counts in the loss.
       truncated, dropped, bad_records: as `truncated`, `dropped` and `skipped` of `Samples`.
       first_bad_record: the error of the first bad record; empty if there is none.
-      unknown_targets, cut_targets: the part of the tokens that count in the loss which the
-        tokenizer does not know, and the part that truncation removes.
+      unknown_targets: fraction of the tokens counting in the loss that the tokenizer does not know.
+      cut_targets: fraction of the tokens counting in the loss that truncation removes.
     """
 
     path: str
@@ -71,7 +71,7 @@ class SourceReport:
 
 @dataclasses.dataclass(frozen=True)
 class TaskReport:
-    """What a task trains on.
+    """Description of a task's training data.
 
     Attributes:
       name: its name.
@@ -80,13 +80,13 @@ class TaskReport:
       batch_size, steps: of the task.
       epochs: number of epochs in these steps.
       max_length: most tokens of a sample.
-      longest: tokens of the longest sample, held-out ones included.
+      longest: tokens of the longest sample, including held-out samples.
       context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch).
       sources: its sources.
-      template_date: the time that a chat template has read, in the form of ISO 8601; empty if none
-        has. Training takes the time at which the run begins.
-      warnings: what training warns of in the texts of its records.
+      template_date: the time that a chat template has read, in ISO 8601; empty if none has read it.
+        Training takes the time at which the run begins.
+      warnings: the warnings of training about the texts of the records.
       shown: the first samples of each source.
     """
 
@@ -108,16 +108,16 @@ class TaskReport:
 
 @dataclasses.dataclass(frozen=True)
 class PackingReport:
-    """How the first global batches of all tasks lie in microbatches.
+    """The positions of the first global batches of all tasks in microbatches.
 
     Attributes:
       shape: rows, tokens of a row and tokens of a chunk.
       microbatches: number of microbatches of the first round.
       rows_used: number of their rows that hold samples.
-      padding: the part of the tokens of these rows that is padding. Training chooses microbatches
-        that have few other rows.
-      rows: by such row of the first microbatch, its samples in their order: name of the task,
-        offset in the row, and stream length.
+      padding: fraction of the tokens of these rows that is padding. Rows without samples do not
+        count, because training chooses microbatches that have few of them.
+      rows: by row of the first microbatch that holds samples, its samples in their order: name of
+        the task, offset in the row, and stream length.
     """
 
     shape: ShapeClass
@@ -130,22 +130,14 @@ class PackingReport:
 def report_task(
     task: Task, data: TaskData, config: BackboneConfig, tokenizer: Any, count: int
 ) -> TaskReport:
-    """Describes the data of a task.
-
-    Args:
-      task: the task.
-      data: its data.
-      config: configuration of the backbone.
-      tokenizer: the backbone's tokenizer.
-      count: number of samples to show of each source.
-    """
+    """Describes the data of a task, showing the first `count` samples of each source."""
     samples = data.samples.samples
     lengths = token_counts(samples)
     held_out = token_counts(data.eval_samples)
     shown = [
-        _shown(own.samples[n], source.path, n, tokenizer, task.max_length)
-        for source, own in zip(task.sources, data.sources, strict=True)
-        for n in range(min(count, len(own.samples)))
+        _shown(source_data.samples[n], source.path, n, tokenizer, task.max_length)
+        for source, source_data in zip(task.sources, data.sources, strict=True)
+        for n in range(min(count, len(source_data.samples)))
     ]
     return TaskReport(
         name=task.name,
@@ -159,8 +151,8 @@ def report_task(
         context=config.max_position_embeddings,
         histogram=_histogram(lengths),
         sources=[
-            _report_source(source.path, own, len(samples))
-            for source, own in zip(task.sources, data.sources, strict=True)
+            _report_source(source.path, source_data, len(samples))
+            for source, source_data in zip(task.sources, data.sources, strict=True)
         ],
         template_date=data.samples.rendering.date,
         warnings=of_texts(data.samples),
@@ -184,17 +176,20 @@ def report_packing(
     """
     names = list(data)
     parts = [
-        stream_lengths(s) for own in data.values() for s in (own.samples.samples, own.eval_samples)
+        stream_lengths(samples)
+        for of_task in data.values()
+        for samples in (of_task.samples.samples, of_task.eval_samples)
     ]
     shape = smallest_shape_class(
         np.unique(np.concatenate(parts)).tolist(), tokens, chunk_len, row_len
     )
     lengths = {
-        slot: stream_lengths(own.batches[0]).tolist() for slot, own in enumerate(data.values())
+        slot: stream_lengths(of_task.batches[0]).tolist()
+        for slot, of_task in enumerate(data.values())
     }
     microbatches = pack_round(lengths, shape).microbatches()
     used = sum(map(sum, lengths.values()))
-    rows = sum(len({placement.row for placement in own}) for own in microbatches)
+    rows = sum(len({placement.row for placement in placed}) for placed in microbatches)
     return PackingReport(
         shape,
         len(microbatches),
@@ -205,13 +200,8 @@ def report_packing(
 
 
 def to_json(tasks: Sequence[TaskReport], packing: PackingReport) -> dict[str, Any]:
-    """The reports as a JSON object.
-
-    Args:
-      tasks: the tasks.
-      packing: how they are packed.
-    """
-    fields = {"tasks": {own.name: dataclasses.asdict(own) for own in tasks}}
+    """The reports as a JSON object."""
+    fields = {"tasks": {report.name: dataclasses.asdict(report) for report in tasks}}
     shape = {name: getattr(packing.shape, name) for name in ("rows", "row_len", "chunk_len")}
     return fields | {
         "packing": {
@@ -234,33 +224,35 @@ def _rows(
     shape: ShapeClass,
 ) -> list[list[tuple[str, int, int]]]:
     rows: list[list[tuple[str, int, int]]] = [[] for _ in range(shape.rows)]
-    for own in placements:
-        rows[own.row].append((names[own.slot], own.offset, lengths[own.slot][own.sample]))
+    for placement in placements:
+        name, tokens = names[placement.slot], lengths[placement.slot][placement.sample]
+        rows[placement.row].append((name, placement.offset, tokens))
     return [sorted(row, key=lambda sample: sample[1]) for row in rows if row]
 
 
-def _report_source(path: str, own: Any, of_all: int) -> SourceReport:
-    samples = own.samples
+def _report_source(path: str, data: Any, of_all: int) -> SourceReport:
+    samples = data.samples
     tokens = int(samples.token_counts.sum(dtype=np.int64))
-    targets = max(1, own.target_tokens)
+    targets = max(1, data.target_tokens)
     return SourceReport(
         path=path,
-        records=own.read,
+        records=data.read,
         epoch_samples=len(samples),
         share=len(samples) / of_all,
         epoch_tokens=tokens,
         target_share=target_tokens(samples) / tokens,
-        truncated=own.truncated,
-        dropped=own.dropped,
-        bad_records=own.skipped,
-        first_bad_record=own.first_skipped,
-        unknown_targets=own.unknown_target_tokens / targets,
-        cut_targets=own.cut_target_tokens / targets,
+        truncated=data.truncated,
+        dropped=data.dropped,
+        bad_records=data.skipped,
+        first_bad_record=data.first_skipped,
+        unknown_targets=data.unknown_target_tokens / targets,
+        cut_targets=data.cut_target_tokens / targets,
     )
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """At most `_BINS` ranges of equal width, from the shortest to the longest sample."""
+    """Numbers of samples in at most `_BINS` ranges of equal width (least tokens, most tokens,
+    number), from the shortest to the longest sample."""
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // _BINS)
     counts = np.bincount((lengths - low) // width)
@@ -275,12 +267,12 @@ def _shown(sample: Sample, path: str, number: int, tokenizer: Any, max_length: i
     borders = [0, *(np.flatnonzero(np.diff(sample.target_mask)) + 1).tolist(), len(ids)]
     parts, before = [], ""
     for start, end in zip(borders, borders[1:], strict=False):
-        # Alone, a part would lose the space before its first word in some tokenizers.
+        # Decoded alone, a part would lose the space before its first word in some tokenizers.
         whole = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
         if whole.startswith(before):
-            own = whole[len(before) :]
+            text = whole[len(before) :]
         else:
-            own = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
-        parts.append((own, mask[start]))
+            text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
+        parts.append((text, mask[start]))
         before = whole
     return ShownSample(path, number + 1, ids, mask, parts, len(ids) == max_length)

@@ -12,7 +12,7 @@ from jaxmux.printable import escaped
 from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
 from .plan_tables import NumberTable
 
-# Where there are no colours, these stand around text that counts in the loss.
+# Without colours, these enclose text that counts in the loss.
 MARKS = "⟦", "⟧"
 _STYLE = "bold green"
 _BAR = 40
@@ -21,19 +21,15 @@ _MOST_ROWS = 8
 
 
 def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str]:
-    """What describes the data of a task, in the order in which to show it.
-
-    Args:
-      report: the task.
-      colours: whether text may have colours.
-    """
+    """The tables and lines that describe the data of a task, in the order of the report.
+    `colours` tells whether text may have colours."""
     line = [f"{report.samples:,} samples in an epoch", f"{report.held_out:,} held out"]
     line += [
         f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.2f} epochs",
         f"longest {report.longest:,} of at most {report.max_length:,} tokens",
     ]
     yield f"task {report.name}: {', '.join(line)}"
-    # The last token of a sample is not read.
+    # The model does not read the last token of a sample.
     if report.longest - 1 > report.context:
         yield f"the backbone was made for {report.context:,} tokens (max_position_embeddings)"
     yield _sources(report.sources)
@@ -57,11 +53,7 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
 
 
 def packing_parts(report: PackingReport) -> Iterator[str]:
-    """What describes the rows of the first microbatch.
-
-    Args:
-      report: how samples are packed.
-    """
+    """The lines that describe the rows of the first microbatch."""
     shape = report.shape
     yield (
         f"first round: {numbered(report.rows_used, 'row')} of {shape.row_len:,} places in "
@@ -76,11 +68,11 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
     for number, row in enumerate(report.rows[:_MOST_ROWS]):
         used = sum(tokens for *_, tokens in row)
-        counts = [(name, [t for own, _, t in row if own == name]) for name in names]
+        counts = [(name, [tokens for task, _, tokens in row if task == name]) for name in names]
         held = ", ".join(
-            f"{letters[name]} {name}: {numbered(len(own), 'sample')} in {sum(own):,} places"
-            for name, own in counts
-            if own
+            f"{letters[name]} {name}: {numbered(len(tokens), 'sample')} in {sum(tokens):,} places"
+            for name, tokens in counts
+            if tokens
         )
         yield f"row {number:<3} {_drawn(row, letters, shape.row_len)}"
         yield f"        {held}; {1 - used / shape.row_len:.0%} padding"
@@ -97,8 +89,8 @@ def _microbatches(count: int) -> str:
 
 
 def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len: int) -> str:
-    """A row as a line: the letter of a task where its samples lie, small and capital in turn, and a
-    dot for padding."""
+    """A row as a line. A sample is a series of its task's letter, in lower and upper case
+    alternately; a dot is padding."""
     width = min(_ROW, row_len)
     line = ["."] * width
     for number, (name, offset, tokens) in enumerate(row):
@@ -111,17 +103,17 @@ def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len
 
 def _sources(sources: Sequence[SourceReport]) -> Table:
     table = NumberTable("source", "records", "epoch", "share", "tokens", "loss", "cut", "left out")
-    for own in sources:
-        left_out = own.dropped + own.bad_records
+    for source in sources:
+        left_out = source.dropped + source.bad_records
         table.add_row(
-            own.path,
-            f"{own.records:,}",
-            f"{own.epoch_samples:,}",
-            f"{own.share:.1%}",
-            f"{own.epoch_tokens:,}",
-            f"{own.target_share:.1%}",
-            f"{own.truncated / own.records:.1%}",
-            f"{left_out / own.records:.1%}",
+            source.path,
+            f"{source.records:,}",
+            f"{source.epoch_samples:,}",
+            f"{source.share:.1%}",
+            f"{source.epoch_tokens:,}",
+            f"{source.target_share:.1%}",
+            f"{source.truncated / source.records:.1%}",
+            f"{left_out / source.records:.1%}",
         )
     return table
 

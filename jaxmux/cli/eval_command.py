@@ -43,27 +43,27 @@ def run(options: argparse.Namespace) -> int:
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
-    # Templates that write the date write that of training.
+    # Chat templates that write the date write the date of training.
     begun = begun_of(read_record(Path(options.run_dir))) if options.run_dir else datetime.now()
-    # By tokenizer, the data that have been read.
+    # By tokenizer, the data that has been read.
     cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
         spec, weights = import_adapter(
             adapter, backbone.config, backbone.fingerprint, base, base_model=str(folder)
         )
         task, reader = dataclasses.replace(task, adapter=spec), tokenizer
-        with_own = adapter_tokenizer(adapter, tokenizer)
-        has_own_tokens = tokenizer_key(with_own)[0] != tokenizer_key(tokenizer)[0]
-        if with_own is not tokenizer and (options.data or has_own_tokens):
-            # The template of a source is refused for records that are no chats.
-            task, reader = _with_template(task, None), with_own
-        elif with_own is not tokenizer:
-            task = _with_template(task, with_own.chat_template)
-        for own in _with_data(task, options.data):
+        adapted_tokenizer = adapter_tokenizer(adapter, tokenizer)
+        has_own_tokens = tokenizer_key(adapted_tokenizer)[0] != tokenizer_key(tokenizer)[0]
+        if adapted_tokenizer is not tokenizer and (options.data or has_own_tokens):
+            # A source with a template would be refused for records that are not chats.
+            task, reader = _with_template(task, None), adapted_tokenizer
+        elif adapted_tokenizer is not tokenizer:
+            task = _with_template(task, adapted_tokenizer.chat_template)
+        for evaluated in _with_data(task, options.data):
             known = loaded[tokenizer_key(reader)]
             with TemplateClock(begun):
-                samples = read_held_out(own, backbone.config, reader, known)[: options.limit]
-            cases.append(Case(task.name, _name_of_data(own), spec, weights, samples, reader))
+                samples = read_held_out(evaluated, backbone.config, reader, known)[: options.limit]
+            cases.append(Case(task.name, _name_of_data(evaluated), spec, weights, samples, reader))
     results = _results(cases, backbone, options)
     _show(results)
     if options.out:
@@ -102,7 +102,7 @@ def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapter
             raise RunDirectoryError(
                 f"{run_dir / 'run.json'}: damaged (task {name!r}: {e})"
             ) from None
-        # It is the adapter that training has given, wherever that began.
+        # The adapter in the folder is evaluated, not the one with which training began.
         adapters.append((dataclasses.replace(task, resume_from=None), folder))
     return record["backbone"], record["dtype"], record.get("backbone_format"), adapters
 
@@ -111,7 +111,7 @@ def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Ada
     """The same, from --backbone and --adapter."""
     adapters = []
     for adapter in options.adapter:
-        # A folder may have characters that the name of a task may not have.
+        # Names of folders may have characters that names of tasks must not have.
         shown = re.sub(r"[^A-Za-z0-9._-]", "_", Path(adapter).resolve().name)
         name = shown.lstrip("._-")[:LONGEST_NAME] or "adapter"
         task = Task(name, options.data[0], max_length=options.max_length, steps=1)
@@ -120,9 +120,10 @@ def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Ada
 
 
 def _with_template(task: Task, template: str | None) -> Task:
-    """The task with the template in its adapter's folder, or with none, in place of the one that
-    its training data name: that file may be another one by now."""
-    named = next((own.chat_template for own in task.sources if own.chat_template), None)
+    """The task with another chat template in the sources that use its training data's template.
+    That template's file may have changed since, so `template`, from the adapter's folder, replaces
+    it; None removes it."""
+    named = next((source.chat_template for source in task.sources if source.chat_template), None)
 
     def changed(source: Source) -> Source:
         is_named = named is not None and source.chat_template == named
@@ -133,7 +134,7 @@ def _with_template(task: Task, template: str | None) -> Task:
 
 
 def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
-    """The task with each of the held-out files, or with its own held-out data."""
+    """Yields the task with each of the held-out files, or with its own held-out data."""
     if not files:
         if not task.eval_data and task.validation_fraction is None:
             raise TaskError(
@@ -142,7 +143,7 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
             )
         yield task
         return
-    # Fields and loss masks are those of the task's own data.
+    # Fields and loss masks are those of the task's data.
     like: Source = task.eval_data or task.sources[0]
     for file in files:
         source = dataclasses.replace(like, path=resolve_path(file), **_WHOLE_FILE)
@@ -151,9 +152,9 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
         )
 
 
-# How often training has samples of its own data.
+# Fields of a source that limit or repeat its samples in training, reset for evaluation.
 _WHOLE_FILE = {"split": "train", "max_samples": None, "repeat": None, "weight": None}
-# They need `eval_every`.
+# Fields of a task that are only permitted with `eval_every`.
 _UNSET = {"keep_best": False, "patience": None, "validation_seed": None}
 
 
@@ -166,7 +167,7 @@ def _name_of_data(task: Task) -> str:
 def _results(
     cases: Sequence[Case], backbone: Backbone, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """One JSON object for each case. Numbers that are not finite or not measured are None."""
+    """One JSON object for each case. Numbers that are not finite or were not measured are None."""
     losses = losses_of(cases, backbone)
     matches: Sequence[Any] = [None] * len(cases)
     if options.max_new_tokens != 0:
@@ -181,11 +182,11 @@ def _results(
             "compared": match and match.compared,
         }
         for which in ("backbone", "adapter"):
-            own = getattr(loss, which)
+            mean = getattr(loss, which)
             equal = match and match.compared and getattr(match, which) / match.compared
             result[which] = {
-                "loss": finite_or_none(own),
-                "perplexity": finite_or_none(math.exp(own) if own < 700 else math.inf),
+                "loss": finite_or_none(mean),
+                "perplexity": finite_or_none(math.exp(mean) if mean < 700 else math.inf),
                 "exact_match": equal if match and match.compared else None,
             }
         results.append(result)
@@ -193,17 +194,16 @@ def _results(
 
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
-    """Prints a table."""
     several = len({result["data"] for result in results}) > 1
-    # Below the name of a task, its data have as much room as the name.
+    # The data are named in rows below their task, so that both get the full width of the column.
     name = "task, data" if several else "task"
     table = NumberTable(name, "samples", "loss", "perplexity", "exact\nmatch")
     table.caption, table.caption_justify = "backbone → adapter", "left"
-    for task, own in groupby(results, key=lambda result: result["task"]):
+    for task, of_task in groupby(results, key=lambda result: result["task"]):
         if several:
             table.add_section()
             table.add_row(task)
-        for result in own:
+        for result in of_task:
             table.add_row(
                 f"  {result['data']}" if several else task,
                 f"{result['samples']:,}",

@@ -24,13 +24,9 @@ TASK_FAILED, REFUSED, BROKE = 1, 2, 3
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
-    """Runs a command. Turns an exception into one line on standard error and an exit code; an
-    exception that is a fault of jaxmux keeps its traceback.
-
-    Args:
-      run: function without arguments that runs the command and returns its exit code.
-    """
-    # Text that the terminal cannot show is replaced, not an error.
+    """Runs a command, a function that returns its exit code. Turns an exception into one line on
+    standard error and an exit code; an exception that is a fault of jaxmux keeps its traceback."""
+    # Characters that the terminal cannot show are replaced, instead of raising an error.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")
@@ -43,7 +39,7 @@ def exit_code_of(run: Callable[[], int]) -> int:
     except KeyboardInterrupt:
         return _fail(128 + signal.SIGINT, "stopped by SIGINT")
     except BrokenPipeError:
-        # The reader of the output is gone. Python would complain once more when it flushes.
+        # The reader of the output has gone. Python would raise the error again when it flushes.
         sys.stdout = open(os.devnull, "w")
         return 128 + signal.SIGPIPE
     except Exception as e:
@@ -56,17 +52,13 @@ def exit_code_of(run: Callable[[], int]) -> int:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """Ends the process without waiting for threads or other processes.
-
-    Args:
-      code: the exit code.
-    """
+    """Ends the process with this exit code, without waiting for threads or other processes."""
     with suppress(OSError, ValueError):
         sys.stdout.flush()
     os._exit(code)
 
 
 def _fail(code: int, message: str) -> int:
-    # Messages quote what others have written: templates, records, names of files.
+    # Messages quote texts by others: templates, records, names of files.
     print(escaped(message, keep="\n"), file=sys.stderr)
     return code

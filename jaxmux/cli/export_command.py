@@ -28,7 +28,7 @@ from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 from jaxmux.runs.run_directory import LockState, lock_state
 
-# Files of backbones, one of which every checkpoint folder has.
+# Files of backbones; every checkpoint folder has at least one of them.
 _OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.json"}
 
 
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
     damaged: set[str] = set()
 
     def warn_of_damage(line: str) -> None:
-        # A checkpoint is named once, although each task finds another array of it damaged.
+        # Each task finds another array of a damaged checkpoint, but one warning is enough.
         if (checkpoint := line.partition(" (")[0]) not in damaged:
             damaged.add(checkpoint)
             _warn(line)
@@ -67,13 +67,19 @@ def run(options: argparse.Namespace) -> int:
             state = _state(progress, _steps(run_dir, record, name), lock_state(run_dir))
             _warn(f"task {name}: warning: {state}")
         last, best = without_best(arrays)
-        # What the training of a task gives is its best adapter, if it keeps that.
+        # If a task keeps its best adapter, that is its result.
         is_best = best is not None and options.round is None and progress.status == "succeeded"
         adapter = adapter_of(best() if is_best else last, spec, config)
         samples = record.get("samples", {}).get(name, {})
-        recorded = name, record["tasks"][name], samples, record["fingerprints"]
         with _damage(run_dir, f"task {name!r}"):
-            notes = notes_of_record(*recorded, progress, is_best)
+            notes = notes_of_record(
+                name,
+                record["tasks"][name],
+                samples,
+                record["fingerprints"],
+                progress,
+                is_best,
+            )
             rendering = _rendering(record, name)
         if options.merge:
             write_merged(out / name, record["backbone"], adapter, spec, config, notes, rendering)
@@ -98,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _damage(run_dir: Path, what: str) -> Iterator[None]:
-    """Turns errors of entries that run.json lacks, or of their types, into a RunDirectoryError."""
+    """Turns errors of missing entries of run.json, or of their types, into a RunDirectoryError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -106,7 +112,7 @@ def _damage(run_dir: Path, what: str) -> Iterator[None]:
 
 
 def _rendering(record: Mapping[str, Any], name: str) -> Rendering | None:
-    """How the data of a task became text; None if an earlier version has written the record."""
+    """How the data of a task became text; None if an earlier version of jaxmux wrote the record."""
     if "rendering" in record:
         return Rendering.from_json(record["rendering"][name])
     sources = record["tasks"][name]["data"]
@@ -120,8 +126,8 @@ def _rendering(record: Mapping[str, Any], name: str) -> Rendering | None:
 
 
 def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> None:
-    """RunDirectoryError if a folder that is to be written is a link or holds something. With
-    --overwrite, an adapter is replaced if the folder holds none of the files of a backbone."""
+    """Raises RunDirectoryError if a folder to write is a link or is not empty. With --overwrite, an
+    adapter may be replaced if the folder has none of the files of a backbone."""
     for folder in folders:
         if folder.is_symlink():
             raise RunDirectoryError(
@@ -130,7 +136,7 @@ def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> No
         if folder.exists() and not folder.is_dir():
             raise RunDirectoryError(f"{folder}: is no folder; choose another --out")
         present = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        # An export that was killed has left it.
+        # A killed export leaves this folder.
         present = [name for name in present if name != ".partial"]
         if options.merge and folder.exists():
             raise RunDirectoryError(f"{folder}: exists already; choose another --out")
@@ -157,7 +163,7 @@ def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> No
 
 
 def _refuse_unmergeable(specs: Mapping[str, Any]) -> None:
-    """AdapterError if an adapter of a task cannot be merged, before any of them is written."""
+    """Raises AdapterError if any task's adapter cannot be merged, before one is written."""
     apart = {name: kind.name for name, spec in specs.items() if not (kind := kind_of(spec)).merged}
     if apart:
         which = ", ".join(f"{name!r} (kind {kind!r})" for name, kind in apart.items())
@@ -169,7 +175,7 @@ def _refuse_unmergeable(specs: Mapping[str, Any]) -> None:
 
 
 def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
-    """Number of steps that a task trains; None if it is not known before the training has ended."""
+    """Number of steps that a task trains; None if that is known only when training has ended."""
     if (steps := record["tasks"][name].get("steps")) is not None:
         return steps
     summary = Summary.load(run_dir / "summary.json")

@@ -1,4 +1,4 @@
-"""What fits on a device as tables and lines of text for a terminal of 80 columns."""
+"""The report of `jaxmux plan --fits` as tables and lines for a terminal of 80 columns."""
 
 from collections.abc import Iterator
 from itertools import groupby
@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def fit_tables(fits: "Fits") -> Iterator[Table | str]:
-    """The tables and lines that describe what fits, in the order in which to show them.
-
-    Args:
-      fits: what fits.
-    """
+    """The tables and lines that describe what fits, in the order of the report."""
     yield (
         f"{fits.backbone} ({numbered(fits.layers, 'layer')}) on one device of "
         f"{fits.device_gib:g} GiB,\nof which training may use "
@@ -39,7 +35,7 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
         "norms, dots, lean, full: what layers keep (fine_tune.remat), from most to least\n"
         "no: does not fit, with the memory that it would take\n"
     )
-    if not any(cell.fits for own in fits.cells.values() for cell in own):
+    if not any(cell.fits for cells in fits.cells.values() for cell in cells):
         yield "nothing fits"
         return
     device = next(iter(fits.sources.values())).device
@@ -49,9 +45,9 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
 
 
 def _task(fits: "Fits") -> str:
-    """What a slot holds: `LoRA of rank 16 on 7 linears, with adamw`."""
+    """The contents of a slot, such as `LoRA of rank 16 on 7 linears, with adamw`."""
     pool = fits.pool
-    adapters = [own.kind for own in pool.others]
+    adapters = [kind.kind for kind in pool.others]
     if pool.modules:
         linears = numbered(len(pool.modules), "linear")
         adapters = [f"LoRA of rank {pool.rank} on {linears}", *adapters]
@@ -59,20 +55,20 @@ def _task(fits: "Fits") -> str:
 
 
 def _sources(fits: "Fits") -> Iterator[str]:
-    """Where the costs come from, and which formats they are for if there are several sources."""
+    """The origin of the costs and, if there are several, the formats of each."""
     names: dict[tuple[str, str], list[str]] = {}
-    for name, own in fits.sources.items():
-        names.setdefault((own.kind, own.text), []).append(name)
+    for name, source in fits.sources.items():
+        names.setdefault((source.kind, source.text), []).append(name)
     for (kind, text), formats in names.items():
         which = f" of {', '.join(formats)}" if len(names) > 1 else ""
         yield f"costs{which} are {kind}: {text}"
-    yield from dict.fromkeys(note for own in fits.sources.values() for note in own.notes)
+    yield from dict.fromkeys(note for source in fits.sources.values() for note in source.notes)
 
 
 def _memory(fits: "Fits") -> Table:
     columns = [numbered(tasks, "task") for tasks in _tasks(fits)]
     table = NumberTable("linears,\nweights", "tokens", *columns)
-    # With these, a fifth number of tasks fits into 80 columns.
+    # These settings make room for a fifth number of tasks in 80 columns.
     table.pad_edge, table.columns[0].no_wrap = False, True
     for name, cells in fits.cells.items():
         table.add_section()
@@ -83,11 +79,11 @@ def _memory(fits: "Fits") -> Table:
 
 
 def _tasks(fits: "Fits") -> list[int]:
-    return sorted({cell.tasks for own in fits.cells.values() for cell in own})
+    return sorted({cell.tasks for cells in fits.cells.values() for cell in cells})
 
 
 def _need(cell: FitCell) -> str:
-    """`20.1 lean`, or `no 31.2` if the cell does not fit."""
+    """The text of a cell: `20.1 lean`, or `no 31.2` if it does not fit."""
     gib = cell.peak_bytes / 2**30
     digits = 2 if gib < 1 else 1 if gib < 100 else 0
     size = f"{gib:.{digits}f}"

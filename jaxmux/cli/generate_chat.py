@@ -21,22 +21,22 @@ def chat(
     generator: Generator,
     system: str | None,
     answering: Sequence[Any],
-    given: Mapping[str, Any],
+    settings: Mapping[str, Any],
 ) -> None:
     """Reads messages of the user, and prints the answers of each adapter in turn. Every adapter has
-    a conversation of its own, with its own answers.
+    a separate conversation with its own answers.
 
     Messages that do not come from a terminal are printed too, so that the output can be read.
 
     Args:
-      generator: what generates.
+      generator: computes the answers.
       system: the system's message, or None.
-      answering: what answers, with the fields of `Answering`. Their tokenizers have chat templates.
-      given: keyword arguments of `Generator.stream`.
+      answering: objects with the fields of `Answering`. Their tokenizers have chat templates.
+      settings: keyword arguments of `Generator.stream`.
     """
 
     def begun() -> list[Conversation]:
-        return [Conversation(own.tokenizer, (), system) for own in answering]
+        return [Conversation(each.tokenizer, (), system) for each in answering]
 
     conversations = begun()
     is_terminal = sys.stdin.isatty()
@@ -51,27 +51,27 @@ def chat(
         for conversation in conversations:
             conversation.add("user", text)
         try:
-            answers = _answer(generator, conversations, answering, given)
+            answers = _answer(generator, conversations, answering, settings)
         except DataError as error:
             # The conversation is too long, or the template refuses the message.
             print(f"error: {escaped(str(error), keep='\n')}", file=sys.stderr)
             conversations = begun()
             continue
         for conversation, answer in zip(conversations, answers, strict=True):
-            # White space around answers is the template's, which puts it around each message.
+            # The template puts white space around each message, so the answer is stored without.
             conversation.add("assistant", answer.strip())
 
 
-def _answer(generator, conversations, answering, given) -> list[str]:
-    """Prints the answers to the last messages; returns those that have been printed if the user
-    stops them."""
+def _answer(generator, conversations, answering, settings) -> list[str]:
+    """Prints the answers to the last messages and returns them. If the user stops them, returns the
+    parts that have been printed."""
     requests = [
-        Request(conversation.prompt(), own.spec, own.adapter, True, own.stops, own.tokenizer)
-        for conversation, own in zip(conversations, answering, strict=True)
+        Request(conversation.prompt(), each.spec, each.adapter, True, each.stops, each.tokenizer)
+        for conversation, each in zip(conversations, answering, strict=True)
     ]
     answers, started = [""] * len(requests), -1
     try:
-        with closing(generator.stream(requests, **given)) as pieces:
+        with closing(generator.stream(requests, **settings)) as pieces:
             for piece in in_order(pieces, len(requests)):
                 if piece.request != started and len(requests) > 1:
                     print(f"[{answering[piece.request].label}]")
@@ -87,7 +87,7 @@ def _lines() -> Iterator[str]:
     """The messages of the user, until the input ends."""
     is_terminal = sys.stdin.isatty()
     if isinstance(sys.stdin, TextIOWrapper) and not is_terminal:
-        # Only LF and CRLF end lines, and a file may begin with a byte order mark.
+        # Only LF and CRLF end a line, and a file may begin with a byte order mark.
         sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
     while True:
         try:

@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         require_output(options.out, "file of completions", holds_completions)
     folders = _adapter_folders(options)
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
-    # Templates that write the date write that of training, and the same one in all prompts.
+    # Chat templates that write the date write the date of training, the same in all prompts.
     with TemplateClock(begun_of(record)):
         return _answer(options, folders, record)
 
@@ -55,19 +55,19 @@ def _answer(
     answering = list(_answering(tokenizers, folders, backbone, base, are_chats))
     tokenizer = answering[0].tokenizer
     generator = Generator(backbone, tokenizer, max_batch=options.max_batch, keep_backbone=False)
-    given = {
+    settings = {
         "max_new_tokens": options.max_new_tokens,
         "sampling": Sampling(options.temperature, options.top_p, options.top_k, options.seed),
     }
     if options.chat:
-        chat(generator, options.system, answering, given)
+        chat(generator, options.system, answering, settings)
         return 0
     requests = [
-        Request(text, own.spec, own.adapter, prompt.is_rendered, own.stops, own.tokenizer)
+        Request(text, each.spec, each.adapter, prompt.is_rendered, each.stops, each.tokenizer)
         for prompt in prompts
-        for text, own in zip(prompt.texts, answering, strict=True)
+        for text, each in zip(prompt.texts, answering, strict=True)
     ]
-    with closing(generator.stream(requests, **given)) as pieces:
+    with closing(generator.stream(requests, **settings)) as pieces:
         if options.out:
             with CompletionFile(options.out, prompts, list(tokenizers)) as file:
                 file.write(pieces)
@@ -77,12 +77,12 @@ def _answer(
 
 
 class Answering(NamedTuple):
-    """What answers prompts.
+    """The backbone or an adapter, as it answers prompts.
 
     Attributes:
       label: name that is shown beside the answers.
       spec: specification of the adapter; None for the bare backbone.
-      adapter: its arrays, or None.
+      adapter: the adapter's arrays; None for the bare backbone.
       tokenizer: renders and tokenizes its prompts, and decodes its answers.
       stops: tokens with which its chat template ends an answer; empty for plain prompts.
     """
@@ -97,21 +97,21 @@ class Answering(NamedTuple):
 def _tokenizers(
     options: argparse.Namespace, backbone: str, folders: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """By label, the tokenizers of the backbone, if it answers, and of the adapters. Adapters with
-    the same chat template and no tokenizer of their own share one."""
+    """By label, the tokenizers of the backbone, if it answers, and of the adapters. Equal ones,
+    with the same tokens and chat template, are one object."""
     tokenizer = load_tokenizer(backbone)
     if name := options.chat_template:
         template = named_template(tokenizer, name) or read_template(name)
         tokenizer = with_chat_template(tokenizer, template)
-    found = {BASE: tokenizer} if options.with_base or not folders else {}
+    by_label = {BASE: tokenizer} if options.with_base or not folders else {}
     known = {tokenizer_key(tokenizer): tokenizer}
     for label, folder in folders.items():
-        own = adapter_tokenizer(folder, tokenizer)
-        found[label] = known.setdefault(tokenizer_key(own), own)
+        candidate = adapter_tokenizer(folder, tokenizer)
+        by_label[label] = known.setdefault(tokenizer_key(candidate), candidate)
     if options.chat:
-        for label, own in found.items():
-            template_of(own, where=label)
-    return found
+        for label, candidate in by_label.items():
+            template_of(candidate, where=label)
+    return by_label
 
 
 def _answering(
@@ -122,9 +122,9 @@ def _answering(
     are_chats: bool,
 ) -> Iterator[Answering]:
     for label, tokenizer in tokenizers.items():
-        adapter = (None, None)
+        spec = adapter = None
         if label in folders:
-            adapter = import_adapter(
+            spec, adapter = import_adapter(
                 folders[label],
                 backbone.config,
                 backbone.fingerprint,
@@ -132,36 +132,36 @@ def _answering(
                 base_model=backbone.name_or_path,
             )
         stops = end_of_turn(tokenizer) if are_chats else ()
-        yield Answering(label, *adapter, tokenizer, stops)
+        yield Answering(label, spec, adapter, tokenizer, stops)
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
     """By label, the folders of all adapters."""
-    found: dict[str, Path] = {}
-    for given in options.adapter:
-        name, is_named, path = given.partition("=")
-        folder = Path(path if is_named else given)
+    folders: dict[str, Path] = {}
+    for option in options.adapter:
+        name, is_named, path = option.partition("=")
+        folder = Path(path if is_named else option)
         _refuse_run_directory(folder)
-        _add(found, name if is_named else folder.resolve().name, folder)
+        _add(folders, name if is_named else folder.resolve().name, folder)
     if options.run_dir:
         run_dir = Path(options.run_dir)
         read_record(run_dir)
-        own = _adapters_of(run_dir)
-        if not own:
+        of_run = _adapters_of(run_dir)
+        if not of_run:
             raise without_adapter(run_dir)
-        for folder in own:
-            _add(found, folder.name, folder)
-    return found
+        for folder in of_run:
+            _add(folders, folder.name, folder)
+    return folders
 
 
-def _add(found: dict[str, Path], label: str, folder: Path) -> None:
-    if label in found or label == BASE:
-        other = found.get(label, "the bare backbone")
+def _add(folders: dict[str, Path], label: str, folder: Path) -> None:
+    if label in folders or label == BASE:
+        other = folders.get(label, "the bare backbone")
         raise RunDirectoryError(
             f"{folder}: has the label {label!r}, and so has {other}; "
             f"give it another one: --adapter=NAME={folder}"
         )
-    found[label] = folder
+    folders[label] = folder
 
 
 def _adapters_of(run_dir: Path) -> list[Path]:
@@ -171,7 +171,7 @@ def _adapters_of(run_dir: Path) -> list[Path]:
 def _refuse_run_directory(folder: Path) -> None:
     if not (folder / "run.json").is_file():
         return
-    adapters = [str(found) for found in _adapters_of(folder)]
+    adapters = [str(adapter) for adapter in _adapters_of(folder)]
     hint = f"name one of them: {', '.join(adapters)}" if adapters else "it has no adapter yet"
     raise RunDirectoryError(
         f"{folder}: is a run directory; --run_dir={folder} takes all of its adapters, or {hint}"

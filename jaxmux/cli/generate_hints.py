@@ -1,17 +1,17 @@
-"""Hints of `jaxmux generate` at prompts that are not of the kind that adapters were trained on."""
+"""Hints of `jaxmux generate` at prompts of another kind than adapters were trained on."""
 
 from collections.abc import Mapping
 from pathlib import Path
 
 from jaxmux.peft import trained_on
 
-# Most names in a hint.
+# Most names shown in a hint.
 _MOST = 3
 
 
 def hint_at_kind(are_chats: bool, folders: Mapping[str, Path]) -> str:
-    """A line that says which option gives adapters the kind of prompts on which they were trained;
-    empty if they get it, or their folders do not tell the kind.
+    """A line that names the option which gives adapters the kind of prompts on which they were
+    trained; empty if they already get that kind, or their folders do not tell the kind.
 
     Args:
       are_chats: whether the prompts are chats.

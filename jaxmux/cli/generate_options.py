@@ -9,11 +9,7 @@ _top_k = in_range(int, 0, 2**31, "an integer of at least 0")
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only this command has.
-
-    Args:
-      parser: the parser of the command.
-    """
+    """Adds the options that only this command has."""
     parser.add_argument(
         "--backbone",
         metavar="DIR",
@@ -106,13 +102,13 @@ def add_generate_options(parser: argparse.ArgumentParser) -> None:
 
 
 def check_generate_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exits with a message if the options do not belong together, and fills in defaults."""
+    """Exits with a message if the options contradict each other, and fills in defaults."""
     if not options.backbone and not options.run_dir:
         parser.error("--backbone is required, or --run_dir, whose backbone is taken")
-    given = bool(options.prompt or options.prompts)
-    if options.chat and (given or options.out):
+    has_prompts = bool(options.prompt or options.prompts)
+    if options.chat and (has_prompts or options.out):
         parser.error("--chat reads messages from the terminal; leave --prompt, --prompts and --out")
-    if not options.chat and not given:
+    if not options.chat and not has_prompts:
         parser.error("give --prompt, --prompts or --chat")
     if options.system and options.prompt and not options.template:
         parser.error("--system is a message of a chat; give --template, --prompts or --chat")

@@ -1,4 +1,4 @@
-"""Where the completions of `jaxmux generate` go: the terminal, or a file."""
+"""The output of `jaxmux generate`: completions on the terminal or in a file."""
 
 import json
 import sys
@@ -13,13 +13,8 @@ from .generate_prompts import PromptText
 
 
 def in_order(pieces: Iterable[Piece], requests: int) -> Iterator[Piece]:
-    """Yields the pieces so that requests follow each other. What belongs to a later one is held
-    back, and then comes in one piece.
-
-    Args:
-      pieces: the pieces of all requests.
-      requests: number of requests.
-    """
+    """Reorders the pieces of `requests` requests so that one request follows the other. Pieces of
+    later requests are held back, and then yielded as a single piece."""
     held: dict[int, Piece] = {}
     current = 0
     for piece in pieces:
@@ -38,12 +33,12 @@ def in_order(pieces: Iterable[Piece], requests: int) -> Iterator[Piece]:
 def print_completions(
     pieces: Iterable[Piece], prompts: Sequence[PromptText], labels: Sequence[str]
 ) -> None:
-    """Prints every prompt with its completions, while they are written.
+    """Prints every prompt with its completions while they are generated.
 
     Args:
-      pieces: the pieces of all requests, for each prompt one of each label.
+      pieces: the pieces of all requests; each prompt has one request per label, in this order.
       prompts: the prompts.
-      labels: what completes the prompts.
+      labels: names of the backbone and the adapters that complete the prompts.
     """
     try:
         _print_in_order(pieces, prompts, labels)
@@ -82,22 +77,16 @@ def _say(text: str) -> None:
 
 
 def holds_completions(path: Path) -> bool:
-    """Whether a file is one of `CompletionFile`."""
+    """Whether `CompletionFile` has written this file."""
     return holds_object(path, ("adapter", "completion"))
 
 
 class CompletionFile:
-    """A JSON-lines file with the completions, each with its prompt and what completed it. It keeps
-    those that are complete if the command is stopped."""
+    """A JSON-lines file with the completions, each with its prompt and its label. If the command is
+    stopped, the file keeps the completions that are complete."""
 
     def __init__(self, path: Path, prompts: Sequence[PromptText], labels: Sequence[str]):
-        """Creates the file.
-
-        Args:
-          path: the file.
-          prompts: the prompts.
-          labels: what completes the prompts.
-        """
+        """Creates the file. `prompts` and `labels` are as for `print_completions`."""
         self._path, self._prompts, self._labels = path, prompts, labels
         self._file = path.open("w", encoding="utf-8")
         self._written = 0
@@ -112,7 +101,6 @@ class CompletionFile:
         print(f"{self._written}{some} completions -> {self._path}")
 
     def write(self, pieces: Iterable[Piece]) -> None:
-        """Writes the completions, in the order of the prompts and labels."""
         text = ""
         for piece in in_order(pieces, len(self._prompts) * len(self._labels)):
             text += piece.text

@@ -21,9 +21,9 @@ class PromptText(NamedTuple):
     """A prompt.
 
     Attributes:
-      texts: what the models read, one text for each of the given tokenizers.
+      texts: the text that the model reads, for each of the tokenizers.
       is_rendered: whether chat templates have rendered the texts.
-      fields: what the user gave: "prompt", or "messages" and perhaps "tools".
+      fields: the user's input: "prompt", or "messages" and perhaps "tools".
     """
 
     texts: tuple[str, ...]
@@ -32,7 +32,7 @@ class PromptText(NamedTuple):
 
     @property
     def shown(self) -> str:
-        """The text above completions: the prompt, or the last message after a sign."""
+        """The text above completions: the prompt, or the last message after ">"."""
         if not self.is_rendered:
             return self.fields["prompt"]
         messages = self.fields.get("messages") or [{"content": self.fields["prompt"]}]
@@ -44,20 +44,21 @@ def read_prompts(options: argparse.Namespace, tokenizers: Sequence[Any]) -> list
 
     Args:
       options: options of the command.
-      tokenizers: for everything that answers, the tokenizer whose chat template renders messages.
+      tokenizers: for each backbone or adapter that answers, the tokenizer whose chat template
+        renders messages.
 
     Raises:
       DataError: a file cannot be read, has no prompts, or a template refuses them.
     """
-    found = [_of_text(text, options, tokenizers) for text in options.prompt]
+    prompts = [_of_text(text, options, tokenizers) for text in options.prompt]
     for path in options.prompts:
-        found += _of_file(path, options, tokenizers)
-    if len({prompt.is_rendered for prompt in found}) > 1:
+        prompts += _of_file(path, options, tokenizers)
+    if len({prompt.is_rendered for prompt in prompts}) > 1:
         raise DataError(
             "some prompts are chats and some are plain texts; render the texts as chats with "
             "--template, or pass them in another call"
         )
-    return found
+    return prompts
 
 
 def _of_file(
@@ -84,7 +85,7 @@ def _of_file(
                 f"'conversations'; found fields: {field_names(record)}"
             )
         yield prompt
-        # Records may have other texts, such as the answers that are expected.
+        # Records may have other texts, such as the expected answers; they are reported as unread.
         names = unread_fields(record, form, RenderedText(prompt.texts[0], None))
         unread.update(set(names).intersection(CONTEXT_FIELDS))
     for name, count in unread.most_common():
@@ -96,8 +97,8 @@ def _of_file(
 def _of_chat(
     record: Record, form: Form, options: argparse.Namespace, tokenizers: Sequence[Any]
 ) -> PromptText:
-    """The chat of a record. The answer at its end, which data for training have, is left out."""
-    # The tokenizers are few, and many adapters share one.
+    """The chat of a record, without the answer at its end that training data has."""
+    # Many adapters share a tokenizer, so each is used once.
     texts: dict[int, str] = {}
     fields: dict[str, Any] = {}
     for tokenizer in tokenizers:
@@ -113,26 +114,28 @@ def _of_chat(
         conversation = Conversation(tokenizer, messages, options.system, tools)
         texts[id(tokenizer)] = conversation.prompt()
         fields = {"messages": messages} | ({"tools": tools} if tools else {})
-    return PromptText(tuple(texts[id(own)] for own in tokenizers), True, fields)
+    return PromptText(tuple(texts[id(tokenizer)] for tokenizer in tokenizers), True, fields)
 
 
 def _lines(path: str) -> list[str]:
     try:
-        # Only LF and CRLF end lines. Texts may have other separators, such as U+2028.
+        # Only LF and CRLF end a line. Texts may contain other separators, such as U+2028.
         text = Path(path).read_bytes().decode("utf-8-sig")
         lines = [line.removesuffix("\r") for line in text.split("\n")]
     except FileNotFoundError:
         raise DataError(f"{path}: file not found") from None
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{path}: cannot be read as text: {error}") from error
-    if not (found := [line for line in lines if line.strip()]):
+    if not (prompts := [line for line in lines if line.strip()]):
         raise DataError(f"{path}: no prompts")
-    return found
+    return prompts
 
 
 def _of_text(text: str, options: argparse.Namespace, tokenizers: Sequence[Any]) -> PromptText:
     if not options.template:
         return PromptText((text,) * len(tokenizers), False, {"prompt": text})
     message = {"role": "user", "content": text}
-    texts = [Conversation(own, [message], options.system).prompt() for own in tokenizers]
+    texts = [
+        Conversation(tokenizer, [message], options.system).prompt() for tokenizer in tokenizers
+    ]
     return PromptText(tuple(texts), True, {"prompt": text})

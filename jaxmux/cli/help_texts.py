@@ -1,4 +1,4 @@
-"""The descriptions that `--help` shows of the commands."""
+"""Descriptions of the commands, which `--help` shows."""
 
 TRAIN = """\
 Trains the tasks of a gin config together on one frozen backbone, and exports a

@@ -1,4 +1,4 @@
-"""The console command `jaxmux`, whose commands are also `python -m jaxmux.train` and so on."""
+"""The command `jaxmux`. Each of its commands also runs as `python -m jaxmux.train` and so on."""
 
 import argparse
 import gc
@@ -18,30 +18,30 @@ from jaxmux.similar_names import did_you_mean
 from .arguments import COMMANDS, is_one_of_several
 from .exit_codes import REFUSED, TASK_FAILED, exit_at_once, exit_code_of
 
-# With any of these, the user decides about the GPU's memory.
+# If one of these variables is set, jaxmux leaves the GPU's memory settings alone.
 _MEMORY_SETTINGS = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
     "XLA_PYTHON_CLIENT_ALLOCATOR",
 }
-# The part of a GPU's memory that JAX may use unless the user decides about it.
+# Fraction of a GPU's memory that JAX may use, unless the user has set one of the variables above.
 MEMORY_SHARE = 0.92
-# New objects after which the garbage collector looks at them.
+# The garbage collector runs after this number of new objects.
 _NEW_OBJECTS = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `jaxmux COMMAND …`; returns its exit code."""
-    given = sys.argv[1:] if arguments is None else list(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
-    if not given:
+    if not words:
         parser.exit(REFUSED, parser.format_help())
-    # All arguments after the command belong to it.
-    command = parser.parse_args(given[:1]).command
+    # All words after the command are its arguments.
+    command = parser.parse_args(words[:1]).command
     if command not in COMMANDS:
         hint = did_you_mean(command, COMMANDS) or f"choose from {', '.join(COMMANDS)}"
         parser.error(f"unknown command {command!r}; {hint}")
-    return run_command(command, given[1:], prog=f"jaxmux {command}")
+    return run_command(command, words[1:], prog=f"jaxmux {command}")
 
 
 def run_module(command: str) -> int:
@@ -58,7 +58,7 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     _open_standard_streams()
     _, parse_options = COMMANDS[command]
     options = parse_options(arguments, prog)
-    # JAX reserves three quarters of a GPU's memory unless told otherwise, and reads this when it
+    # By default, JAX reserves three quarters of a GPU's memory. It reads this variable when it
     # first uses the device.
     if not _MEMORY_SETTINGS & os.environ.keys():
         os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] = str(MEMORY_SHARE)
@@ -75,13 +75,13 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
 
 
 def _open_standard_streams() -> None:
-    """Opens the null device for standard streams that are closed (`>&-`). Otherwise printing would
-    be an error, and the next file that is opened would get what libraries print."""
+    """Opens the null device for closed standard streams (`>&-`). Otherwise printing would raise an
+    error, and the next file to be opened would receive the output of libraries."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
         except OSError:
-            # The lowest free descriptor is this one.
+            # The system opens the lowest free descriptor, which is this one.
             os.open(os.devnull, os.O_RDWR)
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "r" if number == 0 else "w"))
@@ -89,7 +89,8 @@ def _open_standard_streams() -> None:
 
 class _TransformersWithoutTorch(MetaPathFinder):
     """Imports transformers as if torch were not installed: importing torch takes eight seconds, and
-    no command uses it. Before and afterwards torch can be imported; other packages look for it."""
+    no command uses it. Other packages look for torch too, so it is hidden only during the import.
+    """
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "transformers" or "torch" in sys.modules:
@@ -111,9 +112,9 @@ class _TransformersWithoutTorch(MetaPathFinder):
 def _imported(command: str) -> ModuleType:
     """The module of a command.
 
-    What the first import creates stays for good, so the garbage collector neither runs meanwhile
-    nor looks at it later. Afterwards it runs less often than by default, because tracing programs
-    creates many objects that live on.
+    Objects created by the first import live as long as the process, so the garbage collector pauses
+    meanwhile and ignores them later. Afterwards it runs less often than by default, because tracing
+    programs creates many long-lived objects.
     """
     name = f"{__package__}.{command}_command"
     if name in sys.modules or not gc.isenabled():

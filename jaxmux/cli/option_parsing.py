@@ -1,5 +1,5 @@
-"""Parsers of options, and hints at misspelt ones. This module does not import JAX, so that `--help`
-is fast."""
+"""Parsers of options, with hints for misspelt options. This module does not import JAX, so that
+`--help` is fast."""
 
 import argparse
 import re
@@ -14,13 +14,8 @@ from jaxmux.similar_names import did_you_mean
 def command_parser(
     prog: str, description: str, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """A parser without options.
-
-    Args:
-      prog: name of the program that the help shows.
-      description: text before the options.
-      epilog: text behind them.
-    """
+    """A parser without options. The help shows the name `prog`, the description before the options
+    and `epilog` after them."""
     width = min(100, shutil.get_terminal_size().columns)
     return argparse.ArgumentParser(
         prog=prog,
@@ -32,18 +27,14 @@ def command_parser(
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Breaks lines at spaces only, not within an option such as --gin.NAME."""
+    """Breaks lines only at spaces, never within an option such as --gin.NAME."""
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words=False)
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that name a config and set its parameters.
-
-    Args:
-      parser: the parser of a command.
-    """
+    """Adds the options that name a config and set its parameters."""
     parser.add_argument(
         "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
     )
@@ -54,17 +45,12 @@ def add_config(parser: argparse.ArgumentParser) -> None:
         help="set one parameter, e.g. --gin.Task.max_length=512; a string needs quotes of its own: "
         "'--gin.Task.data=\"a.jsonl\"'",
     )
-    # Another form of --gin.NAME=VALUE, which programs of other projects have.
+    # Another form of --gin.NAME=VALUE, used by programs of other projects.
     parser.add_argument("--gin_param", action="append", default=[], help=argparse.SUPPRESS)
 
 
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command without a config; exits with a message at an unknown one.
-
-    Args:
-      parser: the parser of the command.
-      arguments: the arguments behind the name of the command.
-    """
+    """The options of a command without a config. Exits with a message at an unknown option."""
     options, others = parser.parse_known_args(arguments)
     if others:
         _refuse(parser, others[0], "--help lists the options")
@@ -75,12 +61,7 @@ def parse_with_bindings(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
     """The options of a command with a config; `bindings` has the config's parameters as NAME=VALUE.
-    Exits with a message at an unknown option.
-
-    Args:
-      parser: the parser of the command.
-      arguments: the arguments behind the name of the command.
-    """
+    Exits with a message at an unknown option."""
     options, others = parser.parse_known_args(arguments)
     if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
         _refuse(parser, unknown[0], "a parameter is set by --gin.NAME=VALUE")
@@ -89,9 +70,9 @@ def parse_with_bindings(
 
 
 def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoReturn:
-    """Exits with a message; `hint` is for arguments that no option resembles."""
+    """Exits with a message that names a similar option, or with `hint` if there is none."""
     options = re.findall(r"--([a-z_]+)", parser.format_usage())
-    # Without the dashes, which make all options look alike.
+    # Dashes are removed because they would make all options look alike.
     name = argument.partition("=")[0].removeprefix("--")
     similar = did_you_mean(name, options).replace("mean ", "mean --", 1)
     parser.error(f"unknown argument {argument}; {similar or hint}")

@@ -1,4 +1,4 @@
-"""Types of options: numbers in a range, and places of files."""
+"""Types of options: numbers in a range, and paths."""
 
 import argparse
 import math
@@ -7,14 +7,8 @@ from pathlib import Path
 
 
 def in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
-    """A type of argparse: a number in [least, most].
-
-    Args:
-      kind: int or float.
-      least: the smallest permitted number.
-      most: the largest permitted number.
-      expected: what the message of an error says is expected.
-    """
+    """An argparse type for numbers in [least, most]. The error message ends with `expected`, a
+    description of these numbers."""
 
     def parse(text: str) -> int | float:
         try:
@@ -36,8 +30,8 @@ not_negative = in_range(float, 0, 1e9, "a number of at least 0")
 
 
 def path(text: str) -> Path:
-    """The path of a file or folder. An empty one, of a variable of the shell that is not set, would
-    be the present folder."""
+    """The path of a file or folder. An empty text, for example from an unset shell variable, is
+    refused because it would mean the current folder."""
     if not text:
         raise argparse.ArgumentTypeError("should be a path, found nothing")
     return Path(text)

@@ -57,8 +57,8 @@ from .report_console import report_console, say_if_demo
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
-# Global batches of more samples get fewer rounds than `DEFAULT_ROUNDS`, so that planning takes
-# seconds.
+# Plans of larger global batches than this cover fewer rounds than `DEFAULT_ROUNDS`, so that
+# planning takes seconds.
 _LARGE_BATCH = 512
 _MILLISECOND = 1e-3
 _PLAN = "plan.json"
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
     say_if_demo(options, console)
     if options.out:
         require_output(options.out / _PLAN, "plan", _is_plan)
-    # Training may be using the device's memory at the same time.
+    # Leave the device's memory to a training run that may be using the device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     run = gin_bindings.run_config()
@@ -88,7 +88,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_foreign_pictures(options.out, run.deployment)
     inputs = _read_inputs(run, device, options.rounds)
     if len(inputs.deployment.replicas) > 1:
-        # A plan of one replica does without the solvers of deployments.
+        # Imported here because a plan of one replica does not use the solvers of deployments.
         from jaxmux.planner.replicas import make_deployment_plan
 
         several = make_deployment_plan(
@@ -121,13 +121,13 @@ def _is_plan(path: Path) -> bool:
 
 
 def _pictures(folder: Path, replica: int | None = None) -> tuple[Path, Path]:
-    """The files of the picture and of the trace of a plan, or of a replica's plan."""
+    """The paths of the picture and the trace of a plan, or of one replica's plan."""
     end = "" if replica is None else f"_replica{replica}"
     return folder / f"schedule{end}.png", folder / f"trace{end}.json"
 
 
 def _refuse_foreign_pictures(folder: Path, deployment: Deployment) -> None:
-    """Raises InputError if a file beside plan.json would be replaced that belongs to no plan."""
+    """Raises InputError if a file would be replaced that does not belong to a plan."""
     count = len(deployment.replicas)
     for replica in range(count) if count > 1 else (None,):
         for path in _pictures(folder, replica):
@@ -160,7 +160,7 @@ def _write_schedule(plan: Plan, picture: Path, trace: Path) -> list[Path]:
 
 
 class _Inputs(NamedTuple):
-    """What a plan is made from.
+    """The inputs of a plan.
 
     Attributes:
       tasks: the tasks that train at the same time, with whole global batches.
@@ -168,8 +168,8 @@ class _Inputs(NamedTuple):
       deployment: the replicas.
       shapes: for each kind of replica, the shape class that training chooses.
       costs: the costs of each kind of replica.
-      source: where the costs come from.
-      training: what training does with them.
+      source: origin of the costs.
+      training: the behaviour of training, for the report.
       rounds: number of rounds that the plan covers.
     """
 
@@ -184,12 +184,12 @@ class _Inputs(NamedTuple):
 
     @property
     def dropped(self) -> dict[str, int]:
-        """By name of the task, the number of records that gave no sample."""
+        """By name of the task, the number of records without a sample."""
         return {task.name: task.dropped for task in self.tasks}
 
 
 def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | None) -> _Inputs:
-    """Reads the data, and chooses the devices, shape classes and places as training does."""
+    """Reads the data, and chooses devices, shape classes and slots as training does."""
     tasks = expanded(run.tasks)
     check_names(tasks)
     folder = resolve_backbone(run.backbone)
@@ -239,8 +239,8 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
         for replica in deployment.counts
     }
     first, *_ = costs.values()
-    # Each kind of replica has other collectives, which may be estimated.
-    notes = tuple(dict.fromkeys(note for own in costs.values() for note in own.source.notes))
+    # Kinds of replicas have different collectives, whose costs may be estimated.
+    notes = tuple(dict.fromkeys(note for each in costs.values() for note in each.source.notes))
     if device and device.profile:
         notes += (
             "training reads only profiles that ship; for this shape, set fine_tune.row_len and "
@@ -256,7 +256,7 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
         run.shape_request(first.least_chunk_len),
         deployment,
         dict(zip(deployment.replicas, layout.shapes, strict=True)),
-        {replica: own.replica for replica, own in costs.items()},
+        {replica: each.replica for replica, each in costs.items()},
         first.source._replace(notes=notes),
         TrainingFacts(
             device.kind if device else jax.local_devices()[0].device_kind,
@@ -268,8 +268,8 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
 
 
 def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
-    """The plan of a single replica, and smaller microbatches with which it would be faster. Its
-    batches are those of the first data shard, which has at least as many samples as any other."""
+    """The plan of a single replica, and smaller microbatches that would be faster, if any. The plan
+    is that of the first data shard, which has at least as many samples as any other."""
     (costs,), (shape,) = inputs.costs.values(), inputs.shapes.values()
     tasks = [
         task._replace(batches=PartOfBatches(task.batches, costs.replica.shards))
@@ -279,12 +279,12 @@ def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
     return plan, try_smaller_microbatches(plan, tasks, inputs.request, costs)
 
 
-def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) -> int:
-    """The given number of rounds; otherwise one that depends on the largest global batch of a data
-    shard, at least 2, so that the plan shows how the second round waits for the updates of the
-    first."""
+def _choose_rounds(asked: int | None, tasks: Sequence[TaskLoad], shards: int) -> int:
+    """Number of rounds to plan: `asked`, or one that depends on the largest global batch of a data
+    shard. It is at least 2, so that the plan shows how the second round waits for the updates of
+    the first."""
     largest = max(-(-len(task.batches[0]) // shards) for task in tasks)
-    rounds = given or max(2, min(DEFAULT_ROUNDS, DEFAULT_ROUNDS * _LARGE_BATCH // largest))
+    rounds = asked or max(2, min(DEFAULT_ROUNDS, DEFAULT_ROUNDS * _LARGE_BATCH // largest))
     if largest > _LARGE_BATCH:
         line = f"packing {rounds} rounds of up to {largest:,} samples a task: this takes a while"
         print(line, file=sys.stderr)
@@ -292,8 +292,8 @@ def _choose_rounds(given: int | None, tasks: Sequence[TaskLoad], shards: int) ->
 
 
 def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> PreparedTask:
-    """Reads and tokenizes the task's data. The result has no initial adapter, because no weights
-    are read."""
+    """Reads and tokenizes the task's data. The result has no initial adapter, because weights are
+    not read."""
     targets, size = adapter_sizes(task, config)
     data = read_data(task, config, tokenizer, loaded)
     return PreparedTask(
@@ -309,7 +309,7 @@ def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded)
 
 
 def _load(prepared: PreparedTask) -> TaskLoad:
-    """The task as plans describe it."""
+    """The task in the form that planning takes."""
     task = prepared.task
     return TaskLoad(
         name=task.name,

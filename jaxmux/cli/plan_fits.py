@@ -1,4 +1,4 @@
-"""The option `--fits` of `jaxmux plan`: what fits on one device."""
+"""The option `--fits` of `jaxmux plan`: predicts what fits on one device."""
 
 import argparse
 import dataclasses
@@ -38,30 +38,30 @@ from .main import MEMORY_SHARE
 from .plan_inputs import H200, adapter_sizes, on_device, planned_device
 from .report_console import report_console, say_if_demo
 
-# The table has these microbatches and numbers of tasks, and those of the config.
+# Rows and columns of the table, besides the values of the config.
 _TOKENS = (1024, 2048, 4096, 8192, 16384)
 _TASKS = (1, 4, 16, 64)
-# A task for configs without tasks. Its data is not read.
+# The task of a config without tasks. Its data is not read.
 _TASK = Task("task", "none.jsonl", LoRA(rank=16), AdamW(), steps=1)
 _FITS = "fits.json"
 
 
 class Fits(NamedTuple):
-    """What fits on one device.
+    """Predictions of what fits on one device.
 
     Attributes:
       backbone: name of the architecture.
       layers: number of layers of the backbone.
       device_gib: memory of the device in GiB.
       memory_bytes: bytes of it that training may use.
-      sources: for each format, the origin of the predictions; all hold for the same device.
-      pool: what each slot holds.
-      row_len: tokens of a row, which holds `max_sequences` samples.
-      max_sequences: the most samples of a row.
+      sources: for each format, the origin of the predictions; all are for the same device.
+      pool: sizes of the pool, with the contents of a slot.
+      row_len: tokens of a row, which holds at most `max_sequences` samples.
+      max_sequences: most samples of a row.
       weights: for each format, the bytes of the backbone's weights.
       cells: for each format, the cells of the table.
-      refused: for each format in which the backbone cannot be stored, or for which there are no
-        costs, the reason.
+      refused: for each format without predictions, the reason: the backbone cannot be stored in it,
+        or there are no costs.
     """
 
     backbone: str
@@ -77,11 +77,11 @@ class Fits(NamedTuple):
     refused: Mapping[str, str]
 
     def to_json(self) -> dict[str, Any]:
-        """The same as JSON values."""
-        cells = {name: [cell._asdict() for cell in own] for name, own in self.cells.items()}
-        others = [own.kind for own in self.pool.others]
+        """The fields as JSON values."""
+        cells = {name: [cell._asdict() for cell in row] for name, row in self.cells.items()}
+        others = [kind.kind for kind in self.pool.others]
         pool = self.pool._asdict() | {"others": others}
-        sources = {name: own._asdict() for name, own in self.sources.items()}
+        sources = {name: source._asdict() for name, source in self.sources.items()}
         return self._asdict() | {"cells": cells, "pool": pool, "sources": sources}
 
 
@@ -110,7 +110,7 @@ def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
     """Predicts what fits on one device. No weights and no data are read.
 
     Args:
-      run: the config. Each slot of the table's tasks holds the largest of its tasks.
+      run: the config. Each slot of the table's tasks has room for the largest of its tasks.
       device_gib: memory of the device in GiB. JAX and the engine leave a part of it unused, as they
         do in training; `run.memory_gib` is a further limit.
       device: the kind of device.
@@ -124,26 +124,27 @@ def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
     )
     config = BackboneConfig.from_folder(resolve_backbone(run.backbone))
     reserved = run.reserved(config)
-    own_tasks = expanded(run.tasks)
-    alone = [pool_of_task(task, *adapter_sizes(task, config)) for task in own_tasks]
+    config_tasks = expanded(run.tasks)
+    alone = [pool_of_task(task, *adapter_sizes(task, config)) for task in config_tasks]
     pool = merge_pool_specs(alone, reserved)._replace(slots=reserved.slots)
-    tasks = sorted({*_TASKS, len(own_tasks)})
+    tasks = sorted({*_TASKS, len(config_tasks)})
     costs, refused = _costs(run, pool, device)
     first, *_ = costs.values()
     shapes = _shapes(run, first.least_chunk_len)
-    cells = {name: fit_cells(own.replica, shapes, tasks) for name, own in costs.items()}
-    sizes = {name: own.replica.memory.backbone for name, own in costs.items()}
+    cells = {name: fit_cells(cost.replica, shapes, tasks) for name, cost in costs.items()}
+    sizes = {name: cost.replica.memory.backbone for name, cost in costs.items()}
     return Fits(
         backbone=config.architecture,
         layers=config.num_layers,
         device_gib=device_gib,
         memory_bytes=first.replica.memory.memory,
-        sources={name: own.source for name, own in costs.items()},
+        sources={name: cost.source for name, cost in costs.items()},
         pool=pool,
         row_len=shapes[0].row_len,
         max_sequences=shapes[0].max_sequences,
         weights={
-            name: own.layers * own.layer_bytes + own.outside_bytes for name, own in sizes.items()
+            name: size.layers * size.layer_bytes + size.outside_bytes
+            for name, size in sizes.items()
         },
         cells=cells,
         refused=refused,
@@ -153,8 +154,7 @@ def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
 def _costs(
     run: RunConfig, pool: PoolSpec, device: PlannedDevice
 ) -> tuple[dict[str, RunCosts], dict[str, str]]:
-    """By format, the costs, or the reason why there are none. The first format is that of the
-    checkpoint."""
+    """By format, the costs, or the reason for having none. The checkpoint's format comes first."""
     folder = resolve_backbone(run.backbone)
     measured = device.profile and read_profile(device.profile).backbone.backbone_format
     costs: dict[str, RunCosts] = {}
@@ -179,14 +179,14 @@ def _costs(
 
 
 def _shapes(run: RunConfig, least_chunk_len: int) -> list[ShapeClass]:
-    """The microbatches of the table, in rows for the longest sample that a task may have."""
+    """The table's microbatches, in rows for the longest sample that a task may have."""
     longest = max(task.max_length for task in expanded(run.tasks)) - 1
     row_len = run.row_len or power_of_two(max(longest, MIN_CHUNK_LEN))
     chunk_len = run.chunk_len or least_chunk_len
-    found = [
+    shapes = [
         smallest_shape_class([row_len], tokens, chunk_len, row_len)
         for tokens in sorted({*_TOKENS, run.tokens_per_microbatch})
     ]
     sequences = run.max_sequences or 1
     # Microbatches shorter than a row are rounded up to the same shape.
-    return list(dict.fromkeys(dataclasses.replace(s, max_sequences=sequences) for s in found))
+    return list(dict.fromkeys(dataclasses.replace(s, max_sequences=sequences) for s in shapes))

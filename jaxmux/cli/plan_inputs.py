@@ -1,4 +1,4 @@
-"""What plans and tables of what fits are computed from: devices, and the pools of tasks."""
+"""Inputs of plans and of `--fits`: devices, and the pools of tasks."""
 
 import dataclasses
 from pathlib import Path
@@ -14,7 +14,7 @@ from jaxmux.tasks import Task, TaskError
 
 from .gin_bindings import RunConfig
 
-# The device of plans that name no other and for which no device is needed.
+# The device of tables of what fits, if no other is named.
 H200 = PlannedDevice(h200.NAME)
 
 
@@ -22,7 +22,7 @@ def planned_device(profile: str | None) -> PlannedDevice | None:
     """The kind of device that `--profile` asks for; None without it.
 
     Args:
-      profile: a file, or the beginning of the name of a profile that ships: "h200".
+      profile: a file, or the beginning of the name of a profile that ships with jaxmux: "h200".
 
     Raises:
       ProfileError: there is no such file or profile, or it cannot be read.
@@ -39,15 +39,11 @@ def planned_device(profile: str | None) -> PlannedDevice | None:
 
 
 def on_device(run: RunConfig, device: PlannedDevice) -> RunConfig:
-    """The settings of a training run on another device than this machine's: with a dtype in place
-    of "auto", and with the memory of such devices unless the config limits it.
-
-    Args:
-      run: the config.
-      device: the kind of device.
+    """The settings of a training run on another device than this machine's: a dtype "auto" becomes
+    a definite one, and the memory is that of such a device unless the config limits it.
 
     Raises:
-      ProfileError: the profile has another dtype than the config says.
+      ProfileError: the profile has another dtype than the config.
     """
     profile = device.profile and read_profile(device.profile)
     measured = profile.dtype if profile else "bfloat16"
@@ -61,7 +57,7 @@ def on_device(run: RunConfig, device: PlannedDevice) -> RunConfig:
         memory = profile.memory_bytes
     else:
         shipped = (read_profile(path) for path in _shipped())
-        memory = next(own.memory_bytes for own in shipped if own.device == device.kind)
+        memory = next(each.memory_bytes for each in shipped if each.device == device.kind)
     memory_gib = run.memory_gib or (memory and memory / 2**30)
     return dataclasses.replace(run, dtype=dtype, memory_gib=memory_gib)
 
@@ -73,11 +69,7 @@ def _shipped() -> list[Path]:
 def adapter_sizes(
     task: Task, config: BackboneConfig
 ) -> tuple[dict[str, LayerMask], KindSize | None]:
-    """The fields `targets` and `size` of the task as a `PreparedTask`; its data are not read.
-
-    Args:
-      task: the task.
-      config: configuration of the backbone.
+    """The fields `targets` and `size` of the task's `PreparedTask`, without reading its data.
 
     Raises:
       TaskError: the task's adapter does not suit the backbone.

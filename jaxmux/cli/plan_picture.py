@@ -12,7 +12,7 @@ from matplotlib.patches import Patch
 
 from jaxmux.planner.pipeline.schedules import PipelineSchedule, Simulation
 
-# The colours of Okabe and Ito, which people with any colour vision can tell apart, and four more.
+# The colours of Okabe and Ito, which can be told apart with any colour vision, and four more.
 _COLORS = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F"),
     *("#8C6BB1", "#A6761D", "#66C2A5", "#E7298A"),
@@ -36,8 +36,8 @@ def draw_schedule(
     """Draws the simulated schedule to a PNG file.
 
     A box is a pass of a microbatch: forward passes are solid, backward passes lighter and hatched.
-    Its colour is that of the bucket, its number the index of the microbatch. Idle time is the grey
-    of the lane. With several stages, the title ends with the bubble ratio.
+    The colour shows the bucket, the number the index of the microbatch. The grey of the lane is
+    idle time. With several stages, the title ends with the bubble ratio.
 
     Args:
       schedule: the schedule.

@@ -17,7 +17,7 @@ from jaxmux.printable import Name
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
-# The words of the tables, in one or two lines each on a terminal of 80 columns.
+# Explanations of the tables' words, of one or two lines each on a terminal of 80 columns.
 _WORDS = {
     "round": "one global batch of every task, after which the tasks are updated",
     "tokens": "in the first table as max_length counts them; then places in rows, n - 1 for a "
@@ -38,18 +38,17 @@ _WORDS = {
 _OF_PIPELINES = ("bubble ratio", "1F1B per task", "batch everything")
 _OF_ONE_STAGE = ("one task at a time",)
 _OF_REPLICAS = ("round", "tokens", "microbatch", "shape class")
-# An hTask of more tasks is shown with half as many names.
+# An hTask with more tasks than this is shown with half as many names.
 _NAMES = 8
 
 
 class TrainingFacts(NamedTuple):
-    """What training does with the tasks of a plan.
+    """Facts about the training that a plan predicts.
 
     Attributes:
-      device: kind of the devices. If the plan's costs are those of another kind, no times are
-        shown.
-      memory_is_known: whether tasks that do not fit into memory are refused.
-      choices: the lines in which training says the shape of its microbatches.
+      device: kind of the devices. If the plan's costs are for another kind, no times are shown.
+      memory_is_known: whether training refuses tasks that do not fit into memory.
+      choices: the lines with which training reports the shape of its microbatches.
     """
 
     device: str
@@ -57,7 +56,7 @@ class TrainingFacts(NamedTuple):
     choices: tuple[str, ...] = ()
 
     def has_times(self, plan: Plan) -> bool:
-        """Whether the times of the plan are those of the devices."""
+        """Whether the plan's times are those of this kind of device."""
         return plan.costs.device == self.device
 
 
@@ -67,14 +66,14 @@ def plan_tables(
     dropped: Mapping[str, int],
     training: TrainingFacts,
 ) -> Iterator[Table | Text | str]:
-    """The tables and lines that describe a plan, in the order in which to show them. A `Text` is a
-    line that should not be broken, because it has a path.
+    """The tables and lines that describe a plan, in the order of the report. A `Text` is a line
+    that must not be wrapped, because it contains a path.
 
     Args:
       plan: the plan.
-      smaller: smaller microbatches with which it would be faster; None if there are none.
-      dropped: by name of the task, the number of records of its data that gave no sample.
-      training: what training does.
+      smaller: smaller microbatches that would be faster; None if there are none.
+      dropped: by name of the task, the number of records without a sample.
+      training: facts about training.
     """
     yield from _heading(plan, plan.replica, training)
     if (shards := plan.replica.shards) > 1:
@@ -105,12 +104,7 @@ def plan_tables(
 def deployment_tables(
     several: "DeployedPlans", dropped: Mapping[str, int], training: TrainingFacts
 ) -> Iterator[Table | Text | str]:
-    """The tables and lines that describe the plans of several replicas.
-
-    Args:
-      several: the plans.
-      dropped, training: as for `plan_tables`.
-    """
+    """The tables and lines that describe the plans of several replicas; as `plan_tables`."""
     plan = next(plan for plan in several.plans if plan)
     yield from _heading(plan, several.deployment, training)
     yield _tasks(plan)
@@ -125,14 +119,14 @@ def deployment_tables(
             f"a round takes {_duration(several.round_seconds)}, that is {rate:,.0f} tokens/s, "
             "without the exchange of gradients between replicas"
         )
-    for i, own in enumerate(several.plans):
-        if own is None:
+    for i, replica_plan in enumerate(several.plans):
+        if replica_plan is None:
             yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
     yield _legend(_OF_REPLICAS)
 
 
 def _legend(words: Iterable[str]) -> Table:
-    """What words of the tables mean."""
+    """The explanations of these words."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -143,7 +137,6 @@ def _legend(words: Iterable[str]) -> Table:
 
 
 def _replicas(several: "DeployedPlans", training: TrainingFacts) -> Table:
-    """The share of every replica."""
     times = training.has_times(next(plan for plan in several.plans if plan))
     table = NumberTable(
         "replica",
@@ -158,15 +151,15 @@ def _replicas(several: "DeployedPlans", training: TrainingFacts) -> Table:
     for i, (replica, plan, tokens) in enumerate(shares):
         if plan is None:
             continue
-        shape, own = plan.shape, plan.prediction
-        part = own.round_seconds / several.round_seconds
+        shape, prediction = plan.shape, plan.prediction
+        part = prediction.round_seconds / several.round_seconds
         table.add_row(
             f"{i}: {replica}",
             f"{shape.rows} × {shape.row_len:,}, chunks of {shape.chunk_len}",
             f"{tokens:,.0f}",
-            f"{own.microbatches:.2f}",
-            _duration(own.round_seconds) if times else f"{part:.0%}",
-            size_text(own.memory_bytes),
+            f"{prediction.microbatches:.2f}",
+            _duration(prediction.round_seconds) if times else f"{part:.0%}",
+            size_text(prediction.memory_bytes),
         )
     return table
 
@@ -174,7 +167,7 @@ def _replicas(several: "DeployedPlans", training: TrainingFacts) -> Table:
 def _heading(
     plan: Plan, mesh: Replica | Deployment, training: TrainingFacts
 ) -> Iterator[str | Text]:
-    """The backbone, the devices, where the costs come from, and what training chooses by them."""
+    """The backbone, the devices, the origin of the costs, and the choices of training."""
     costs = plan.costs
     devices = f"{mesh.devices} × {training.device}"
     yield f"{plan.backbone} ({len(plan.remat)} layers) on {mesh}: {devices}"
@@ -211,7 +204,7 @@ def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
 
 
 def _fused(names: list[str]) -> str:
-    """The tasks of an hTask; of many tasks, such as those of a sweep, the first ones."""
+    """The tasks of an hTask; if there are many, as in a sweep, only the first ones."""
     shown = names if len(names) <= _NAMES else names[: _NAMES // 2]
     left = len(names) - len(shown)
     return " + ".join([*shown, *([f"{left} more"] if left else [])])
@@ -233,19 +226,19 @@ def _buckets(plan: Plan) -> Table:
         for sample in placed:
             slot_tokens[sample.slot] += sample.tokens
 
-    def add_row(name: str, htasks: str, counted: int, own: np.ndarray) -> None:
+    def add_row(name: str, htasks: str, counted: int, tokens: np.ndarray) -> None:
         table.add_row(
             name,
             htasks,
             f"{counted / plan.rounds:,.0f}",
-            f"{len(own) / plan.rounds:.2f}",
-            f"{1 - own.sum() / (len(own) * plan.shape.tokens):.1%}",
+            f"{len(tokens) / plan.rounds:.2f}",
+            f"{1 - tokens.sum() / (len(tokens) * plan.shape.tokens):.1%}",
         )
 
     for i, bucket in enumerate(plan.buckets):
         htasks = [_fused([plan.tasks[slot].name for slot in plan.htasks[h]]) for h in bucket]
-        # The bucket's microbatches may also hold samples of the next bucket, so its tokens are
-        # counted by slot and its padding by microbatch.
+        # The bucket's microbatches may also hold samples of the next bucket. So tokens are counted
+        # by slot, and padding by microbatch.
         counted = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])
         add_row(str(i), ", ".join(htasks), counted, tokens[buckets == i])
     if len(plan.buckets) > 1:
@@ -264,9 +257,9 @@ def _shape(plan: Plan) -> str:
 
 
 def _predictions(plan: Plan, training: TrainingFacts) -> Table:
-    """The plan and its baselines; with bubble ratios where there is a pipeline."""
+    """The plan and its baselines; with bubble ratios if there is a pipeline."""
     bubbles, times = plan.replica.pp > 1, training.has_times(plan)
-    # Headings of several lines leave room for the method on a terminal of 80 columns.
+    # Headings of several lines leave room for the method in 80 columns.
     table = NumberTable(
         "method",
         *(["bubble\nratio"] if bubbles else []),
@@ -275,15 +268,15 @@ def _predictions(plan: Plan, training: TrainingFacts) -> Table:
         "time against\nthe plan's",
     )
     tokens = plan.replica.shards * sum(plan.tokens_by_microbatch) / plan.rounds
-    own = plan.prediction
-    for name, method in [("this plan", own), *((b.name, b) for b in plan.baselines)]:
+    prediction = plan.prediction
+    for name, method in [("this plan", prediction), *((b.name, b) for b in plan.baselines)]:
         seconds = method.round_seconds
         table.add_row(
             name,
             *([f"{method.bubble_ratio:.1%}"] if bubbles else []),
             f"{method.microbatches:.2f}",
             *([_duration(seconds), f"{tokens / seconds:,.0f}"] if times else []),
-            f"{seconds / own.round_seconds:.2f}x",
+            f"{seconds / prediction.round_seconds:.2f}x",
         )
     return table
 
@@ -303,8 +296,8 @@ def _memory(plan: Plan, training: TrainingFacts) -> str:
 
 
 class NumberTable(Table):
-    """A table whose first columns hold texts, and the others numbers. Where it is too wide, texts
-    are broken between words."""
+    """A table whose first columns hold text and whose other columns hold numbers. If it is too
+    wide, only text is wrapped."""
 
     def __init__(self, *columns: str, texts: int = 1):
         super().__init__(box=box.SIMPLE_HEAD)

@@ -10,12 +10,7 @@ _MICROSECONDS = 1000.0
 
 def chrome_trace(schedule: PipelineSchedule, simulation: Simulation) -> dict[str, Any]:
     """The trace as a dict for `json.dump`: one thread per stage, with a slice for every pass of a
-    microbatch and a mark for every update.
-
-    Args:
-      schedule: the schedule.
-      simulation: the times at which its passes run, in milliseconds.
-    """
+    microbatch and a mark for every update. The simulation's times are in milliseconds."""
     events: list[dict[str, Any]] = [
         {"ph": "M", "name": "thread_name", "pid": 0, "tid": s, "args": {"name": f"stage {s}"}}
         for s in range(schedule.stages)
@@ -49,7 +44,7 @@ def chrome_trace(schedule: PipelineSchedule, simulation: Simulation) -> dict[str
 
 
 def _update_marks(schedule: PipelineSchedule, simulation: Simulation) -> list[dict[str, Any]]:
-    """A mark on each stage at the end of the last backward pass of a task's global batch."""
+    """Marks on each stage at the end of the last backward pass of a task's global batch."""
     backward_end = simulation.backward_end
     ends = backward_end.reshape(schedule.virtual_per_stage, schedule.stages, -1).max(axis=0)
     marks = []

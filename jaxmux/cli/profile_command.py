@@ -80,9 +80,9 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
         backbone_format=profile.backbone.backbone_format,
     )
     backbone = Backbone.random(config, dtype=jnp.dtype(profile.dtype))
-    found: list[Comparison] = []
+    comparisons: list[Comparison] = []
     for one in compare(backbone, profile, cases, grid.chunk_lens[0], options.seconds):
-        found.append(one)
+        comparisons.append(one)
         measured, predicted = (f"{1e3 * seconds:.2f} ms" for seconds in one.seconds)
         peaks = ", ".join(map(_gib, (*one.peak, one.online_peak)))
         console.print(
@@ -90,15 +90,17 @@ def _check(options: argparse.Namespace, config: BackboneConfig, console: Console
             soft_wrap=True,
         )
     errors = {
-        "step time": mean_absolute_error([one.seconds for one in found]),
-        "peak memory": mean_absolute_error([one.peak for one in found]),
-        "peak memory, online": mean_absolute_error([(o.peak[0], o.online_peak) for o in found]),
+        "step time": mean_absolute_error([one.seconds for one in comparisons]),
+        "peak memory": mean_absolute_error([one.peak for one in comparisons]),
+        "peak memory, online": mean_absolute_error(
+            [(o.peak[0], o.online_peak) for o in comparisons]
+        ),
     }
     for name, error in errors.items():
         shown = "not measured" if error is None else f"{error:.2%}"
         console.print(f"mean absolute error of {name}: {shown}")
     if options.out:
-        records = [one._asdict() | {"case": str(one.case)} for one in found]
+        records = [one._asdict() | {"case": str(one.case)} for one in comparisons]
         report = {
             "device": profile.device,
             "dtype": profile.dtype,
@@ -124,20 +126,20 @@ def _config(options: argparse.Namespace) -> BackboneConfig:
 def _grid(options: argparse.Namespace) -> Grid:
     grid = CPU_GRID if jax.default_backend() == "cpu" else Grid()
     names = ("tokens", "row_lens", "chunk_lens", "ranks", "slots")
-    given = {name: tuple(sorted(values)) for name in names if (values := getattr(options, name))}
-    return dataclasses.replace(grid, **given)
+    values = {name: tuple(sorted(numbers)) for name in names if (numbers := getattr(options, name))}
+    return dataclasses.replace(grid, **values)
 
 
 def _line(measurement: Measurement) -> str:
-    """`layer tokens=512 row_len=512 …: 1.234 ms, peak 0.1 GiB`."""
+    """A line such as `layer tokens=512 row_len=512 …: 1.234 ms, peak 0.1 GiB`."""
     point, seconds, peak = measurement
     fields = _assignments(dataclasses.asdict(point))
     return f"{point.operator} {fields}: {1e3 * seconds:.3f} ms, peak {_gib(peak)}"
 
 
 def _layer_times(profile: Profile) -> Iterator[Table | str]:
-    """The measured times of layers and those of the fitted model, in 80 columns: a row of the table
-    names only the fields in which it differs from the values that the line above it gives."""
+    """The measured times of layers and those of the fitted model, in 80 columns. A line above the
+    table gives the usual values of all fields; a row names only the fields that differ."""
     times = fit_time_model(profile)
     measured = profile.of(LayerPoint)
     fields = [dataclasses.asdict(point) for point, _ in measured]

@@ -35,7 +35,7 @@ def run(options: argparse.Namespace) -> int:
             return _train(options)
     join_processes(options.coordinator, options.processes, options.process)
     try:
-        # One process writes the files, and shows them.
+        # Only one process writes the files and serves the page.
         page = _page(options) if process_index() == 0 else nullcontext()
         with watching_others(_end_at_once), page:
             return _train(options)
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _page(options: argparse.Namespace) -> AbstractContextManager[None]:
-    """Serves the page of the run while the context lasts, if the options say so."""
+    """Within this context, serves the page of the run if the options ask for it."""
     if not options.ui:
         return nullcontext()
     from jaxmux.ui.serving import page_beside
@@ -54,7 +54,6 @@ def _page(options: argparse.Namespace) -> AbstractContextManager[None]:
 
 
 def _run_dir(options: argparse.Namespace) -> str | Path:
-    """The run directory."""
     default = DEMO_SERVER_CONFIG if options.watch else DEMO_CONFIG
     files = options.gin_file or [default]
     return options.run_dir or Path("runs") / Path(files[-1]).stem
@@ -89,7 +88,7 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _serve(options: argparse.Namespace) -> NoReturn:
-    """Trains the tasks of a watched directory until a signal stops it, which is an exception."""
+    """Trains the tasks of a watched directory until a signal raises an exception."""
     _keep_compiled_programs()
     files = options.gin_file
     if not files:
@@ -111,7 +110,7 @@ def _serve(options: argparse.Namespace) -> NoReturn:
 
 
 def _require_folder(watched: Path) -> None:
-    """Raises InputError if the watched directory does not exist: its name may be mistyped."""
+    """Raises InputError if the watched directory does not exist: its name may be misspelt."""
     if watched.is_dir():
         return
     siblings = watched.absolute().parent.glob("*/")
@@ -127,9 +126,9 @@ def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:
 
 
 def _keep_compiled_programs() -> None:
-    """Lets JAX keep compiled programs in the user's cache folder, unless one is chosen already."""
+    """Makes JAX store compiled programs in the user's cache folder if no other folder is set."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("jax")))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:
-        # Otherwise, programs that compile in less than a second are compiled at each start.
+        # By default, JAX does not store programs that compile in less than a second.
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
