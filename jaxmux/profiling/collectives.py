@@ -11,18 +11,14 @@ from jaxmux.planner.costs.device_profile import CollectivePoint
 
 from .timed_programs import Program
 
-# Collectives of one call; each of them uses the result of the one before.
+# Collectives in one call; each uses the result of the previous one.
 _REPEATS = 8
 _AXES = ("outer", "inner")
 
 
 def collective_program(point: CollectivePoint) -> Program:
     """Returns the program of a collective over groups of `point.devices` devices, all groups at
-    once.
-
-    Args:
-      point: the collective. Its payload consists of bfloat16 values.
-    """
+    once. The payload consists of bfloat16 values."""
     devices = np.array(jax.devices())
     other = len(devices) // point.devices
     sizes = (point.devices, other) if point.axis == "outer" else (other, point.devices)

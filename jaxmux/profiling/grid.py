@@ -1,4 +1,4 @@
-"""The points of a profile. They are few, and each determines a term of the cost models."""
+"""The points of a profile. There are few, and each determines a term of the cost models."""
 
 import dataclasses
 import math
@@ -28,11 +28,11 @@ class Grid:
     """The values from which the points of a profile are made.
 
     A point is one measured operator with its sizes. A profile is a file of measurements, to which
-    cost models are fitted. `Grid()` suits GPUs, and `CPU_GRID` CPUs. Not every combination of
-    values is measured. There is a reference value for each field: the first one, unless the field
-    says otherwise. Other points take a further value of one field and the reference values of the
-    other fields. Layers are measured with one task in every slot (place of a task in the pool of
-    adapters), and with a single task.
+    cost models are fitted. `Grid()` suits GPUs, and `CPU_GRID` suits CPUs. Not every combination of
+    values is measured. Each field has a reference value: the first one, unless the field says
+    otherwise. A point takes a further value of at most one field, and the reference values of the
+    other fields. Layers are measured with one task in every slot of the pool of adapters, and with
+    a single task.
 
     Attributes:
       tokens: N, tokens of a microbatch, ascending. The reference is the upper median.
@@ -110,7 +110,7 @@ def points(grid: Grid, backbone: BackboneSize, devices: int) -> list[Point]:
       backbone: sizes of the backbone.
       devices: number of devices of this host; collectives are measured over each of its divisors.
     """
-    found = [
+    all_points = [
         *_layers(grid),
         *_attention(grid),
         *(HeadPoint(tokens) for tokens in grid.tokens),
@@ -118,7 +118,7 @@ def points(grid: Grid, backbone: BackboneSize, devices: int) -> list[Point]:
         _round(grid),
         *_collectives(grid, devices),
     ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(all_points))
 
 
 def _layers(grid: Grid) -> list[LayerPoint]:

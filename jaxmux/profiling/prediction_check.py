@@ -89,7 +89,7 @@ class Case(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    """The measured and the predicted costs of a case. `compare` yields one for each case.
+    """The measured and the predicted costs of a case.
 
     Attributes:
       case: the case.
@@ -99,7 +99,7 @@ class Comparison(NamedTuple):
         the profile (file of measurements) alone. The measured value is None if the device does not
         report its peak, or if the peak did not rise above that of earlier work in the process. The
         predicted value is None if the profile does not hold the device's memory.
-      online_peak: peak bytes as predicted by a memory model that has also learnt from the measured
+      online_peak: peak bytes as predicted by a memory model that was also fitted to the measured
         peaks of the cases before this one; None if the profile does not hold the device's memory.
     """
 
@@ -168,7 +168,7 @@ def compare(
         shape, pool = case.shape(chunk_len), PoolSpec(case.tasks, case.rank)
         before = device_peak()
         taken, count = run_rounds(backbone, shape, case.tasks, case.rank, case.remat, seconds)
-        # An engine is part of a reference cycle, and its arrays would count towards the next peak.
+        # An engine is part of a reference cycle; its arrays would count towards the next peak.
         gc.collect()
         after = device_peak() if device_peak() != before else None
         predicted = times.predict(shape, case.tasks, case.rank, count, case.remat)

@@ -70,7 +70,7 @@ def complete_profile(
       report: function that is called after every measurement with three arguments: the measurement,
         the number of the grid's points that are measured so far, and the number of all its points.
         The default does nothing.
-      say: function that prints one line; it is told that programs are compiled, which takes a
+      say: function that prints one line; it is called before programs are compiled, which takes a
         while. The default does nothing.
 
     Returns:
@@ -111,13 +111,13 @@ def _measure(backbone: Backbone, missing: Iterable[Point], seconds: float) -> It
             yield from measure([(point, make(point)) for point in batch], seconds)
 
 
-def _require_same(found: Profile, here: Profile, path: Path) -> Profile:
-    """Returns `found` if it was measured on the device and with the software of `here`."""
-    known = dataclasses.replace(found, backbone=dataclasses.replace(found.backbone, kept={}))
+def _require_same(stored: Profile, here: Profile, path: Path) -> Profile:
+    """Returns `stored` if it was measured on the device and with the software of `here`."""
+    known = dataclasses.replace(stored, backbone=dataclasses.replace(stored.backbone, kept={}))
     for field in ("device", "dtype", "software", "backbone"):
         there, now = getattr(known, field), getattr(here, field)
         if there != now:
             raise ProfileError(
                 f"{path}: {field} is {there}, here {now}; name another file to begin anew"
             )
-    return found
+    return stored

@@ -38,7 +38,7 @@ from jaxmux.planner.costs.device_profile import (
 )
 from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN
 
-# Sequences in a row of the programs whose rows may hold several.
+# Number of sequences in a row, in programs whose rows may hold several.
 _SEQUENCES = 4
 _RANDOM_VALUES = 2**16 + 1
 _DROPOUT_RATE = 0.1
@@ -55,7 +55,7 @@ class Program(NamedTuple):
       constants: weights, adapters and arrays of the microbatch.
       repeats: number of times that one call executes the point's operator.
       compiled_for: a point that identifies the compiled program. Programs with equal `compiled_for`
-        differ only in the values of their arguments, so one compiled program serves all of them.
+        differ only in the values of their arguments, so they share one compiled program.
     """
 
     function: Callable[..., Any]
@@ -84,8 +84,7 @@ def make_program(backbone: Backbone, point: Point) -> Program:
 
 
 def _layers(backbone: Backbone, point: LayerPoint) -> Program:
-    """Unrolled decoder layers, with their gradients with respect to the stream and the
-    accumulators."""
+    """Unrolled decoder layers, with gradients with respect to the stream and the accumulators."""
     config, dtype = backbone.config, backbone.compute_dtype
     options = LayerOptions(_attention_options(config, dtype, point), None)
     layer = jax.jit(
@@ -142,11 +141,11 @@ def _attention(backbone: Backbone, point: AttentionPoint) -> Program:
         out, backward = jax.vjp(lambda *heads: forward(*heads, segments), *inputs)
         return state, (out, backward(out))
 
-    heads = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
+    head_counts = (config.num_heads, config.num_kv_heads, config.num_kv_heads)
     return Program(
         jax.jit(both if point.backward else forward_alone, donate_argnums=0),
         (),
-        tuple(_random((rows, point.row_len, h, config.head_dim), dtype) for h in heads),
+        tuple(_random((rows, point.row_len, h, config.head_dim), dtype) for h in head_counts),
         _segments(point),
         config.num_layers,
         point,
@@ -201,8 +200,8 @@ def _update(backbone: Backbone, point: UpdatePoint) -> Program:
 
 
 def _random(shape: tuple[int, ...], dtype: jnp.dtype, deviation: float = 1.0) -> jax.Array:
-    """Returns normally distributed values, because a device's clock depends on how many bits
-    change. One block of values is repeated, because the host draws them slowly."""
+    """Returns normally distributed values, because a device's clock depends on the number of bits
+    that change. The values repeat one block, because the host draws them slowly."""
     block = np.random.default_rng(0).normal(0, deviation, _RANDOM_VALUES).astype(dtype)
     return jnp.asarray(np.resize(block, shape))
 

@@ -14,7 +14,7 @@ from jaxmux.planner.packing import ShapeClass
 
 from .random_tasks import in_other_names, random_task
 
-# The first round compiles. The second is the first that waits for a round before it.
+# The first round compiles. The second is the first that waits for an earlier round.
 _WARM_UP_ROUNDS = 2
 _FEWEST_ROUNDS = 5
 # Steps of a task: more rounds than are ever timed.
@@ -22,13 +22,8 @@ _STEPS = 10**6
 
 
 def measure_round(backbone: Backbone, point: RoundPoint, seconds: float) -> Measurement:
-    """Measures the median time of a round with one microbatch, of which each task owns an equal
-    part.
-
-    Args:
-      backbone: a backbone of `point.layers` layers.
-      point: the point to measure.
-      seconds: seconds to spend, without compilation.
+    """Measures the median time of a round with one microbatch, which all tasks share equally. The
+    backbone must have `point.layers` layers. `seconds` is the time to spend, without compilation.
     """
     taken, _ = run_rounds(backbone, shape_of(point), point.tasks, point.rank, "dots", seconds)
     return Measurement(point, taken)

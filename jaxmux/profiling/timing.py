@@ -14,21 +14,17 @@ from jaxmux.planner.costs.device_profile import Measurement, Point
 
 from .timed_programs import Program
 
-# Samples of which the median is taken, and the part of a measurement that is warm-up.
+# Number of samples whose median is taken, and the fraction of a measurement that is warm-up.
 _SAMPLES, _WARM_UP_PART = 7, 0.3
 _MOST_COMPILERS = 8
 
 
 def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterator[Measurement]:
-    """Times programs; programs with equal `compiled_for` are compiled once.
-
-    Args:
-      programs: points with their programs.
-      seconds: seconds to spend on one measurement, without compilation.
-    """
+    """Times programs, spending `seconds` on each, without compilation. Programs with equal
+    `compiled_for` are compiled once."""
     executables = {}
-    # The compiler releases Python's lock, so the next program is lowered meanwhile. The compiler
-    # may also time kernels on the device, so nothing is timed before everything is compiled.
+    # The compiler releases Python's global lock, so the next program is lowered meanwhile. The
+    # compiler may also time kernels on the device, so timing starts when all programs are compiled.
     with ThreadPoolExecutor(min(_MOST_COMPILERS, os.cpu_count() or 1)) as executor:
         for _, program in programs:
             if program.compiled_for not in executables:
@@ -41,16 +37,12 @@ def measure(programs: Sequence[tuple[Point, Program]], seconds: float) -> Iterat
 
 
 def _median_seconds(executable: Any, program: Program, seconds: float) -> float:
-    """Returns the median seconds of a call of a compiled program.
+    """Returns the median seconds of a call of a compiled program, whose state the first call
+    donates.
 
     A sample is the mean over several calls. The host queues all calls of a sample before it waits
-    for the device.
-
-    Args:
-      executable: the compiled program.
-      program: the program, whose state the first call takes and donates.
-      seconds: seconds to spend. A part of this time warms the device up, until its clock has
-        settled to a frequency that the device can sustain.
+    for the device. A part of `seconds` warms the device up, until its clock has settled to a
+    frequency that the device can sustain.
     """
 
     def queue(state: Any, calls: int) -> tuple[Any, float]:

@@ -26,9 +26,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .run_reader import RunReader
 
 STATIC = Path(__file__).with_name("static")
-# Seconds from one look at the files to the next, and from one sign of life to the next.
+# Seconds between two checks of the files, and between two signs of life on an idle stream.
 _EVERY, _ALIVE = 0.5, 15.0
-# Changes that are kept for pages that connect again.
+# Number of changes kept for pages that connect again.
 _KEPT = 32
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -42,14 +42,8 @@ _HEADERS = {
 
 
 def run_app(reader: RunReader) -> Starlette:
-    """The application.
-
-    Args:
-      reader: the run; while the application runs, it follows the run's files.
-
-    Returns:
-      The application; `state.changes` are the `Changes` that it streams.
-    """
+    """The application. While it runs, it follows the run's files, and streams the `Changes` in its
+    attribute `state.changes`."""
     changes = Changes(reader)
 
     async def page(request: Request) -> FileResponse:
@@ -59,16 +53,16 @@ def run_app(reader: RunReader) -> Starlette:
         return JSONResponse(await run_in_threadpool(reader.state))
 
     async def details(request: Request) -> JSONResponse:
-        found = await run_in_threadpool(reader.details, request.path_params["number"])
-        if found is None:
+        line = await run_in_threadpool(reader.details, request.path_params["number"])
+        if line is None:
             return JSONResponse({"error": "this round has no details"}, 404)
-        return JSONResponse(found)
+        return JSONResponse(line)
 
     async def task(request: Request) -> JSONResponse:
-        found = await run_in_threadpool(reader.task, request.query_params.get("name", ""))
-        if found is None:
+        content = await run_in_threadpool(reader.task, request.query_params.get("name", ""))
+        if content is None:
             return JSONResponse({"error": "the run has no task of this name"}, 404)
-        return JSONResponse(found)
+        return JSONResponse(content)
 
     async def stream(request: Request) -> StreamingResponse | PlainTextResponse:
         since = request.query_params.get("since", "")
@@ -103,7 +97,7 @@ def run_app(reader: RunReader) -> Starlette:
 
 
 class Changes:
-    """The newest changes of a run, for any number of pages."""
+    """The newest changes of a run, streamed to any number of pages."""
 
     def __init__(self, reader: RunReader):
         self._reader = reader
@@ -112,12 +106,12 @@ class Changes:
         self._has_ended = False
 
     async def follow(self) -> None:
-        """Looks at the files until it is cancelled."""
+        """Polls the files until it is cancelled."""
         while True:
             try:
                 change = await run_in_threadpool(self._reader.poll)
             except OSError:
-                # A file system that does not answer now may answer later.
+                # A file system that does not respond now may respond later.
                 await asyncio.sleep(_EVERY)
                 continue
             if change is not None:
@@ -134,17 +128,17 @@ class Changes:
             self._changed.notify_all()
 
     async def after(self, version: int) -> AsyncIterator[str]:
-        """The changes after a version, as server-sent events."""
+        """Yields the changes after a version, as server-sent events."""
         yield "retry: 2000\n\n"
         while not self._has_ended:
-            found = [change for change in self._newest if change["version"] > version]
-            if self._reader.version < version or (found and found[0]["version"] > version + 1):
-                # The page has missed some, or comes from an earlier process.
-                found = [{"version": self._reader.version, "reload": True}]
-            for change in found:
+            changes = [change for change in self._newest if change["version"] > version]
+            if self._reader.version < version or (changes and changes[0]["version"] > version + 1):
+                # The page has missed changes, or was loaded from an earlier process.
+                changes = [{"version": self._reader.version, "reload": True}]
+            for change in changes:
                 yield f"data: {json.dumps(change, separators=(',', ':'))}\n\n"
-            if found:
-                version = found[-1]["version"]
+            if changes:
+                version = changes[-1]["version"]
             async with self._changed:
                 nothing_new = not self._newest or self._newest[-1]["version"] <= version
                 if nothing_new and not self._has_ended:
@@ -155,10 +149,10 @@ class Changes:
 
 
 class _Guard:
-    """Answers only requests that read and that name this machine, and adds headers.
+    """Answers only requests that read and whose Host header names this machine, and adds headers.
 
-    A foreign page could otherwise let its host name point to this machine (DNS rebinding), and read
-    the run through the browser of a user. Addresses are no names, so they are permitted.
+    Otherwise a foreign page could let its host name point to this machine (DNS rebinding), and read
+    the run through a user's browser. IP addresses are permitted, because they are not names.
     """
 
     def __init__(self, app: ASGIApp):

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Bytes that are read at a time, so that others can use what has been read so far.
+# Most bytes that are read at a time, so that callers can use the first lines early.
 _PIECE = 4 * 2**20
-# Bytes before the end of what has been read that tell whether the file is still the same.
+# Number of bytes before the current position whose change shows that the file was replaced.
 _PROOF = 64
 
 
@@ -17,7 +17,7 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-# Browsers do not read NaN and Infinity.
+# NaN and Infinity are refused because browsers cannot read them.
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
@@ -26,7 +26,7 @@ class Line(NamedTuple):
 
     Attributes:
       fields: its JSON object.
-      offset: where it begins in the file, in bytes.
+      offset: position of its first byte in the file.
       length: its length in bytes.
     """
 
@@ -36,11 +36,11 @@ class Line(NamedTuple):
 
 
 class LineFile:
-    """Reads the lines that a file has got since the last call. Another process writes the file.
+    """Reads the lines that another process has appended to a file since the last call.
 
     Attributes:
       path: the file, which need not exist yet.
-      damaged: number of lines that were skipped because they are no JSON objects.
+      damaged: number of lines that were skipped because they are not JSON objects.
       left: bytes of the file that have not been read.
     """
 
@@ -53,33 +53,33 @@ class LineFile:
         self._identity: tuple[int, int] | None = None
 
     def replaced(self) -> bool:
-        """Whether lines that have been read are no longer in the file: it was cut off when a
-        training run continued from a checkpoint, or another file has taken its place."""
+        """Whether lines that have been read are no longer in the file: it was cut when a training
+        run continued from a checkpoint, or another file has taken its place."""
         if self._identity is None:
             return False
         with _open(self.path) as file:
             if file is None:
                 return True
-            found = os.fstat(file.fileno())
-            if (found.st_dev, found.st_ino) != self._identity or found.st_size < self._position:
+            status = os.fstat(file.fileno())
+            if (status.st_dev, status.st_ino) != self._identity or status.st_size < self._position:
                 return True
             return self._before(file) != self._proof
 
     def read(self) -> Iterator[Line]:
-        """The complete lines of the next piece of the file."""
+        """Yields the complete lines of the next piece of the file."""
         with _open(self.path) as file:
             if file is None:
                 return
-            found = os.fstat(file.fileno())
-            self._identity = found.st_dev, found.st_ino
+            status = os.fstat(file.fileno())
+            self._identity = status.st_dev, status.st_ino
             file.seek(self._position)
             piece = file.read(_PIECE)
             end = piece.rfind(b"\n") + 1
             if not end and len(piece) == _PIECE:
-                # No line of ours is that long.
+                # jaxmux writes no line of this length.
                 self.damaged, end = self.damaged + 1, len(piece)
             begin, self._position = self._position, self._position + end
-            self.left = found.st_size - self._position if end else 0
+            self.left = status.st_size - self._position if end else 0
             self._proof = self._before(file)
         for text in io.BytesIO(piece[:end]):
             try:
@@ -99,11 +99,7 @@ class LineFile:
 
 
 def line_at(path: Path, offset: int, length: int) -> dict[str, Any]:
-    """A line of a file that has been read before.
-
-    Args:
-      path: the file.
-      offset, length: as in `Line`.
+    """The line at this position (as in `Line`), which has been read before.
 
     Raises:
       ValueError: the file has changed.
@@ -116,8 +112,8 @@ def line_at(path: Path, offset: int, length: int) -> dict[str, Any]:
 
 
 def _open(path: Path) -> Any:
-    """The open file, or a context manager that gives None. Links are not followed, so that nothing
-    outside the run directory is read."""
+    """The open file, or a context manager that gives None if it cannot be opened. Links are not
+    followed, so that nothing outside the run directory is read."""
     try:
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
     except OSError:

@@ -17,7 +17,7 @@ from jaxmux.runs.run_directory import LockState, lock_state
 from .line_file import LineFile, line_at
 from .run_view import RunView, TaskView
 
-# More new lines than this are not sent one by one: the page asks for everything anew.
+# If there are more new lines than this, the page loads everything again instead.
 _MOST_SENT = 2000
 # Largest run.json, server.json, tasks.json or summary.json that is read, in bytes.
 _MOST_RECORD = 64 * 2**20
@@ -38,26 +38,26 @@ class RunReader:
     """
 
     def __init__(self, path: str | Path, wait: bool = False):
-        """Opens a directory; nothing of it has been read but its record.
+        """Opens a directory and reads its record, but no other file.
 
         Args:
           path: the directory of a training run or of a server.
           wait: whether the run may begin later.
 
         Raises:
-          UIError: there is no such directory, or it is neither.
+          UIError: there is no such directory, or it belongs to neither.
         """
         self.path = Path(path).absolute()
         self.version = 0
         self._lock = threading.Lock()
         self._record: dict[str, Any] = {}
         self._summary: dict[str, Any] | None = None
-        # The content of tasks.json, which tells of tasks that have ended before the others.
+        # The content of tasks.json: tasks that have ended before the others.
         self._statuses: dict[str, Any] | None = None
-        # The content of refused.json, the specifications that a server refuses.
+        # The content of refused.json: the specifications that a server refuses.
         self._refused: dict[str, Any] = {}
         self._holder = LockState("unknown", 0.0)
-        # The state that was told last.
+        # The state of the run at the last change.
         self._told: str | None = None
         self._seen: dict[str, tuple[int, int, int]] = {}
         self._begin()
@@ -69,9 +69,9 @@ class RunReader:
             raise UIError(f"run directory {self.path}: there is no such folder")
         if self._record:
             return
-        found = [n for n in ("run.json", "server.json") if (self.path / n).exists()]
-        if found:
-            raise UIError(f"{self.path / found[0]}: it is damaged, or none of jaxmux's")
+        records = [n for n in ("run.json", "server.json") if (self.path / n).exists()]
+        if records:
+            raise UIError(f"{self.path / records[0]}: it is damaged, or none of jaxmux's")
         inner = sorted(p.parent.name for p in self.path.glob("*/*.json") if _is_record(p))
         hint = f"; it holds the runs {', '.join(inner[:5])}" if inner else ""
         raise UIError(
@@ -80,11 +80,11 @@ class RunReader:
         )
 
     def poll(self) -> dict[str, Any] | None:
-        """Reads what the files have got since the last call, up to some megabytes of each.
+        """Reads the lines that were appended since the last call, up to some megabytes per file.
 
         Returns:
-          What the page has to add to what it shows, as JSON; None if nothing has changed. An entry
-          "reload" says that it has to ask for the `state` anew.
+          Additions to the page as JSON; None if nothing has changed. An entry "reload" tells the
+          page to load the whole `state` again.
         """
         with self._lock:
             others = self._paths() != [[file.path for file in log] for log in self._logs]
@@ -98,7 +98,7 @@ class RunReader:
             lines = sum(map(self._read_log, self._logs))
             self._view.take_results((self._summary or self._statuses or {}).get("tasks", {}))
             new = self._view.take_new()
-            # The states of tasks depend on that of the run.
+            # The states of tasks depend on the state of the run.
             before, self._told = self._told, self._state()
             changed |= before != self._told
             if not (lines or changed):
@@ -111,11 +111,11 @@ class RunReader:
 
     @property
     def unread(self) -> bool:
-        """Whether a further call of `poll` finds more at once."""
+        """Whether another call of `poll` would find more lines at once."""
         return any(file.left for file in self._files)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the page shows, as JSON."""
+        """The whole content of the page, as JSON."""
         with self._lock:
             view = self._view
             return {
@@ -131,59 +131,51 @@ class RunReader:
             }
 
     def _rows(self) -> list[dict[str, Any]]:
-        """The rows of the tasks, and of the specifications that are refused."""
+        """The rows of the tasks and of refused specifications."""
         tasks, refused = self._view.tasks, self._refused.get("refused", [])
         others = [
-            TaskView(own["task"], state="waiting" if own.get("waits") else "refused").row
-            for own in refused
-            if own["task"] not in tasks
+            TaskView(entry["task"], state="waiting" if entry.get("waits") else "refused").row
+            for entry in refused
+            if entry["task"] not in tasks
         ]
         return self._shown([*(task.row for task in tasks.values()), *others])
 
     def _shown(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Rows with why their specifications, or changes of them, are refused, and with the seconds
-        that are left. Where the process has ended, no task trains."""
-        errors = {own["task"]: own["error"] for own in self._refused.get("refused", [])}
+        """Adds to rows the reason why a specification or its change is refused, and the seconds
+        that are left. If the process has ended, tasks in training are shown as stopped."""
+        errors = {entry["task"]: entry["error"] for entry in self._refused.get("refused", [])}
         state, tasks = self._state(), self._view.tasks
-        has_ended, found = state in ("stopped", "failed", "lost"), []
+        has_ended, shown = state in ("stopped", "failed", "lost"), []
         for row in rows:
             name, changed = row["name"], {"error": errors.get(row["name"])}
             if has_ended and row["state"] in _TRAINING:
                 changed["state"] = "stopped"
             elif state == "training" and name in tasks:
                 changed["left"] = self._view.seconds_left(tasks[name])
-            found.append(row | changed)
-        return found
+            shown.append(row | changed)
+        return shown
 
     def details(self, number: int) -> dict[str, Any] | None:
-        """The line of rounds.jsonl of a round with details; None if there is none.
-
-        Args:
-          number: number of the round, from 0.
-        """
+        """The line of a round (number from 0) in rounds.jsonl; None if it has no details."""
         with self._lock:
-            place = self._view.details.get(number)
-            if place is None:
+            position = self._view.details.get(number)
+            if position is None:
                 return None
             try:
-                found = line_at(*place)
+                line = line_at(*position)
             except (ValueError, OSError):
                 return None
-            return found if isinstance(found, dict) and found.get("round") == number else None
+            return line if isinstance(line, dict) and line.get("round") == number else None
 
     def task(self, name: str) -> dict[str, Any] | None:
-        """What the page shows of one task alone; None if the page lists none of this name.
-
-        Args:
-          name: the task's name.
+        """The content of the page about one task; None if the page lists no task of this name.
 
         Returns:
           A dict with name, specification (as in run.json, or as a server has accepted it; None if
           there is none), rate and norm (points of the learning rate and of the gradient's norm, as
           in `Series.points`), skips (the last skipped updates as pairs of step and reason), samples
-          (step, prompt and completion of each), result
-          (its entry in summary.json or tasks.json, or None), adapter (the path of its folder; None
-          before it is written).
+          (step, prompt and completion of each), result (its entry in summary.json or tasks.json, or
+          None), adapter (the path of its folder; None before it is written).
         """
         with self._lock:
             if not any(row["name"] == name for row in self._rows()):
@@ -202,7 +194,7 @@ class RunReader:
             }
 
     def _specification(self, name: str) -> Any:
-        """What a task is trained with, as JSON; None if no file tells."""
+        """The specification of a task as JSON; None if no file has it."""
         if name in self._record.get("tasks", {}):
             return self._record["tasks"][name]
         path = self._inner("specifications", f"{name}.json", stat.S_ISREG)
@@ -210,8 +202,8 @@ class RunReader:
         return content.get("specification") if isinstance(content, dict) else None
 
     def _inner(self, folder: str, name: str, is_kind: Callable[[int], bool]) -> str | None:
-        """The path of what is in a folder of the run directory, if neither is a link and the name
-        is no path; None otherwise."""
+        """The path of an entry in a folder of the run directory; None if the name is a path, or if
+        the folder or the entry is a link or of another kind."""
         path = self.path / folder / name
         try:
             plain = path.name == name and stat.S_ISDIR(os.lstat(path.parent).st_mode)
@@ -220,7 +212,7 @@ class RunReader:
             return None
 
     def _begin(self) -> None:
-        """Forgets everything, and starts before the first line of every file."""
+        """Discards everything, and starts before the first line of every file."""
         self._seen.clear()
         self._summary = self._statuses = None
         self._refused = {}
@@ -233,8 +225,8 @@ class RunReader:
         self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
 
     def _paths(self) -> list[list[Path]]:
-        """By log, its files. A server sets files aside, perhaps before they have been read."""
-        # Rounds come first: without them, the updates tell of rounds.
+        """By log, its files. A server may rename a file to an earlier one before it was read."""
+        # Rounds are read first: without them, rounds would be counted by updates.
         names = ("rounds", "events")
         if not self._view.server:
             names = ("rounds", "metrics", "held_out", "samples")
@@ -245,16 +237,16 @@ class RunReader:
         return [file for log in self._logs for file in log]
 
     def _parts(self, name: str) -> list[Path]:
-        """The files of a log: those that a server has set aside, oldest first, and the newest."""
+        """The files of a log: the earlier files of a server, oldest first, and the newest."""
         try:
-            found = re.findall(rf"^{name}\.(\d+)\.jsonl$", "\n".join(os.listdir(self.path)), re.M)
+            ends = re.findall(rf"^{name}\.(\d+)\.jsonl$", "\n".join(os.listdir(self.path)), re.M)
         except OSError:
-            found = []
-        numbers = sorted(map(int, found)) if self._view.server else []
+            ends = []
+        numbers = sorted(map(int, ends)) if self._view.server else []
         return [self.path / f"{name}{part}.jsonl" for part in (*(f".{n}" for n in numbers), "")]
 
     def _read_log(self, log: list[LineFile]) -> int:
-        """Reads a piece of the first file of a log that has more; returns the number of lines."""
+        """Reads a piece of a log's first file with unread lines; returns the number of lines."""
         lines = 0
         for file in log:
             lines += self._read_lines(file)
@@ -312,10 +304,10 @@ class RunReader:
         return False
 
     def _state(self) -> str:
-        """What the run is doing: "waiting" (it has not begun), "finished", "compiling" (the
-        backbone is loaded, or programs are compiled), "training", "idle" (a server has
-        nothing to train), "stopped" (the process has ended), "failed" (an exception has ended
-        it), "lost" (it was killed), or "unknown" (there is no lock)."""
+        """The state of the run: "waiting" (it has not begun), "finished", "compiling" (it loads the
+        backbone or compiles programs), "training", "idle" (a server has nothing to train),
+        "stopped" (the process has ended), "failed" (an exception has ended it), "lost" (it was
+        killed), or "unknown" (there is no lock)."""
         holder, view = self._holder, self._view
         if not self._record:
             return "waiting"
@@ -323,7 +315,7 @@ class RunReader:
             states = [task.row["state"] for task in view.tasks.values()]
             if view.server and not {"running", "preparing", "queued"} & set(states):
                 return "idle"
-            # Lines of an earlier process are older than the lock of this one.
+            # Lines older than this process's lock were written by an earlier process.
             return "training" if view.worked > holder.since else "compiling"
         if self._summary:
             return "finished"
@@ -331,18 +323,18 @@ class RunReader:
         return ends.get(holder.holder, "unknown")
 
     def _changed(self, name: str) -> Any:
-        """The content of a JSON file if it has changed since the last call; None otherwise, or if
-        it cannot be read."""
+        """The content of a JSON file if it has changed since the last call; None if it has not
+        changed or cannot be read."""
 
-        def is_new(found: os.stat_result) -> bool:
-            seen = found.st_ino, found.st_mtime_ns, found.st_size
+        def is_new(status: os.stat_result) -> bool:
+            seen = status.st_ino, status.st_mtime_ns, status.st_size
             before, self._seen[name] = self._seen.get(name), seen
             return seen != before
 
         return _read_json(self.path / name, is_new)
 
     def _run(self) -> dict[str, Any]:
-        """What the page shows at its top."""
+        """The content of the page's head."""
         record, view = self._record, self._view
         shape = record.get("shape") or record.get("sizes") or {}
         counts = {file.path.name: file.damaged for file in self._files if file.damaged}
@@ -367,13 +359,13 @@ class RunReader:
 
 
 def _read_json(
-    path: str | Path, is_wanted: Callable[[os.stat_result], bool] = lambda found: True
+    path: str | Path, is_wanted: Callable[[os.stat_result], bool] = lambda status: True
 ) -> Any:
     """The content of a JSON file; None if it is a link, too large, not wanted or damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-            found = os.fstat(file.fileno())
-            return json.load(file) if found.st_size <= _MOST_RECORD and is_wanted(found) else None
+            status = os.fstat(file.fileno())
+            return json.load(file) if status.st_size <= _MOST_RECORD and is_wanted(status) else None
     except (OSError, ValueError, RecursionError):
         return None
 

@@ -1,4 +1,4 @@
-"""What the page shows of a run: built line by line from the files of its directory."""
+"""The content of a run's page, built line by line from the files of the run directory."""
 
 import math
 from array import array
@@ -14,21 +14,21 @@ from .line_file import Line
 from .series import Series, short
 
 _ENDED = {"succeeded", "stopped early", "failed", "cancelled"}
-# Most events that are kept, and that the page shows.
+# Most events that are kept, and most that the page shows.
 _KEPT, _SHOWN = 3000, 300
-# A server's tasks that have ended are shown as long as they are among so many.
+# Number of a server's ended tasks that are still shown.
 _MOST_ENDED = 256
 # Most rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
 # Most rounds whose updates may be read before their own lines.
 _AHEAD = 4096
-# A task's speed is that of so many of its last updates.
+# Number of last updates over which a task's speed is measured.
 _PACED = 32
-# What the devices do in the time of a round besides training.
+# Activities of the devices other than training.
 _OTHERS = ("evaluation", "checkpoints", "compiling", "idle")
-# Completions of a task's prompt that are shown.
+# Most completions of a task's prompt that are shown.
 _MOST_SAMPLES = 16
-# Skipped updates of a task of which the page tells one by one.
+# Most skipped updates of a task that are listed one by one.
 _MOST_SKIPS = 64
 
 
@@ -37,29 +37,24 @@ class TaskView:
 
     Attributes:
       row: its entry in the list of tasks: name, place (its number in the order in which tasks came,
-        from 0, which stays the same when others are forgotten; None if it is refused), state,
+        from 0, which stays the same when others are dropped; None if it is refused), state,
         reason, priority, step, steps, kind, rank, loss (of the last update, None if it was
         skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
-        one), final (the held-out loss of the adapter that training has given), tokens, skipped
-        (number of updates), computed (tokens of its chunks), seconds (its share of the time of
-        rounds), error (why its specification, or a change of it, is refused), left (seconds until
-        its last step is trained; None if it does not train, or they are not known).
+        one), final (the held-out loss of the trained adapter), tokens, skipped (number of updates),
+        computed (tokens of its chunks), seconds (its share of the time of rounds), error (why its
+        specification, or a change of it, is refused), left (seconds until its last step is trained;
+        None if it does not train, or they are not known).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
       samples: by step (0 is the bare backbone) and prompt, the completion of the prompt.
       skips: step and reason of the last updates that were skipped.
-      trained: number of steps of which it has told.
+      trained: the last step whose update has been read.
       held_out: step, loss and whether it is the best one, of each measurement.
     """
 
     def __init__(self, name: str, **fields: Any):
-        """A task that has not trained.
-
-        Args:
-          name: its name.
-          **fields: entries of `row`.
-        """
+        """A task that has not trained. `fields` are entries of `row`."""
         self.row: dict[str, Any] = {
             "name": name,
             "place": None,
@@ -85,7 +80,7 @@ class TaskView:
         self.loss, self.rate, self.norm = Series(1), Series(1), Series(1)
         self.skips: deque[tuple[int, str]] = deque(maxlen=_MOST_SKIPS)
         self.samples: dict[tuple[int, str], str] = {}
-        # Round and step of the last updates.
+        # Round and step of the last updates, from which the speed is computed.
         self.paced: deque[tuple[int, int]] = deque(maxlen=_PACED)
         self.trained = 0
         self.held_out: list[list[Any]] = []
@@ -95,23 +90,19 @@ class RunView:
     """The tasks, rounds and events of a run.
 
     Attributes:
-      tasks: by name.
+      tasks: the tasks by name.
       rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
         memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
       details: by number of a round with details, the file, offset and length of its line.
-      events: the last events, those of one file after those of another.
+      events: the last events, ordered by file and line.
       last: time of the newest line, in seconds since 1970; None before the first.
       worked: time of the newest line of a round or an update; 0 before the first.
-      trained: the time of all rounds in seconds, without the time in which nothing ran or a server
-        had nothing to train; and their tokens: with padding, of chunks, and read.
+      trained: totals over all rounds: seconds, without the time in which nothing ran or a server
+        had nothing to train, and tokens with padding, tokens of chunks, and tokens read.
     """
 
     def __init__(self, server: bool):
-        """Starts empty.
-
-        Args:
-          server: whether the states of tasks come from events.
-        """
+        """Creates an empty view. `server` tells whether the states of tasks come from events."""
         self.tasks: dict[str, TaskView] = {}
         self.rounds = Series(9)
         self.details: dict[int, tuple[Path, int, int]] = {}
@@ -120,28 +111,28 @@ class RunView:
         self.worked = 0.0
         self.trained = {"seconds": 0.0, "tokens": 0.0, "chunks": 0.0, "read": 0.0}
         self.server = server
-        # Number of tasks that have come, also of those that are forgotten.
+        # Number of tasks that have come, including dropped ones.
         self._places = 0
         # The tasks of a server that have ended, in the order of their ends.
         self._ended: deque[TaskView] = deque()
-        # Whether rounds.jsonl tells of rounds; otherwise the updates do.
+        # Whether rounds.jsonl has lines; otherwise rounds are counted by updates.
         self._has_rounds = False
-        # By round, its seconds, those of training among them, and its tokens with padding; 0 of
-        # those that are not known.
+        # By round, its seconds, the seconds of training among them, and its tokens with padding; 0
+        # if they are not known.
         self._seconds, self._training, self._tokens = array("d"), array("d"), array("d")
-        # The seconds of rounds that were spent on other things than training.
+        # The seconds of rounds that were spent on activities other than training.
         self._spent: Counter[str] = Counter()
-        # Whether the line of a round did not tell what its time was spent on.
+        # Whether the line of some round lacks the division of its time by activity.
         self._has_untold = False
-        # By round whose line has yet to be read, the tokens of its tasks.
+        # By round whose line has not been read yet, the tokens of its tasks.
         self._ahead: dict[int, dict[str, int]] = {}
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
         self._counted: list[float] | None = None
-        # What is new since the last call of `take_new`.
+        # Additions since the last call of `take_new`.
         self._new: dict[str, Any] = _nothing_new()
 
     def task(self, name: str, **fields: Any) -> TaskView:
-        """A task, which is created with these entries of its row if it is not known."""
+        """The task of this name; if it is new, it is created with these entries of its row."""
         if name not in self.tasks:
             self.tasks[name] = TaskView(name, place=self._places, **fields)
             self._places += 1
@@ -162,12 +153,11 @@ class RunView:
     def add_event(self, line: Line) -> bool:
         """Adds a line of events.jsonl; returns False if it is damaged."""
         kinds = {"state": self._state, "update": self._update, "evaluation": self._evaluation}
-        found = kinds.get(line.fields.get("kind"))
-        return found is None or self._guarded(found, line.fields)
+        add = kinds.get(line.fields.get("kind"))
+        return add is None or self._guarded(add, line.fields)
 
     def add_round(self, path: Path, line: Line) -> bool:
-        """Adds a line of rounds.jsonl, or of a file that was set aside; returns False if it is
-        damaged."""
+        """Adds a line of rounds.jsonl or an earlier file of it; returns False if it is damaged."""
 
         def add(fields: dict[str, Any]) -> None:
             number = int(fields["round"])
@@ -193,15 +183,12 @@ class RunView:
         return self._guarded(add, line.fields)
 
     def newest_events(self) -> list[dict[str, Any]]:
-        """The last events, by time."""
+        """The last events, ordered by time."""
         return sorted(self.events, key=lambda event: event["time"])[-_SHOWN:]
 
     def take_results(self, results: dict[str, Any]) -> None:
-        """Enters what has become of tasks, which counts more than the last updates.
-
-        Args:
-          results: the entry "tasks" of summary.json or tasks.json.
-        """
+        """Enters results of tasks, from summary.json or tasks.json. They override the states that
+        follow from the last updates."""
         for name, result in results.items():
             if name in self.tasks and isinstance(result, dict):
                 row = self.tasks[name].row
@@ -211,8 +198,8 @@ class RunView:
                 row["final"] = result.get("eval_loss")
 
     def seconds_left(self, task: TaskView) -> float | None:
-        """Seconds until a task's last step is trained, if its rounds go on as the last ones; None
-        if it does not train, or they are not known."""
+        """Seconds until a task's last step is trained, at the speed of its last rounds; None if it
+        does not train, or the speed is not known."""
         row = task.row
         if row["state"] != "running" or not row["steps"] or len(task.paced) < 2:
             return None
@@ -221,8 +208,8 @@ class RunView:
         return (row["steps"] - last) * seconds / (last - first) if seconds else None
 
     def take_new(self) -> dict[str, Any]:
-        """What has been added since the last call: rows of tasks, points of the loss and of the
-        held-out loss by task, rounds, events and details; and the names of tasks that are gone."""
+        """Additions since the last call: rows of tasks, points of the loss and of the held-out loss
+        by task, rounds, events and details; and the names of tasks that were dropped."""
         new, self._new = self._new, _nothing_new()
         return new | {"tasks": [self.tasks[n].row for n in new["tasks"] if n in self.tasks]}
 
@@ -241,14 +228,14 @@ class RunView:
         self.rounds.add(number, numbers)
         for name, value in zip(self.trained, numbers[1:5], strict=True):
             self.trained[name] += value
-        # As in `Series.points`, where the least and the largest time follow.
+        # As in `Series.points`, the least and the largest time come last.
         self._new["rounds"].append([number, *numbers, numbers[0], numbers[0]])
 
     def _update(self, fields: dict[str, Any]) -> None:
         name, step, loss = _name(fields), int(fields["task_step"]), fields["loss"]
         task = self.task(name)
         row, skipped = task.row, bool(fields["skipped"])
-        # A server that was killed trains some steps again, and they give the same.
+        # After a kill, a server trains some steps again, with the same results.
         again, task.trained = step <= task.trained, max(step, task.trained)
         curves = [(task.rate, fields.get("lr")), (task.norm, fields.get("grad_norm"))]
         known = [(curve, _finite(value)) for curve, value in curves if value is not None]
@@ -316,15 +303,15 @@ class RunView:
         name, state = _name(fields), str(fields["state"])
         before = self.tasks.get(name)
         if before is not None and before.row["state"] in _ENDED and state not in _ENDED:
-            # Another task has got the name.
+            # Another task has taken the name.
             self.tasks[name] = TaskView(name, place=before.row["place"])
             self._new["again"] = True
-        # While it does not train, rounds go on.
+        # The speed starts anew, because rounds continue while this task does not train.
         self.task(name).paced.clear()
         row = self.task(name).row
         state, row["reason"] = shown_state(state, fields.get("reason")), fields.get("reason")
         row["state"] = state
-        # Events of earlier versions tell of fewer.
+        # Events of earlier versions lack some of these entries.
         row |= {n: fields[n] for n in ("priority", "steps", "rank") if n in fields}
         row["kind"] = fields.get("adapter", row["kind"])
         reason = f": {row['reason']}" if row["reason"] else ""
@@ -335,12 +322,12 @@ class RunView:
             self._forget()
 
     def _forget(self) -> None:
-        """Forgets the tasks of a server that ended long ago."""
+        """Drops the tasks of a server that ended long ago."""
         while len(self._ended) > _MOST_ENDED:
-            own = self._ended.popleft()
-            name = own.row["name"]
-            # Its name may have gone to another task, or it may have ended once more after a crash.
-            if self.tasks.get(name) is own and own not in self._ended:
+            ended = self._ended.popleft()
+            name = ended.row["name"]
+            # Another task may have taken the name, or the task has ended again after a crash.
+            if self.tasks.get(name) is ended and ended not in self._ended:
                 del self.tasks[name]
                 self._new["gone"].append(name)
 
@@ -350,10 +337,10 @@ class RunView:
         self._new["events"].append(event)
 
     def _share(self, number: int, seconds: float, tokens: float, training: float) -> None:
-        """Notes the time of a round, and shares it among its tasks."""
+        """Adds the time of a round, and divides it among the tasks of the round."""
         numbers = self._seconds, self._tokens, self._training
         for column, value in zip(numbers, (seconds, tokens, training), strict=True):
-            # Numbers ascend from line to line; a damaged one takes no memory.
+            # Numbers ascend from line to line. A damaged one must not take much memory.
             if len(column) <= number < len(column) + _AHEAD:
                 column.extend([0.0] * (number + 1 - len(column)))
             if number < len(column):
@@ -364,20 +351,23 @@ class RunView:
                 self._new["tasks"][name] = None
 
     def _seconds_of(self, number: int, computed: int) -> float:
-        """The time of so many of the tokens of a round."""
+        """The share of a round's seconds that belongs to `computed` of its tokens."""
         return computed * self._seconds[number] / self._tokens[number] if self._knows(number) else 0
 
     def _knows(self, number: int) -> bool:
         return 0 <= number < len(self._tokens) and self._tokens[number] > 0
 
     def time_parts(self) -> dict[str, float] | None:
-        """Where the time of the rounds went, in seconds. Training, that is forward and backward
-        passes and updates, is divided by tokens into "read", "padding" (in chunks) and "unused"
-        (chunks); "evaluation", "checkpoints", "compiling" and "idle" as the lines of rounds tell.
+        """Where the time of the rounds went, in seconds; None without rounds.jsonl.
 
-        Rounds of earlier versions tell of their seconds alone. The usual time of a token, the
-        median over the rounds, then counts as training, "first" is what the first round took beyond
-        that, and "beyond" what the others did. None without rounds.jsonl."""
+        Training, that is forward and backward passes and updates, is divided by tokens into "read",
+        "padding" (in chunks) and "unused" (chunks). The lines of rounds give "evaluation",
+        "checkpoints", "compiling" and "idle".
+
+        Lines of earlier versions give only the seconds of a round. Then the median time of a token
+        over the rounds counts as training; "first" is the time beyond that in the first round, and
+        "beyond" in the others.
+        """
         tokens = np.array(self._tokens)
         used = tokens > 0
         if not used.any():
@@ -419,7 +409,7 @@ def _finite(value: Any) -> float:
 
 
 def _why_skipped(fields: dict[str, Any]) -> str:
-    """Which of the numbers of a skipped update is not finite."""
+    """The number of a skipped update that is not finite, in words."""
     if fields["loss"] is None:
         return "its loss is not finite"
     if fields.get("grad_norm") is None:

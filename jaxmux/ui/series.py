@@ -5,37 +5,26 @@ from collections.abc import Sequence
 
 
 class Series:
-    """Means of consecutive values. When there are too many points, neighbours are merged, so that
-    a series of any length has between `most` and 2 `most` points, and stays in memory.
+    """Means of consecutive values. When there are too many points, neighbours are merged. So a long
+    series has between `most` and 2 `most` points, and fits into memory.
 
     Attributes:
       stride: number of values of a point; the last point may have fewer.
     """
 
     def __init__(self, columns: int, most: int = 256):
-        """Starts empty.
-
-        Args:
-          columns: numbers of a value.
-          most: see above.
-        """
+        """Creates a series without points, of values with this number of columns."""
         self.stride = 1
         self._columns, self._most = columns, most
-        # By point: x of the last value, number of values, their sums, and the least and largest
-        # value of the first column.
+        # By point: x of the last value, number of values, sums of the columns, and the least and
+        # largest value of the first column.
         self._points: list[list[float]] = []
 
     def __len__(self) -> int:
-        """Number of points."""
         return len(self._points)
 
     def add(self, x: float, values: Sequence[float]) -> None:
-        """Adds a value.
-
-        Args:
-          x: where it is; ascending from call to call.
-          values: its numbers, which are finite.
-        """
+        """Adds a value of finite numbers, one per column. `x` must ascend from call to call."""
         if self._points and self._points[-1][1] < self.stride:
             self._points[-1] = _merged(self._points[-1], [x, 1, *values, values[0], values[0]])
         else:
@@ -57,7 +46,7 @@ class Series:
 
 
 def short(value: float) -> float:
-    """A number with six significant digits, which is all that a picture shows."""
+    """A number rounded to six significant digits, which suffice for a picture."""
     if value == 0 or not math.isfinite(value):
         return value
     return round(value, 5 - math.floor(math.log10(abs(value))))

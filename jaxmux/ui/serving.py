@@ -16,7 +16,7 @@ from pathlib import Path
 from .run_reader import RunReader, UIError
 
 DEFAULT_PORT = 6006
-# If the default port is taken, so many after it are tried.
+# Number of further ports that are tried if the default port is taken.
 _TRIED = 50
 
 
@@ -33,8 +33,8 @@ def serve_run(
       run_dir: the directory of a training run or of a server.
       host: address or name of the network interface.
       port: the port; None takes the first free one from 6006 on, 0 any free one.
-      say: function that prints one line; it is told the address of the page.
-      child: whether this process serves a training run that has started it. The run may then begin
+      say: function that prints one line; it is called with the address of the page.
+      child: whether a training run has started this process for its page. The run may then begin
         later, and the page ends when standard input does.
 
     Raises:
@@ -61,7 +61,7 @@ def serve_run(
     class Server(uvicorn.Server):
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             await app.state.changes.end()
-            # Of a page that does not read its stream, uvicorn would print a traceback.
+            # uvicorn would print a traceback for a page that does not read its stream.
             logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
             await super().shutdown(sockets)
 
@@ -83,11 +83,7 @@ def serve_run(
 
 
 def refuse_missing_packages() -> None:
-    """Checks that the packages of the extra `ui` are installed.
-
-    Raises:
-      UIError: one is missing; the message names the command that installs it.
-    """
+    """Raises UIError if a package of the extra `ui` is missing; the message tells how to install it."""
     try:
         import starlette
         import uvicorn  # noqa: F401
@@ -98,10 +94,8 @@ def refuse_missing_packages() -> None:
 
 @contextlib.contextmanager
 def page_beside(run_dir: str | Path, host: str, port: int | None) -> Iterator[None]:
-    """Serves the page of a run in another process while the context lasts.
-
-    Args:
-      run_dir, host, port: as for `serve_run`. The run may begin later.
+    """Serves the page of a run in another process while the context lasts. The arguments are those
+    of `serve_run`; the run may begin later.
 
     Raises:
       UIError: packages are missing.
@@ -110,7 +104,7 @@ def page_beside(run_dir: str | Path, host: str, port: int | None) -> Iterator[No
     arguments = [sys.executable, "-m", "jaxmux.ui", "--child", f"--host={host}", str(run_dir)]
     if port is not None:
         arguments.append(f"--port={port}")
-    # Its end of input tells the page that this process has ended, however that came about.
+    # When this process ends for any reason, the page's standard input ends and so does the page.
     page = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
@@ -143,7 +137,7 @@ def _listen(host: str, port: int | None) -> socket.socket:
     ports = range(DEFAULT_PORT, DEFAULT_PORT + _TRIED) if port is None else [port]
     for number in ports:
         listening = socket.socket(family, socket.SOCK_STREAM)
-        # A port that was in use a minute ago may be used again.
+        # Without this option, a port that was in use a minute ago could not be used again.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listening.bind((address[0], number, *address[2:]))
