@@ -120,9 +120,9 @@ def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Ada
 
 
 def _with_template(task: Task, template: str | None) -> Task:
-    """The task with another chat template in the sources that use its training data's template.
-    That template's file may have changed since, so `template`, from the adapter's folder, replaces
-    it; None removes it."""
+    """Sets the chat template of the sources that use the template of the training data.
+    `template` is the one in the adapter's folder; None removes it. The file that the task names may
+    have changed since training."""
     named = next((source.chat_template for source in task.sources if source.chat_template), None)
 
     def changed(source: Source) -> Source:

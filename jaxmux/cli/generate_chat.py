@@ -58,7 +58,7 @@ def chat(
             conversations = begun()
             continue
         for conversation, answer in zip(conversations, answers, strict=True):
-            # The template puts white space around each message, so the answer is stored without.
+            # The template puts white space around each message, so the answer is stored without it.
             conversation.add("assistant", answer.strip())
 
 

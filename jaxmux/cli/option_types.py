@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
-    """An argparse type for numbers in [least, most]. The error message ends with `expected`, a
-    description of these numbers."""
+    """An argparse type for numbers in [least, most]. `expected` describes these numbers in
+    the error message."""
 
     def parse(text: str) -> int | float:
         try:

@@ -41,8 +41,8 @@ class Found(NamedTuple):
     arrays: dict[str, SlotArrays]
 
 
-# A function from a record to the tasks whose arrays are to be read: by name, descriptions of the
-# arrays by path, or None for any arrays.
+# Function that gets a record and selects the tasks whose arrays are read: by name, the expected
+# arrays by path, or None if any arrays are accepted.
 Wanted = Callable[[dict[str, Any]], Mapping[str, Mapping[str, LeafSpec] | None]]
 
 
@@ -242,7 +242,7 @@ def _newest_intact(
 
     Args:
       beginning: whether training can start again from step 0 if every checkpoint is damaged.
-      way_out: an advice for the error that every checkpoint is damaged, shown as an alternative to
+      way_out: advice for the error that every checkpoint is damaged, shown as an alternative to
         restoring the folder from a backup.
     """
     problems = []

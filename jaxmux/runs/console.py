@@ -98,7 +98,7 @@ class StartTimeline:
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Records the duration of a context as a span with this description."""
+        """Records the time that the context takes, as a span with this description."""
         begin = time.time()
         try:
             yield

@@ -1,5 +1,5 @@
-"""Chooses the mesh of a training run. Candidates are all layouts of the devices, and replicas that
-may differ (LobRA 4). Of those into whose memory the tasks fit, the fastest by prediction wins."""
+"""Chooses the mesh of a training run, among all layouts of the devices and among replicas that may
+differ (LobRA 4): the one that is predicted to train fastest and has memory for the tasks."""
 
 import logging
 from collections import Counter
@@ -388,9 +388,6 @@ def choose_mesh(
     # replicas are compared with a layout without a pipeline if there is one.
     single, compared = next((pair for pair in singles if pair[0].costs.replica.pp == 1), singles[0])
     if devices > 1 and places is None and options.schedule == AUTO_SCHEDULE:
-        # Other runs do without the solvers of deployments.
-        pass
-
         unlike = choose_unlike(tasks, config, options, devices, single)
         if unlike and unlike[0] not in failed:
             several = PricedMesh(unlike[0], unlike[1] * compared.seconds)

@@ -175,7 +175,7 @@ class LineLog:
         return [*map(self._numbered, self._numbers()), self._path]
 
 
-# The first 64 rounds have details; later, this many of the rounds in which their number doubles.
+# The first 64 rounds have details, and this many more each time the number of rounds doubles.
 _DETAILED = 32
 # Most microbatches and most passes in a line.
 MOST_MICROBATCHES, MOST_PASSES = 256, 4096

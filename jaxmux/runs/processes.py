@@ -142,7 +142,8 @@ def join_processes(
                 "--processes and --process"
             ) from None
         raise InputError(f"this process cannot join the others: {first_line(e)}") from None
-    # Starting the devices waits for all processes. Done now, nothing interrupts it later.
+    # Starting the devices waits for all processes, which must not be interrupted later. So the
+    # devices are started here.
     jax.devices()
 
 

@@ -139,7 +139,7 @@ def identity_of(
         "chunk_len": options.chunk_len,
         "max_sequences": options.max_sequences,
         "tasks": {task.name: _identity(task) for task in tasks},
-        # Without sweeps None, which counts as a missing entry.
+        # None if there are no sweeps; None counts as a missing entry.
         "sweeps": {
             name: halving | {"values": values_of(sweeps)[name]}
             for name, halving in halving_of(sweeps).items()

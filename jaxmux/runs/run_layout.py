@@ -81,9 +81,9 @@ class RunLayout(NamedTuple):
         options: RunOptions,
         device: PlannedDevice | None = None,
     ) -> Shrinking | None:
-        """Rules for making the engine smaller when tasks end; None if it keeps its size. It keeps
-        it with several replicas, and on a CPU if an adapter kind of the tasks gets other bits in
-        microbatches of fewer rows.
+        """Rules for making the engine smaller when tasks end; None if it keeps its size. An engine
+        of several replicas keeps it, and so does an engine on a CPU if the results of some task
+        would change their bits in microbatches of fewer rows.
 
         `device` is as for `choose_layout`.
         """
@@ -139,7 +139,7 @@ def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
 
 
 def _refuse_idle_processes(deployment: Deployment) -> None:
-    """Raises PlanningError if the mesh, which takes the first devices, has none of a process."""
+    """Raises PlanningError if a process has none of the first devices, which the mesh takes."""
     busy = {device.process_index for device in jax.devices()[: deployment.devices]}
     if idle := set(range(jax.process_count())) - busy:
         raise PlanningError(

@@ -7,6 +7,7 @@ microbatch of each hTask in a round is partly empty, and every microbatch takes 
 not depend on its tokens. For mixes of real data sets on an H200, the time model predicts that two
 hTasks, each in its own best shape class, take 0.96 to 1.15 times as long as one, and that one hTask
 per task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore not worth
+compiling a second program.
 """
 
 import dataclasses

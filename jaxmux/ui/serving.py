@@ -83,7 +83,7 @@ def serve_run(
 
 
 def refuse_missing_packages() -> None:
-    """Raises UIError if a package of the extra `ui` is missing; the message tells how to install it."""
+    """Raises UIError if a package of the extra `ui` is missing; the message tells the remedy."""
     try:
         import starlette
         import uvicorn  # noqa: F401
