@@ -30,8 +30,8 @@ class Grid:
     A point is one measured operator with its sizes. A profile is a file of measurements, to which
     cost models are fitted. `Grid()` suits GPUs, and `CPU_GRID` suits CPUs. Not every combination of
     values is measured. Each field has a reference value: the first one, unless the field says
-    otherwise. A point takes a further value of at most one field, and the reference values of the
-    other fields. Layers are measured with one task in every slot of the pool of adapters, and with
+    otherwise. Other points take a further value of one field, and the reference values of the other
+    fields. Layers are measured with one task in every slot of the pool of adapters, and with
     a single task.
 
     Attributes:
