@@ -397,7 +397,7 @@ class Processes:
         return result
 
     def refuse_differences(self, texts: Mapping[str, str]) -> None:
-        """Checks that all processes have the same texts, by what they describe ("backbone").
+        """Checks that all processes have the same texts, each under a name such as "backbone".
 
         Raises:
           InputError: a process has another text than process 0.

@@ -368,8 +368,8 @@ class RunDirectory:
         """Checks that the backbone and the data are those with which the training run began.
 
         Args:
-          fingerprints: by what they describe ("backbone", "data of task 'a'"), hashes of the
-            backbone and of the data, including held-out data.
+          fingerprints: hashes of the backbone and of the data, including held-out data, by name
+            ("backbone", "data of task 'a'").
 
         Raises:
           RunDirectoryError: a fingerprint differs from the recorded one.

@@ -39,7 +39,7 @@ class RunInputs(NamedTuple):
       config: configuration of the backbone.
       tokenizer: the backbone's tokenizer.
       prepared: the tasks with their data.
-      fingerprints: hashes of the backbone and of the data, by what they describe.
+      fingerprints: hashes of the backbone and of the data, by name ("backbone").
     """
 
     config: BackboneConfig
@@ -99,8 +99,8 @@ def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) ->
 def described(
     tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions, restart: bool
 ) -> dict[str, str]:
-    """The settings that all processes must share, as texts by what they describe. Paths of data may
-    differ between processes, so they are left out."""
+    """The settings that all processes must share, as texts with a name for each. Paths of data
+    may differ between processes, so they are left out."""
     parts: dict[str, Any] = {
         "options": _settings(options) | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),

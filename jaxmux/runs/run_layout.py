@@ -398,7 +398,7 @@ def layout_with_places(
 
 
 def _most_that_fit(choose: partial[RunLayout], too_many: int) -> int:
-    """The largest number of places below `too_many` for which memory suffices; 0 if none does."""
+    """The largest number of slots below `too_many` for which memory suffices; 0 if none does."""
     fitting = 0
     while too_many - fitting > 1:
         tried = (fitting + too_many) // 2
