@@ -74,11 +74,11 @@ def run(options: argparse.Namespace) -> int:
         with _damage(run_dir, f"task {name!r}"):
             notes = notes_of_record(
                 name,
-                record["tasks"][name],
-                samples,
-                record["fingerprints"],
-                progress,
-                is_best,
+                fields=record["tasks"][name],
+                samples=samples,
+                fingerprints=record["fingerprints"],
+                progress=progress,
+                is_best=is_best,
             )
             rendering = _rendering(record, name)
         if options.merge:
