@@ -32,29 +32,32 @@ from .tasks.progress import TaskProgress
 
 
 class Engine(RoundLoop):
-    """Trains several tasks together, and hands out and takes back their adapters and training
-    state.
+    """Trains several tasks together. Their adapters and training state can be copied out and put
+    back at any time.
 
     A *task* is one fine-tuning job. A *step* of a task is one global batch (the samples of one
     optimizer update) with its update. A *round* is a *turn* of every live task, packed into
     *microbatches*, the units of one forward and backward pass. A turn is a global batch, or as much
     of it as `options.round_tokens` allows; the update follows the last turn. A task is live while
-    it has not failed and has steps left. The arrays of all tasks are stacked in a *pool*; the place
-    of a task in it is its *slot*.
+    it has not failed and has steps left. The arrays of all tasks are stacked in a *pool*; each task
+    has a *slot* of it.
 
     The device runs one round ahead of the host: `train_round` dispatches a round, and returns the
     results of the round before it. `drain` fetches the results of the last round. Tasks may come
-    and go between two rounds (`register_tasks`, `release`, `suspend`, `resume`), and the devices do
-    not wait for it while the tasks fit into the pool. Several devices first end what they do if a
-    program for such a change has not run yet; `warm_up` runs all of them in advance.
+    and go between two rounds (`register_tasks`, `release`, `suspend`, `resume`). The devices do not
+    wait while the tasks fit into the pool, except that several devices first finish their work if a
+    program for the change has not run yet; `warm_up` runs all of them in advance.
+
+    Methods that take the name of a task raise TaskError if no task of this name is registered.
+    Methods that add, remove or change tasks raise RuntimeError if a round is unfinished.
 
     Attributes:
-      backbone: the frozen backbone; of several replicas, the first one.
-      options: the settings; `resize` changes their sizes.
+      backbone: the frozen backbone; with several replicas, the first one.
+      options: `resize` changes the sizes in it.
       admission: predicts whether a new task fits into memory; None without such a check. The engine
         replaces it when rounds show how much memory they need.
       rounds: number of rounds dispatched so far.
-      microbatches: number of microbatches dispatched so far, those of all data shards together.
+      microbatches: number of microbatches dispatched so far, summed over data shards.
       computed_tokens: number of tokens of these microbatches, with padding.
     """
 
@@ -73,12 +76,11 @@ class Engine(RoundLoop):
             `sharding.load_placed_backbone`. A list of the latter are replicas, which train
             different samples; the first one has the optimizer states.
           options: sizes of the microbatches, and other settings.
-          admission: a `jaxmux.planner.costs.admission.Admission`, which predicts whether a round of
-            all tasks fits into the device's memory. `register_tasks` refuses tasks that do not fit.
-            None admits every task.
-          more_admissions: the same for the memory of further replicas.
+          admission: predicts whether a round of all tasks fits into the device's memory.
+            `register_tasks` refuses tasks that do not fit. None admits every task.
           programs: programs that are being compiled for the tasks that will be registered. The
             engine waits for them when it needs them. None lets the engine compile them then.
+          more_admissions: the same as `admission`, for the memory of further replicas.
         """
         super().__init__(backbone, options, programs, self._observe_memory)
         self.admission = admission
@@ -89,12 +91,11 @@ class Engine(RoundLoop):
     def register_tasks(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Adds tasks to be trained from their first step.
 
-        Call it between two rounds. The training of the registered tasks goes on undisturbed. If the
-        new tasks do not fit into the arrays, the devices end what has begun, the arrays are
-        enlarged and the programs are compiled again. If there is an error, no task is added.
+        Call it between two rounds. The training of the registered tasks is not disturbed. If the
+        new tasks do not fit into the arrays, the devices finish their work, the arrays are enlarged
+        and the programs are compiled again. If there is an error, no task is added.
 
         Args:
-          tasks: the tasks, from `prepare_task`.
           begin: False leaves out the initial adapters, until `restore_task` puts the tasks back or
             `begin_tasks` is called.
 
@@ -103,14 +104,13 @@ class Engine(RoundLoop):
             (`options.shape.row_len`).
           PlanningError: a round of all tasks, new and registered, would not fit into the device's
             memory, or a pipeline cannot train a task (`refuse_stages`).
-          RuntimeError: a round is unfinished.
         """
         self._refuse_tasks(tasks)
         self._make_room(tasks)
         self._slots.add(tasks, begin)
 
     def begin_tasks(self) -> None:
-        """Writes the initial adapters of all tasks, none of which has been trained.
+        """Writes the initial adapters of all tasks, none of which may have been trained.
 
         Raises:
           TaskError: a task cannot make its adapter.
@@ -119,30 +119,27 @@ class Engine(RoundLoop):
 
     def warm_up(self) -> None:
         """Allocates the pool of `options.reserved`, and compiles and runs all programs once.
-        Afterwards tasks that fit into the pool compile nothing when they come and go. Call it
-        before any task is registered.
+        Afterwards nothing is compiled when tasks that fit into the pool come and go. Call it before
+        any task is registered.
 
         Raises:
           PlanningError, ValueError: as for `train_round`.
           OutOfDeviceMemory: the device has too little memory for a microbatch.
           RuntimeError: a task is registered.
         """
-        own = self._slots
-        if own.names or own.left:
+        slots = self._slots
+        if slots.names or slots.left:
             raise RuntimeError("an engine can be warmed up only before tasks are registered")
         self.register_tasks([])
         self._warm_up()
 
     @property
     def size(self) -> EngineSize:
-        """The size of the pool and of the microbatches as they are."""
+        """Number of slots of the pool and of rows of a microbatch, as they are now."""
         return EngineSize(self._slots.pool.slots, self.options.shape.rows)
 
     def compile_ahead(self, size: EngineSize) -> SizeAhead:
         """Begins to compile the programs for another size in a thread, for `resize`.
-
-        Args:
-          size: the size.
 
         Raises:
           PlanningError: the replicas have different shapes, or the engine trains in several
@@ -150,55 +147,48 @@ class Engine(RoundLoop):
         """
         if jax.process_count() > 1:
             raise PlanningError("programs for another size are compiled ahead in one process only")
-        own, options = self._slots, self.options.of_size(size)
-        pool, sizes = own.pool._replace(slots=size.slots), (self.size, size)
+        slots, options = self._slots, self.options.of_size(size)
+        pool, sizes = slots.pool._replace(slots=size.slots), (self.size, size)
         if self._replicas is None:
             backbone = self.backbone
-            return DeviceSizeAhead(sizes, backbone, options, pool, own.optimizers, own.layout)
+            return DeviceSizeAhead(sizes, backbone, options, pool, slots.optimizers, slots.layout)
         from .devices.several_devices import MeshSizeAhead
 
-        return MeshSizeAhead(sizes, self._replicas, options, pool, own.optimizers, own.stored)
+        return MeshSizeAhead(sizes, self._replicas, options, pool, slots.optimizers, slots.stored)
 
     def refusal_of(self, size: EngineSize) -> str | None:
-        """Why rounds of another size would not fit into the devices' memory, as `admission`
-        predicts; None if they would, or if nothing is predicted.
-
-        Args:
-          size: the size.
-        """
+        """Why rounds of another size would not fit into the devices' memory, as predicted by
+        `admission`; None if they would, or without a prediction."""
         reserved = self._slots.pool
         for admission in self._admissions:
-            own = dataclasses.replace(admission, reserved=reserved)
-            if reason := own.refusal(size.slots, size.rows):
+            with_pool = dataclasses.replace(admission, reserved=reserved)
+            if reason := with_pool.refusal(size.slots, size.rows):
                 return reason
         return None
 
     @property
     def microbatches_at_once(self) -> int:
-        """Number of microbatches that keep all devices busy: one for each data shard, and twice as
-        many for each stage of a pipeline."""
-        found = 0
-        for own in self._executor.replicas:
-            stages = len(own.replica.stages)
-            found += own.replica.shards * (1 if stages == 1 else 2 * stages)
-        return found
+        """Number of microbatches that keep all devices busy. Each data shard counts one; in a
+        pipeline of S stages, it counts 2 S."""
+        count = 0
+        for replica_input in self._executor.replicas:
+            stages = len(replica_input.replica.stages)
+            count += replica_input.replica.shards * (1 if stages == 1 else 2 * stages)
+        return count
 
     def resize(self, size: EngineSize, programs: SizeAhead | None = None) -> None:
-        """Changes the number of slots and of the rows of a microbatch between two rounds. Tasks go
-        on where they are; their later results may differ in the last bits from those of another
-        size.
-
-        The devices end what has begun. Then the state moves.
+        """Changes the number of slots and of the rows of a microbatch between two rounds. The
+        devices finish their work, then the state moves. Tasks continue where they are; their later
+        results may differ in the last bits from those at another size.
 
         Args:
           size: the new size, with at least as many slots as there are tasks.
-          programs: from `compile_ahead`; None compiles what is missing now, and runs it once.
+          programs: from `compile_ahead`; None compiles missing programs now, and runs them once.
 
         Raises:
           ValueError: there are more tasks, or `programs` are for another size.
           PlanningError: the replicas have different shapes.
           OutOfDeviceMemory: a device has too little memory. The engine has its old size.
-          RuntimeError: a round is unfinished.
         """
         if programs and programs.sizes[1] != size:
             raise ValueError(f"the programs are for {programs.sizes[1]}, the engine gets {size}")
@@ -214,7 +204,7 @@ class Engine(RoundLoop):
         except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
             if not ran_out_of_memory(e):
                 raise
-            # If the old size does not fit any more either, the next round says so.
+            # If the old size does not fit any more either, the next round raises the error.
             with suppress(OutOfDeviceMemory):
                 self._take_size(before, None)
             self._lose_gradients()
@@ -224,13 +214,12 @@ class Engine(RoundLoop):
             ) from None
 
     def _take_size(self, size: EngineSize, programs: SizeAhead | None) -> None:
-        """Moves the state to the slots of another size, and goes on with its programs."""
         options = self.options.of_size(size)
         self._take_options(options, self._slots.resize(size.slots), programs)
 
     def refuse_implementations(self) -> None:
-        """Checks that the implementations of attention and of the linears with adapters that the
-        options name can serve the registered tasks. Call it before training, which would end there.
+        """Checks that the configured implementations of attention and of the linears with adapters
+        can serve the registered tasks. Without this call, the first round raises the error.
 
         Raises:
           PlanningError: an implementation cannot serve this device, these dtypes or sizes.
@@ -238,16 +227,8 @@ class Engine(RoundLoop):
         self._executor.refuse_implementations(self._slots.pool.dropout)
 
     def release(self, name: str) -> None:
-        """Removes a task, whose place another task can then take. The engine no longer has its
-        adapter. Results of the task that have not been fetched are returned later all the same.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: no task of this name is registered.
-          RuntimeError: a round is unfinished.
-        """
+        """Removes a task and its adapter; another task can then take its slot. Results of the task
+        that have not been fetched are still returned later."""
         self._refuse_unfinished_round()
         number = self._slots.remove(name)
         self._position.restore(number, ())
@@ -256,47 +237,30 @@ class Engine(RoundLoop):
 
     def snapshot(self, name: str) -> Callable[[], SlotArrays]:
         """Begins to copy a task's adapter and optimizer state to the host, as they are after the
-        last update that was dispatched. The devices do not wait for it, but if as many copies as
-        fit are on their way, the host does (`snapshot_waits`).
-
-        Args:
-          name: name of the task.
+        last update that was dispatched. The devices do not wait for the copy. The host waits if the
+        memory for copies in flight is used up (`snapshot_waits`).
 
         Returns:
           A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`.
           The gradients accumulated since the last update are left out, and so is the best adapter.
-
-        Raises:
-          TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
         return self._copies.submit(lambda: after_last_update(copied())).result
 
     def snapshot_waits(self, name: str) -> bool:
-        """Whether a snapshot would wait until earlier ones have arrived on the host, because as
-        many copies as fit are on their way.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
+        """Whether a snapshot would wait until earlier ones have arrived on the host, because the
+        memory for copies in flight is used up."""
         return self._slots.copy_waits(name, ("adapter", "optimizer"))
 
     def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
-        """What has to be kept of a task, so that `SuspendedTask.of` can let it go on.
+        """Adds the best adapter to a snapshot, so that `SuspendedTask.of` can continue the task.
 
         Args:
-          name: name of the task.
-          snapshot: from `snapshot`; the results of all updates before it have been fetched.
+          snapshot: from `snapshot`; the results of all updates before it must have been fetched.
 
         Returns:
-          A function that waits for the snapshot, and returns its arrays with those of the best
-          adapter that is known now, if the task keeps it.
-
-        Raises:
-          TaskError: no task of this name is registered.
+          A function that waits for the snapshot, and returns its arrays. If the task keeps its best
+          adapter, the one that was known when `with_best` was called is among them.
         """
         best = best_arrays(self._slots.named(name))
         return lambda: snapshot() | best()
@@ -304,20 +268,16 @@ class Engine(RoundLoop):
     def result(
         self, name: str, snapshot: Callable[[], SlotArrays] | None = None
     ) -> Callable[[], Adapter]:
-        """Begins to copy the adapter to the host that the training of a task has given so far: the
-        one with the lowest held-out loss if the task keeps it, else the one after the last update
-        that was dispatched. The devices do not wait for it.
+        """Begins to copy the adapter that a task has trained so far to the host. If the task keeps
+        its best adapter, this is the one with the lowest held-out loss; else it is the one after
+        the last update that was dispatched. The devices do not wait for it.
 
         Args:
-          name: name of the task.
-          snapshot: from `snapshot`, if it has just been called: its adapter need not be copied
-            once more.
+          snapshot: from `snapshot`, if it has just been called; its adapter need not be copied
+            again.
 
         Returns:
           A function that waits for the copy, and returns the adapter as `adapter` does.
-
-        Raises:
-          TaskError: no task of this name is registered.
         """
         slot = self._slots.named(name)
         copied = slot.best or snapshot or self._slots.copy_to_host(name, ("adapter",))
@@ -325,28 +285,23 @@ class Engine(RoundLoop):
         return self._copies.submit(lambda: adapter_of(copied(), spec, self.backbone.config)).result
 
     def suspend(self, name: str) -> SuspendedTask:
-        """Removes a task, whose place another task can then take, and keeps all that it needs to go
-        on from its last update, or from its last turn if its global batch is not complete.
+        """Removes a task and keeps everything that it needs to continue after its last update, or
+        after its last turn if its global batch is not complete. Another task can then take its
+        slot.
 
         On meshes with dp, fsdp or tp, and with several replicas, an incomplete global batch begins
-        again: there a gradient is the sum of what several devices have accumulated, and to form it
-        now would change the order of later sums.
-
-        Args:
-          name: name of the task.
+        again. There a gradient is the sum of the accumulators of several devices, and adding them
+        up now would change the order of later sums.
 
         Returns:
           The task, for `resume`.
-
-        Raises:
-          TaskError: no task of this name is registered.
-          RuntimeError: a round is unfinished.
         """
         self._refuse_unfinished_round()
         slot, number = self._slots.named(name), self._slots.number(name)
         accumulated: list[int] = []
         if self._position.goes_on(number) and self._sums_at_one_place:
-            # What has begun of the next turn must have ended, because its gradients are kept too.
+            # The gradients of the next turn's started microbatches are kept too, so these
+            # microbatches must be finished.
             self._settle()
             accumulated = self._position.accumulated(number)
         copied = self._copies.submit(self._slots.copy_to_host(name)).result if accumulated else None
@@ -356,17 +311,16 @@ class Engine(RoundLoop):
         return suspended
 
     def resume(self, suspended: SuspendedTask) -> None:
-        """Lets a suspended task go on, with the bits that it would have had without a break. With
-        several replicas its samples may go to others than they would have, which changes the order
-        of sums.
+        """Continues a suspended task, with the bits that it would have had without the break. With
+        several replicas, its samples may go to other replicas than without the break, which changes
+        the order of sums.
 
         Args:
-          suspended: the task, from `suspend` of an engine with the same backbone.
+          suspended: from `suspend` of an engine with the same backbone.
 
         Raises:
           TaskError: a task of this name is registered.
           PlanningError: a round of all tasks would not fit into the device's memory.
-          RuntimeError: a round is unfinished.
         """
         slot = suspended.slot
         self._refuse_tasks([slot.prepared])
@@ -380,17 +334,14 @@ class Engine(RoundLoop):
         self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 
     def extend(self, name: str, steps: int) -> None:
-        """Lets a task train more steps. The learning rates of the updates that have not been
-        dispatched follow a schedule that spreads over all of them.
+        """Lets a task train more steps. The learning rates of all updates that have not been
+        dispatched follow a schedule over the new number of steps.
 
         Args:
-          name: name of the task.
-          steps: the new number of steps, those included that the task has trained.
+          steps: the new number of steps, including those that the task has trained.
 
         Raises:
-          TaskError: no task of this name is registered, it has ended, or it has at least so many
-            steps already.
-          RuntimeError: a round is unfinished.
+          TaskError: the task has ended, or it has at least as many steps already.
         """
         slot = self._slots.named(name)
         if not slot.running or steps <= slot.prepared.steps:
@@ -403,23 +354,14 @@ class Engine(RoundLoop):
         slot.prepared = slot.prepared.extended(steps, self.steps_dispatched(name))
 
     def steps_dispatched(self, task: str | SuspendedTask) -> int:
-        """Number of steps of a task whose updates have been dispatched.
-
-        Args:
-          task: name of a registered task, or a task that has been suspended.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
+        """Number of steps of a task whose updates have been dispatched. `task` is the name of a
+        registered task, or a suspended task."""
         slot = self._slots.named(task) if isinstance(task, str) else task.slot
         return slot.steps_dispatched
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
-        """Checks that a task fits into the pool and the microbatches as they are, if it has a place
-        to itself.
-
-        Args:
-          prepared: the task.
+        """Checks that a task fits into the present microbatches, and into one slot of the present
+        pool.
 
         Raises:
           TaskError: it does not fit; the message names the setting at fault.
@@ -436,8 +378,8 @@ class Engine(RoundLoop):
 
     @property
     def begun(self) -> list[str]:
-        """Names of the registered tasks that have had a place, so that they have arrays. Only a
-        `QueuedEngine` has others."""
+        """Names of the registered tasks that have had a slot, and therefore arrays. Only a
+        `QueuedEngine` has other tasks."""
         return self.names
 
     @property
@@ -450,36 +392,17 @@ class Engine(RoundLoop):
         return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
-        """Returns the prepared task that was registered.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
         return self._slots.named(name).prepared
 
     def progress(self, name: str) -> TaskProgress:
-        """Returns a task's position in its training, and its results so far.
-
-        The engine changes this object whenever results are fetched.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
+        """A task's position in its training, and its results so far. The engine changes this object
+        whenever results are fetched."""
         return self._slots.named(name).progress
 
     def _observe_memory(self, pools: Sequence[PoolSpec]) -> None:
         """Tells `admission` a new peak of memory use in a round. The device reports only the
-        highest peak so far.
-
-        Args:
-          pools: the pool that each task of the round needs alone.
-        """
+        highest peak so far. `pools` has, for each task of the round, the pool that would hold only
+        this task."""
         one_device = self._slots.stored.homes == [None]
         peak = device_peak() if self.admission and one_device else None
         # A restored round without microbatches may have been updated before anything was compiled.
@@ -490,36 +413,23 @@ class Engine(RoundLoop):
     def adapter(self, name: str) -> Adapter:
         """A task's current adapter, for `export_adapter` or a `Request`.
 
-        Args:
-          name: name of the task.
-
         Returns:
           By path of a linear within a layer ("mlp.up_proj"), `Factors` of the float32 NumPy arrays
           a [L, k, r] and b [L, r, n], for L layers, input width k, output width n and the task's
           rank r.
-
-        Raises:
-          TaskError: no task of this name is registered.
         """
         copied = self._slots.copy_to_host(name, ("adapter",))
         return adapter_of(copied(), self.prepared(name).task.adapter, self.backbone.config)
 
     def task_arrays(self, name: str) -> SlotArrays:
-        """All arrays of a task that a checkpoint must hold.
-
-        These are its adapter, the gradients and the loss accumulated over the current global batch,
-        and its optimizer state. Call `drain` before, so that `progress` belongs to the same moment.
-
-        Args:
-          name: name of the task.
+        """All arrays of a task that a checkpoint must hold: its adapter, the gradients and the loss
+        accumulated over the current global batch, and its optimizer state. Call `drain` before, so
+        that `progress` belongs to the same moment.
 
         Returns:
           NumPy arrays by path, at the task's own rank and for its own linears, for example
           "adapter/mlp.up_proj/a" [L, k, r] (layers, input width, rank). `restore_task` takes them,
           also in an engine with other tasks or other sizes.
-
-        Raises:
-          TaskError: no task of this name is registered.
         """
         self._executor.collect()
         copied = self._slots.copy_to_host(name)
@@ -528,16 +438,10 @@ class Engine(RoundLoop):
     def task_specs(self, name: str) -> SlotState:
         """Shapes and dtypes of `task_arrays`, without reading the arrays from the device.
 
-        Args:
-          name: name of the task.
-
         Returns:
           A tree with a `LeafSpec` (shape, dtype, names of axes) in place of each array: a
           `SlotState` with the fields adapter, accumulators (gradients), loss and optimizer.
           `peft.leaves.named_leaves` turns it into a dict with the paths of `task_arrays` as keys.
-
-        Raises:
-          TaskError: no task of this name is registered.
         """
         return self._slots.own_specs(name)
 
@@ -551,16 +455,14 @@ class Engine(RoundLoop):
         """Puts a registered task back to the moment at which its checkpoint was taken.
 
         Args:
-          name: name of the task.
           arrays: the task's arrays by path, from `task_arrays`.
           progress: the task's progress at that moment. The engine keeps and changes this object.
-          accumulated: the result of the method `accumulated` at that moment: indices of the samples
-            in the current global batch whose gradients are part of `arrays`. Turns of the batch
-            that are over then do not count in `TaskUpdate.computed_tokens`.
+          accumulated: the result of the method `accumulated` at that moment. These samples of the
+            current global batch are not trained again, because `arrays` contains their gradients.
+            Turns that consist of such samples do not count in `TaskUpdate.computed_tokens`.
 
         Raises:
-          TaskError: no task of this name is registered.
-          ValueError: the engine has no place for an array, or a scalar is missing.
+          ValueError: the engine's pool has no such array, or a scalar is missing.
           RuntimeError: a round is unfinished or its results have not been fetched.
         """
         slot = self._slots.named(name)
@@ -570,13 +472,12 @@ class Engine(RoundLoop):
         self._position.discard_plans()
         slot.restore(progress)
         slot.lose_gradients()
-        own, slot.best = without_best(arrays)
-        self._slots.write(name, own)
+        current, slot.best = without_best(arrays)
+        self._slots.write(name, current)
         if slot.running:
             self._position.restore(self._slots.number(name), accumulated)
 
     def _refuse_tasks(self, tasks: Sequence[PreparedTask]) -> None:
-        """Raises an error if tasks cannot be added."""
         names = self._slots.names
         for prepared in tasks:
             name = prepared.task.name
@@ -585,36 +486,34 @@ class Engine(RoundLoop):
             prepared.refuse_rows_of(self.options.shape.row_len)
             names.append(name)
         self._refuse_stages({f"task {p.task.name!r}": p.pool for p in tasks})
-        # The state keeps the size that it has reached, and what fits into it takes no memory.
+        # The state never shrinks here, so tasks that fit into its present size take no memory.
         reserved = self._slots.pool
         if self.admission:
             self.admission = dataclasses.replace(self.admission, reserved=reserved)
         if not self._slots.have_room_for(tasks):
             for admission in self._admissions:
-                own = dataclasses.replace(admission, reserved=reserved)
-                own.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
+                with_pool = dataclasses.replace(admission, reserved=reserved)
+                with_pool.require({p.task.name: p.pool for p in tasks}, self._slots.pools)
         self._refuse_unfinished_round()
 
     def _refuse_stages(self, pools: dict[str, PoolSpec]) -> None:
-        """Raises PlanningError if a pipeline of this engine cannot train tasks with these pools."""
-        for own in self._replicas or ():
-            refuse_stages(pools, len(set(own.homes)), len(own.parts))
+        for replica in self._replicas or ():
+            refuse_stages(pools, len(set(replica.homes)), len(replica.parts))
 
     @property
     def _sums_at_one_place(self) -> bool:
-        """Whether each gradient is summed up on one device."""
         (first, *others) = self._executor.replicas
         return not others and all(stage.devices == 1 for stage in first.replica.stages)
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:
-        """What predicts whether something fits into the memory of each kind of replica."""
+        """One predictor of memory use for each kind of replica."""
         return (*filter(None, [self.admission]), *self._more_admissions)
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
-        """Prepares for tasks to be added: rounds that are planned and have not begun are planned
-        anew. If the only free places are those of tasks that have just left, the devices end what
-        has begun; if the state has to grow, they also free memory."""
+        """Prepares for new tasks: discards planned rounds that have not begun. If the only free
+        slots are those of tasks that have just left, the devices first finish their work; if the
+        state has to grow, they also free memory."""
         if not self._slots.have_room_for(tasks):
             self._settle()
             self._clear_left_slots()

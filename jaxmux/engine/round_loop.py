@@ -63,8 +63,8 @@ class RoundLoop:
 
         Args:
           backbone, options, programs: as for `Engine`.
-          observe: function that is called after every round whose results have been fetched, with
-            the pool that each of its tasks needs alone.
+          observe: function that is called after the results of a round have been fetched. Its
+            argument is, for each task of the round, the pool that would hold only this task.
         """
         self.options = options
         self.rounds = 0
@@ -83,18 +83,18 @@ class RoundLoop:
         self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._observe = observe
         self._results = Results(options.max_bad_steps)
-        # Waits for copies on their way to the host, so that they do not stay on the devices.
+        # This thread waits for copies to reach the host, so that their device memory becomes free.
         self._copies = ThreadPoolExecutor(1)
         self._executor = self._make_executor(programs)
         self._stream = RoundStream(self._slots, options, self._executor)
         self._position = RoundPosition(self._stream)
         self._held_out = self._measure_held_out()
         self._round: RoundRecord | None = None
-        # By the slots of an update that is being dispatched, the learning rate of each slot.
+        # Keys are the slots of an update that is being dispatched, values the learning rate of each
+        # of these slots.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
 
     def _make_executor(self, programs: ProgramsAhead | SizeAhead | None) -> Executor:
-        """An executor for the present options and state."""
         if self._replicas is None:
             (options,) = self.options.of_replicas(1)
             return SingleDevice(self.backbone, options, self._slots.stored, programs)
@@ -105,7 +105,6 @@ class RoundLoop:
         return SeveralDevices(self._replicas, self.options, self._slots.stored, ahead)
 
     def _measure_held_out(self) -> HeldOut:
-        """What measures held-out losses with the present options and executor."""
         return HeldOut(
             self._slots,
             self._results,
@@ -118,15 +117,15 @@ class RoundLoop:
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
     ) -> None:
-        """Goes on with other options, after the state has got the sizes that they reserve.
+        """Continues with other options. The state has the sizes of these options already.
 
-        Programs that are not compiled ahead are compiled and run once. Of those that are, most run
-        for the first time when they are needed; whether there is memory for them is tried here.
+        If the programs were not compiled ahead, they are compiled and run once. Programs that were
+        compiled ahead run for the first time when they are needed; here the executor only tries
+        whether their memory can be allocated.
 
         Args:
-          options: the options.
-          numbers: by old number, the new number of every slot that is taken.
-          programs: programs that have been compiled for them, or None.
+          numbers: maps the old number of every occupied slot to its new one.
+          programs: programs that have been compiled for `options`; None compiles them here.
         """
         self.options = options
         self._executor = self._make_executor(programs)
@@ -138,7 +137,7 @@ class RoundLoop:
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compiles all programs for the state as it is, and runs them once."""
+        """Compiles all programs for the present state, and runs each once."""
         slots, layers = self._slots, self.backbone.config.num_layers
         with self.device_time.waiting(COMPILING):
             slots.warm_up()
@@ -149,20 +148,20 @@ class RoundLoop:
 
     @property
     def finished(self) -> bool:
-        """True if every task has succeeded, has failed or has had its last step and measurement
-        dispatched. The results of the last round may still have to be fetched with `drain`."""
+        """True if no task has a step or a measurement left to dispatch. The results of the last
+        round may still have to be fetched with `drain`."""
         return not self._live() and not self._held_out.unfinished
 
     @property
     def seconds_waited(self) -> float:
-        """Seconds that `train_round` has waited for rounds to be packed. The device may still be
-        busy with earlier rounds in this time."""
+        """Seconds that `train_round` has waited for rounds to be packed. Meanwhile the device may
+        have been busy with earlier rounds."""
         return self._stream.seconds_waited
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        """The remat policy of every layer, or one policy for all layers, with which the training
-        program is compiled; None before it is."""
+        """The remat policies with which the training program is compiled: one name for all layers,
+        or one for each layer. None before it is compiled."""
         return self._executor.remat
 
     def train_round(
@@ -172,17 +171,17 @@ class RoundLoop:
         before it.
 
         The call returns before the device has finished the round. It compiles the programs if
-        necessary. If no task is live, it calls `drain`, and nothing is trained in the round; it is
-        one if measurements of held-out losses go on.
+        necessary. If no task is live, it calls `drain` and trains nothing; if measurements of
+        held-out losses continue, the call still counts as a round.
 
         Args:
-          stop: function without arguments that is called after every microbatch, for example to
-            react to a signal. Once it returns True, `train_round` fetches the results of the round
-            before and returns with this round unfinished. The next call continues with the
-            remaining microbatches. If the fetched results end a task of this round, the round is
-            finished all the same.
-          stream: whether a pipeline may begin the round after this one before this one has ended.
-            False leaves no gradients of that round behind, so that a checkpoint after this call is
+          stop: function that is called after every microbatch, for example to react to a signal.
+            Once it returns True, `train_round` fetches the results of the round before and returns,
+            although this round is unfinished. The next call continues with the remaining
+            microbatches. If the fetched results end a task of this round, the round is finished
+            nevertheless.
+          stream: whether a pipeline may begin the next round before this one has ended. With False,
+            no gradients of the next round exist after this call, so a checkpoint taken then is
             restored to the same bits on the same devices.
 
         Returns:
@@ -194,9 +193,9 @@ class RoundLoop:
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
           ValueError: `options.grouped_lora` or `options.remat` is unknown, or
             `options.grouped_lora` cannot serve these tasks on this device.
-          OutOfDeviceMemory: a device has too little memory for a microbatch. The tasks are as after
-            their last updates, and `resize` can make room. Or a device ran out of memory in a round
-            whose results were fetched; then only a new engine can go on.
+          OutOfDeviceMemory: either a device has too little memory for a microbatch; the tasks are
+            then as after their last updates, and `resize` can make room. Or a device ran out of
+            memory in a round whose results were fetched; then only a new engine can continue.
         """
         position = self._position
         if position.current is None and not self._live():
@@ -223,8 +222,8 @@ class RoundLoop:
                         self._plan_following if stream else lambda: None,
                     )
             except OutOfDeviceMemory:
-                # No program fits any more, and the accumulators are empty. (If an earlier round has
-                # failed, its results raise this again.)
+                # No program fits any more, and the accumulators are empty. If an earlier round ran
+                # out of memory too, fetching its results raises the same error again.
                 with suppress(OutOfDeviceMemory):
                     self._fetch()
                 self._lose_gradients()
@@ -233,7 +232,7 @@ class RoundLoop:
                 self._count(current, done[before:])
             self._count(position.following, outcome.ahead)
             if compiles:
-                # What the devices do meanwhile is little.
+                # The devices do little while the host compiles, so this is not training time.
                 begun = time.monotonic()
             ends += outcome.updates.values()
             for slots, stats in outcome.updates.items():
@@ -254,7 +253,8 @@ class RoundLoop:
             self._count_ended(position.following, outcome.ahead)
             position.stop(updates, outcome.ahead)
             self._fetch()
-            # A round that has lost a task would be packed otherwise next time: finish it first.
+            # If a task of this round has ended, a restart would pack the rest of the round
+            # differently. Therefore the round is finished first.
             if all(self._slots.runs(slot) for slot in current.steps):
                 return self._results.take()
             stop = lambda: False  # noqa: E731
@@ -269,7 +269,6 @@ class RoundLoop:
         return self._results.take()
 
     def _note_round(self, plan: RoundPlan) -> None:
-        """Notes what a dispatched round held."""
         left = self._slots.left
         names = {n: (self._slots[n] if n in self._slots else left[n]).name for n in plan.steps}
         self._round = RoundRecord.of(
@@ -281,13 +280,13 @@ class RoundLoop:
         )
 
     def take_round(self) -> RoundRecord | None:
-        """What the round held that was dispatched last; None if that has been taken before."""
+        """Returns the record of the last dispatched round; None if it has been taken before."""
         taken, self._round = self._round, None
         return taken
 
     def _end_turns(self, plan: RoundPlan) -> None:
-        """Takes note of the turns of a dispatched round whose global batches go on, or whose tasks
-        have left."""
+        """Has the results count the turns of tasks that are not updated in this round or have
+        left."""
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
         left = self._left_in(plan)
         if not plan.ends:
@@ -297,21 +296,22 @@ class RoundLoop:
             self._results.add(DispatchedTurns(plan, tasks, left, self._executor.marker()))
 
     def _plan_following(self) -> RoundPlan | None:
-        """The round after the current one, as far as is known; None if it may not begin yet."""
+        """Returns the round after the current one, with the tasks that are known now; None if it
+        may not begin yet."""
         return self._position.plan_following(self._live(after=self._position.current))
 
     def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
-        """Counts what all data shards have trained of microbatches with these indices."""
+        """Adds the dispatched microbatches of all data shards to the totals."""
         for i in dispatched:
             replica = self._executor.replicas[plan.microbatches[i].replica]
             self.microbatches += times * replica.shards
             self.computed_tokens += times * replica.tokens
 
     def _settle(self) -> None:
-        """Ends what the executor has begun of the current round before the round before had ended.
-        The round is then planned anew, without the samples that are trained."""
+        """Finishes the microbatches of this round that started early, during the previous round.
+        The rest of the round is then planned again."""
         position = self._position
-        # A stopped executor has ended everything that had begun.
+        # `settle` returns None if the executor was stopped, because then nothing is running.
         ended = self._executor.settle() or position.done
         if position.begun_ahead:
             self._count(position.current, ended[len(position.done) :])
@@ -319,17 +319,15 @@ class RoundLoop:
             position.settle(ended)
 
     def _count_ended(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
-        """Takes note of what has been trained of a round that is forgotten."""
+        """Has the results count the trained microbatches of a plan that is discarded."""
         if ended:
             tasks = {n: self._slots[n] for n in plan.steps if n in self._slots}
             self._results.add(DispatchedTurns(plan, tasks, self._left_in(plan), ended=ended))
 
     def _left_in(self, plan: RoundPlan) -> dict[int, Slot]:
-        """By slot number, the tasks of a round that have left."""
         return {n: slot for n, slot in self._slots.left.items() if n in plan.steps}
 
     def _due(self, slots: tuple[int, ...]) -> DueUpdates:
-        """The numbers of the updates of these slots."""
         self._fetch()
         due, rates = self._slots.due(slots)
         if slots:
@@ -337,7 +335,7 @@ class RoundLoop:
         return due
 
     def _begin_again(self) -> None:
-        """Plans the round anew, from its first microbatch, after the device ran out of memory."""
+        """Restarts the round from its first microbatch after the device ran out of memory."""
         self._fetch()
         self._executor.recover()
         _log.warning(
@@ -348,7 +346,7 @@ class RoundLoop:
         self._lose_gradients()
 
     def _lose_gradients(self) -> None:
-        """Lets all global batches begin again, because the accumulators are empty."""
+        """Restarts all global batches, because the accumulators are empty."""
         self._position.begin_again()
         for _, slot in self._slots:
             slot.lose_gradients()
@@ -366,7 +364,6 @@ class RoundLoop:
         return self._results.take()
 
     def _fetch(self) -> None:
-        """Waits for all dispatched updates, and records their results."""
         try:
             for update in self._results.fetch():
                 self._observe(update.pools)
@@ -380,16 +377,9 @@ class RoundLoop:
             ) from None
 
     def accumulated(self, name: str) -> list[int]:
-        """The samples of a task's unfinished global batch whose gradients are already accumulated.
-
-        A checkpoint in the middle of a round stores this list, for `restore_task`.
-
-        Args:
-          name: name of the task.
-
-        Returns:
-          Indices of these samples in the task's current global batch, ascending; empty between
-          rounds.
+        """Indices of the samples in a task's current global batch whose gradients are already
+        accumulated, ascending; empty if the batch has not been started. A checkpoint within a
+        global batch stores this list for `restore_task`.
 
         Raises:
           TaskError: no task of this name is registered.
@@ -399,12 +389,12 @@ class RoundLoop:
     def begin_evaluation(self, names: Sequence[str]) -> None:
         """Begins to measure the held-out losses of tasks with their current adapters. The results
         arrive with those of the next round, or with `drain`. A measurement of more than
-        `options.round_tokens` tokens has a turn in each of the next rounds, and its task does not
-        train until it is over. The engine does this by itself after a task's last step, and every
-        `Task.eval_every` steps.
+        `options.round_tokens` tokens takes several rounds, one turn in each, and its task does not
+        train until it has ended. After a task's last step and every `Task.eval_every` steps, the
+        engine begins a measurement without this call.
 
         Args:
-          names: names of registered tasks. Those without held-out samples are left out.
+          names: tasks without held-out samples are left out.
 
         Raises:
           TaskError: a name is not registered.
@@ -415,14 +405,11 @@ class RoundLoop:
         self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
         position = self._position
         if position.begun_ahead and position.current.steps.keys() & self._held_out.unfinished:
-            # The tasks must not be updated by the round that has begun.
+            # The started round must not update these tasks before they are measured.
             self._settle()
 
     def measures(self, name: str) -> bool:
-        """Whether a task trains on only after further turns of a measurement.
-
-        Args:
-          name: name of the task.
+        """Whether a task has to wait for further turns of its measurement before it trains again.
 
         Raises:
           TaskError: no task of this name is registered.
@@ -430,27 +417,24 @@ class RoundLoop:
         return self._slots.named(name).measuring is not None
 
     def take_evaluations(self) -> list[TaskEvaluation]:
-        """The held-out losses whose results have arrived since the last call, also of tasks that
-        have left since."""
+        """Returns the held-out losses that have arrived since the last call. Tasks that have left
+        since are included."""
         return self._results.take_evaluations()
 
     def take_computed(self) -> Computed:
-        """What has been computed in the rounds whose results the last call of `train_round` or
-        `drain` has returned, also of tasks that have left since; empty in a second call. The time
-        of these rounds can be divided among the tasks by it."""
+        """Returns the tokens computed in the rounds whose results the last call of `train_round` or
+        `drain` returned, including those of tasks that have left since. A second call returns none.
+        The time of these rounds can be divided among the tasks in proportion to these tokens."""
         return self._results.take_computed()
 
     @property
     def awaited(self) -> set[str]:
-        """Names of the tasks of which results have not arrived, also of tasks that have left."""
+        """Names of the tasks whose results have not arrived, including tasks that have left."""
         return self._results.awaited | {slot.name for slot in self._slots.left.values()}
 
     def evaluate(self, names: Sequence[str]) -> dict[str, float]:
-        """The loss of tasks on their held-out samples, with their current adapters and without
-        dropout.
-
-        Args:
-          names: names of registered tasks.
+        """Measures the losses of tasks on their held-out samples, with their current adapters and
+        without dropout.
 
         Returns:
           By name, the mean cross entropy in nats per target token (token that counts in the loss);
@@ -466,16 +450,12 @@ class RoundLoop:
         if not tasks:
             return {}
         samples = all_samples({slot: task.eval_samples for slot, task in tasks.items()})
-        found = self._executor.evaluate(tasks, samples).losses()
-        return {task.task.name: float(found[slot]) for slot, task in tasks.items()}
+        losses = self._executor.evaluate(tasks, samples).losses()
+        return {task.task.name: float(losses[slot]) for slot, task in tasks.items()}
 
     def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
-        """The next step of every slot whose task has one.
-
-        Args:
-          after: a round that is being dispatched, whose steps count as trained; None if there is
-            none.
-        """
+        """Returns, by slot, the next step of every task that has one. The steps of `after`, a round
+        that is being dispatched, count as trained."""
         return self._slots.live(after, self._held_out.takes_turns)
 
     def _refuse_unfinished_round(self) -> None:
@@ -484,17 +464,17 @@ class RoundLoop:
             raise RuntimeError("tasks may change at the end of a round, and this one is unfinished")
 
     def _clear_left_slots(self) -> None:
-        """Empties the slots of tasks that have left, once no round that has begun uses them."""
+        """Empties the slots of tasks that have left, except those that the current round uses."""
         current = self._position.current
         for number in self._slots.left.keys() - (current.steps.keys() if current else set()):
             self._slots.clear(number)
-            # What a round that had begun has accumulated for the task is gone too.
+            # The gradients that a started round accumulated for the task are gone too.
             self._position.restore(number, ())
 
     def close(self) -> None:
-        """Ends the threads of the engine, and frees what it keeps from round to round. Call it when
-        training ends. A later `train_round` prepares microbatches in a new thread, but no more
-        snapshots can be taken."""
+        """Ends the threads of the engine, and frees what it keeps from round to round. A later
+        `train_round` starts a new thread to pack microbatches, but snapshots are no longer
+        possible."""
         self._stream.close()
         self._executor.release()
         self._copies.shutdown()
