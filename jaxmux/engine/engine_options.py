@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class EngineSize(NamedTuple):
-    """What of an engine can grow and shrink while it trains.
+    """The sizes of an engine that can change while it trains.
 
     Attributes:
       slots: number of slots of the pool, the most tasks that train at the same time.
@@ -34,10 +34,6 @@ class EngineOptions:
     Except for `max_bad_steps`, they affect speed and memory; the results of tasks differ only by
     rounding.
 
-    The engine trains *rounds*, each with a *turn* of every task that still trains: a global batch
-    (the samples of one optimizer update), or as much of it as `round_tokens` allows. A round is
-    packed into *microbatches*, the units of one forward and backward pass.
-
     Attributes:
       shape: shape of the microbatches: `rows` rows of `row_len` tokens, each with at most
         `max_sequences` samples, divided into chunks of `chunk_len` tokens that belong to one task
@@ -48,10 +44,10 @@ class EngineOptions:
         so far, and whose optimizer has no more moments than earlier ones, is added without
         compiling the forward and backward pass again. On CPU, a task trains to the same bits beside
         any other tasks as long as these sizes and `shape` are the same, and there is one replica.
-      remat: the values that a layer keeps from its forward to its backward pass; all else is
-        computed again. From most to least memory: "none" keeps everything, "norms" recomputes
-        neither norms nor matrix products, "dots" recomputes norms but no matrix product, "lean"
-        also recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
+      remat: the values that a layer keeps from its forward to its backward pass; all others are
+        computed again. From most to least memory: "none" keeps everything, "norms" recomputes only
+        operations other than norms and matrix products, "dots" also recomputes norms, "lean" also
+        recomputes the products of the MLP's gate and up, "full" keeps only each layer's input.
         "auto" picks a policy for each layer so that least is recomputed within `memory`; if the
         memory is unknown, it picks "dots".
       memory: bytes on the device that backbone, arrays of the tasks and microbatches may take
@@ -63,20 +59,17 @@ class EngineOptions:
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
       unroll: True compiles every layer separately, which takes longer to compile and runs faster on
         a GPU. False compiles one layer and loops over it. None means True on a GPU, else False.
-      round_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own,
+      round_tokens: most tokens of a turn, without padding. A longer sample is a turn of its own,
         and a very short one counts as `shape.least_tokens`. A task with larger global batches needs
-        several rounds for each, and is updated in the last of them; held-out data with more tokens
-        are measured in several rounds, in which their task does not train. Tasks with small batches
-        then need not wait for it, and new tasks begin sooner. None lets every turn be a global
-        batch.
+        several rounds for each batch, and is updated in the last of them. Held-out data with more
+        tokens are measured in several rounds, in which their task does not train. Tasks with small
+        batches then need not wait for it, and new tasks begin sooner. None lets every turn be a
+        global batch.
       max_bad_steps: number of consecutive skipped updates after which a task has failed. An update
         is skipped if the task's loss, gradient or new parameters are not finite.
-      packing: function that lays out the samples of tasks that share microbatches; None packs them
-        with `planner.packing.pack_round`, and lets groups of tasks that follow each other in a
-        pipeline share the microbatch between them. It takes two arguments: by slot number of the
-        task, the lengths of its samples (number of tokens minus 1, because the last token is only
-        predicted); and `shape`. It returns, for each microbatch, a `Placement` (slot, sample,
-        row, offset) for each of its samples. Benchmarks compare the default with others.
+      packing: function that lays out the samples of tasks that share microbatches, for benchmarks;
+        see `rounds.Packing`. None packs with `planner.packing.pack_round`, and lets groups of tasks
+        that follow each other in a pipeline share the microbatch between them.
       schedule: order of the passes in a pipeline of several devices, as in `RunOptions`.
         "interleaved" is for backbones with several parts on a device. Results do not depend on it.
         A stop waits for all microbatches that have begun, with "gpipe" for the whole round.
@@ -116,9 +109,6 @@ class EngineOptions:
     def of_size(self, size: EngineSize) -> "EngineOptions":
         """The options of an engine of another size.
 
-        Args:
-          size: the size.
-
         Raises:
           PlanningError: `replica_shapes` is not empty.
         """
@@ -131,11 +121,8 @@ class EngineOptions:
     def of_replicas(self, count: int) -> list["EngineOptions"]:
         """The options of each replica, whose `shape` is that of its own microbatches.
 
-        Args:
-          count: number of replicas.
-
         Raises:
-          PlanningError: `replica_shapes` has another length.
+          PlanningError: `replica_shapes` has another length than `count`.
         """
         shapes = self.replica_shapes or (self.shape,) * count
         if len(shapes) != count:

@@ -311,7 +311,7 @@ class RoundLoop:
         """Finishes the microbatches of this round that started early, during the previous round.
         The rest of the round is then planned again."""
         position = self._position
-        # `settle` returns None if the executor was stopped, because then nothing is running.
+        # `settle` returns nothing after a stop, which has finished all started microbatches.
         ended = self._executor.settle() or position.done
         if position.begun_ahead:
             self._count(position.current, ended[len(position.done) :])

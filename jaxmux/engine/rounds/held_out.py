@@ -1,4 +1,4 @@
-"""When held-out losses are measured, and when tasks stop because of their time."""
+"""Decides when held-out losses are measured and when tasks stop because of their time limit."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,11 +17,11 @@ from .rounds import RoundPlan, turn_from
 
 class HeldOut:
     """Dispatches the measurements of held-out losses. Their results arrive with those of updates,
-    which decide whether a task stops early.
+    and decide whether a task stops early.
 
-    A task with more held-out data than a turn may have is measured in several turns, one in a
-    round, as a large global batch is trained. It trains on when all have been dispatched. The
-    others need not wait for it.
+    If the held-out data of a task have more tokens than `most_tokens`, they are measured in several
+    turns, one in each round. The task trains again when all turns have been dispatched; other tasks
+    do not wait for it.
     """
 
     def __init__(
@@ -36,12 +36,8 @@ class HeldOut:
         """Starts without measurements.
 
         Args:
-          slots: the slots, with the tasks that are trained.
-          results: gets what has been dispatched.
-          executor: runs the measurements.
-          copies: the thread that waits for copies on their way to the host.
+          copies: the thread that waits for copies to reach the host.
           most_tokens: most tokens of a turn, as for `Turns`.
-          device_time: takes note of when the devices measure.
         """
         self._slots, self._results = slots, results
         self._executor, self._copies = executor, copies
@@ -49,28 +45,26 @@ class HeldOut:
 
     @property
     def unfinished(self) -> list[int]:
-        """The slots of measurements that have not been dispatched as a whole."""
+        """The slots whose measurements have turns left to dispatch."""
         return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
 
     def takes_turns(self, slot: Slot) -> bool:
-        """Whether the measurement of a task takes several turns, so that the task waits for it
-        before it trains on."""
+        """Whether the measurement of a task takes several turns."""
         if self._most_tokens is None:
             return False
         return int(self._lengths(slot).sum(dtype=np.int64)) > self._most_tokens
 
     def _lengths(self, slot: Slot) -> Int[np.ndarray, " samples"]:
-        """The tokens as which the held-out samples of a task count."""
+        """The number of tokens that each held-out sample counts in a turn."""
         least = self._executor.replicas[0].shape.least_tokens
         return np.maximum(stream_lengths(slot.prepared.eval_samples), least)
 
     def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
-        """Stops tasks that have trained for their longest time, begins to measure those whose turn
-        it is, and goes on with the measurements that have begun.
+        """After a round has been dispatched, stops tasks that have reached their time limit, begins
+        the measurements that are due, and continues those that have begun.
 
         Args:
-          plan: the round that has been dispatched.
-          begun: the round after it, if it has begun.
+          begun: the round after `plan`, if it has begun.
           rounds: number of rounds that have been dispatched.
         """
         trained = plan.steps | (begun.steps if begun else {})
@@ -80,33 +74,27 @@ class HeldOut:
         self.go_on(rounds)
 
     def measure(self, numbers: Sequence[int], rounds: int) -> None:
-        """Begins to measure the held-out losses of tasks, with the adapters that they have after
-        everything that has been dispatched, and dispatches the first turns.
+        """Begins to measure the held-out losses of tasks, with the adapters after everything that
+        has been dispatched, and dispatches the first turns. Tasks without held-out samples are left
+        out.
 
         Args:
-          numbers: slots of the tasks. Tasks without held-out samples are left out.
           rounds: number of rounds that have been dispatched.
         """
         self._begin(n for n in numbers if self._slots[n].prepared.eval_samples)
         self._dispatch([n for n in self.unfinished if n in numbers], rounds)
 
     def go_on(self, rounds: int) -> None:
-        """Dispatches the next turn of every measurement that has begun.
-
-        Args:
-          rounds: number of rounds that have been dispatched.
-        """
+        """Dispatches the next turn of every measurement that has begun."""
         begun = {n: self._slots[n].measuring.step for n in self.unfinished}
         self._stop_in_time({n: step for n, step in begun.items() if step})
         self._dispatch(list(begun), rounds)
 
     def _begin(self, numbers: Iterable[int]) -> None:
-        """Lets measurements begin with the next turn, unless they have begun."""
         for slot in map(self._slots.__getitem__, numbers):
             slot.measuring = slot.measuring or Measuring(slot.steps_dispatched)
 
     def _dispatch(self, numbers: Sequence[int], rounds: int) -> None:
-        """Dispatches a turn of the measurements of tasks."""
         if not numbers:
             return
         tasks = {n: self._slots[n] for n in numbers}
@@ -133,15 +121,14 @@ class HeldOut:
         )
 
     def _next_turn(self, slot: Slot) -> range:
-        """The held-out samples of the next turn of a task."""
         return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
 
     def _stop_in_time(self, steps: Mapping[int, int]) -> None:
-        """Lets tasks stop that have trained for their longest time.
+        """Stops tasks that have reached their time limit.
 
         Args:
-          steps: by slot, the number of steps after which its task can stop: that of the step that
-            has been dispatched, or that has begun.
+          steps: by slot, the number of steps after which its task can stop: all that have been
+            dispatched or begun.
         """
         for number, step in steps.items():
             if not self._slots.runs(number):

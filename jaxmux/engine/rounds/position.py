@@ -1,5 +1,5 @@
-"""The rounds that come next, packed in a thread ahead of the device; how far the current round has
-come, and what has begun of the round after it."""
+"""The next rounds, which a thread packs ahead of the device; the progress within the current round,
+and the part of the next round that has been dispatched early."""
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -20,32 +20,21 @@ class RoundStream:
     """
 
     def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
-        """Creates a stream; the first call of `begin` or `next` starts its thread.
-
-        Args:
-          slots: the slots, with the tasks that are trained.
-          options: the options of the engine.
-          executor: the executor, which places the microbatches.
-        """
+        """Creates a stream; the first call of `begin` or `next` starts its thread."""
         self.seconds_waited = 0.0
         self._slots = slots
         self._options = options
         self._executor = executor
         self._groups = TaskGroups(executor.replicas)
         self._rounds: Prefetch[RoundPlan] | None = None
-        # The slots whose tasks have a global batch in the round that follows.
+        # The slots whose tasks have a turn in the next round.
         self._following: set[int] = set()
 
     def resized(
         self, options: EngineOptions, executor: Executor, numbers: Mapping[int, int]
     ) -> "RoundStream":
-        """Ends this stream; returns one that goes on with other sizes.
-
-        Args:
-          options: the options of the engine.
-          executor: the executor, which places the microbatches.
-          numbers: by old number, the new one of every slot that has a task.
-        """
+        """Ends this stream, and returns one that continues with other sizes. `numbers` maps the old
+        number of every occupied slot to its new one."""
         self.close()
         other = RoundStream(self._slots, options, executor)
         other.seconds_waited = self.seconds_waited
@@ -53,7 +42,7 @@ class RoundStream:
         return other
 
     def begin(self, live: Mapping[int, int], accumulated: SampleIndices) -> None:
-        """Lets the thread pack the next rounds of the live tasks, if it does not already.
+        """Has the thread pack the next rounds of the live tasks, if it does not already.
 
         Args:
           live: by slot, the next step of every live task.
@@ -62,7 +51,8 @@ class RoundStream:
         """
         if self._rounds is not None and self._following == live.keys():
             return
-        # Tasks that end as planned leave the stream by themselves; others make it begin again.
+        # Tasks that end as planned leave the stream by themselves; any other change needs a new
+        # stream.
         self.close()
         tasks = {number: self._slots[number].prepared for number in live}
         self._groups.begin_anew(tasks)
@@ -95,7 +85,6 @@ class RoundStream:
         return following
 
     def close(self) -> None:
-        """Ends the thread; the next call of `begin` or `next` starts it again."""
         if self._rounds is not None:
             self._rounds.close()
             self._rounds = None
@@ -104,49 +93,37 @@ class RoundStream:
 class RoundPosition:
     """The current round, its dispatched microbatches, and the round after it.
 
-    An executor may begin the following round before the current one has ended. If it is stopped
-    then, the rest of that round is planned anew without the samples that have been trained.
+    An executor may start microbatches of the following round before the current one has ended. If
+    it is stopped then, the rest of that round is planned again without the samples that were
+    trained.
 
     Attributes:
       current: the current round; None between two rounds.
       done: indices of its microbatches that have been dispatched.
       following: the round after it, if the executor may have begun it.
       begun_ahead: whether the executor may have begun the current round while the round before it
-        was trained, and has not been given it again.
+        was trained, and has not been called for the current round since.
     """
 
     def __init__(self, stream: RoundStream):
-        """Creates a position between two rounds.
-
-        Args:
-          stream: plans the rounds.
-        """
         self.current: RoundPlan | None = None
         self.done: list[int] = []
         self.following: RoundPlan | None = None
         self.begun_ahead = False
         self._stream = stream
-        # By slot, indices of the samples of a global batch whose gradients were in the accumulators
-        # when the current round began; and of the samples of the following round that have been
-        # trained, although it was stopped.
+        # By slot, indices of samples in the task's global batch: those whose gradients were in the
+        # accumulators when the current round began; and those of the following round that were
+        # trained before a stop.
         self._accumulated: dict[int, list[int]] = {}
         self._accumulated_ahead: dict[int, list[int]] = {}
 
     def prepare(self, live: Mapping[int, int]) -> None:
-        """Lets the next round be packed, between two rounds.
-
-        Args:
-          live: by slot, the next step of every live task.
-        """
+        """Has the next round packed, between two rounds. `live` is as for `RoundStream.begin`."""
         if live:
             self._stream.begin(live, self._accumulated)
 
     def begin(self, live: Mapping[int, int]) -> RoundPlan:
-        """The current round, which is planned if there is none.
-
-        Args:
-          live: by slot, the next step of every live task.
-        """
+        """The current round, which is planned if there is none."""
         self.current = self.current or self._stream.next(live, self._accumulated)
         self.begun_ahead = False
         return self.current
@@ -155,11 +132,11 @@ class RoundPosition:
         """The round after the current one; None if there is none, or if it may not begin yet.
 
         Args:
-          live: by slot, the step after the current round of every task that is live as far as is
-            known.
+          live: by slot, the step after the current round of every task that will be live as far as
+            is known.
         """
         if self._accumulated_ahead:
-            # A part of it has been trained before the current round was stopped.
+            # Part of the following round was trained before a stop.
             return None
         self.following = self._stream.next(live, self._accumulated_after_round()) if live else None
         return self.following
@@ -176,47 +153,36 @@ class RoundPosition:
 
     def end(self, ahead: Sequence[int]) -> None:
         """Notes that all updates of the current round have been dispatched. The following round, if
-        there is one, becomes the current one.
-
-        Args:
-          ahead: indices of its microbatches that have been dispatched.
-        """
+        there is one, becomes the current one; `ahead` are the indices of its dispatched
+        microbatches."""
         self._accumulated = self._accumulated_after_round()
         self.current, self.following = self.following, None
         self.done, self.begun_ahead = list(ahead), self.current is not None
         self._add_what_is_ahead()
 
     def settle(self, ended: Sequence[int]) -> None:
-        """Notes that what had begun ahead of the current round has ended. The rest of the round is
-        planned anew.
-
-        Args:
-          ended: indices of its microbatches that have been trained.
-        """
+        """Notes that all started microbatches of the current round have ended; `ended` are their
+        indices. The rest of the round is planned again."""
         self.following, self.current = self.current, None
         self._forget_following(ended)
         self._add_what_is_ahead()
         self.done, self.begun_ahead = [], False
 
     def begin_again(self) -> None:
-        """Forgets the current round and all gradients, which were lost."""
+        """Discards the current round after all gradients were lost."""
         self.done, self.current, self.following, self.begun_ahead = [], None, None, False
         self._accumulated, self._accumulated_ahead = {}, {}
         self._stream.close()
 
     def discard_plans(self) -> None:
-        """Discards the rounds that are planned and have not begun, because tasks change."""
+        """Discards planned rounds that have not begun, because tasks change."""
         if not self.begun_ahead:
             self.current = None
         self._stream.close()
 
     def accumulated(self, number: int) -> list[int]:
-        """The samples of a slot's unfinished global batch whose gradients are accumulated,
-        ascending.
-
-        Args:
-          number: number of the slot.
-        """
+        """Indices of the samples in a slot's unfinished global batch whose gradients are
+        accumulated, ascending."""
         plan, before = self.current, self._accumulated.get(number, ())
         if plan is None:
             return sorted(before)
@@ -227,20 +193,11 @@ class RoundPosition:
         return sorted([*before, *_samples(plan, self.done, number), *ahead])
 
     def goes_on(self, number: int) -> bool:
-        """Whether rounds before the current one have begun a slot's global batch.
-
-        Args:
-          number: number of the slot.
-        """
+        """Whether rounds before the current one have begun a slot's global batch."""
         return bool(self._accumulated.get(number))
 
     def renumber(self, numbers: Mapping[int, int], stream: RoundStream) -> None:
-        """Takes note of new numbers of the slots, between two rounds.
-
-        Args:
-          numbers: by old number, the new one of every slot that has a task.
-          stream: plans the rounds from now on.
-        """
+        """Renumbers the slots between two rounds; `numbers` maps each old number to the new one."""
         self._accumulated = {
             numbers[old]: samples for old, samples in self._accumulated.items() if old in numbers
         }
@@ -248,16 +205,11 @@ class RoundPosition:
         self._stream = stream
 
     def restore(self, number: int, accumulated: Sequence[int]) -> None:
-        """Sets the result of `accumulated` for a slot, between two rounds.
-
-        Args:
-          number: number of the slot.
-          accumulated: indices of samples; empty also for a slot whose task has left.
-        """
+        """Sets the result of `accumulated` for a slot, between two rounds."""
         self._accumulated[number] = list(accumulated)
 
     def _accumulated_after_round(self) -> dict[int, list[int]]:
-        """What `_accumulated` is after the current round."""
+        """The value of `_accumulated` after the current round."""
         plan = self.current
         kept = {n: samples for n, samples in self._accumulated.items() if n not in plan.steps}
         goes_on = (number for number in plan.steps if number not in plan.ends)
@@ -270,23 +222,23 @@ class RoundPosition:
         }
 
     def _add_what_is_ahead(self) -> None:
-        """Counts what has been trained of a stopped round as trained before the next one."""
+        """Counts samples that a stopped round has trained as trained before the next round."""
         for number, samples in self._accumulated_ahead.items():
             self._accumulated.setdefault(number, []).extend(samples)
         self._accumulated_ahead = {}
 
     def _forget_following(self, ended: Sequence[int]) -> None:
-        """Forgets the following round, of which these microbatches have been trained."""
+        """Discards the following round, but remembers the samples of its trained microbatches
+        `ended`."""
         if self.following is None:
             return
         for i in ended:
             samples: SampleIndices = self.following.microbatches[i].samples
-            for number, own in samples.items():
-                self._accumulated_ahead.setdefault(number, []).extend(own)
+            for number, trained in samples.items():
+                self._accumulated_ahead.setdefault(number, []).extend(trained)
         self.following = None
         self._stream.close()
 
 
 def _samples(plan: RoundPlan, microbatches: Iterable[int], number: int) -> Iterator[int]:
-    """The samples of a slot in the microbatches of a round with these indices."""
     return (i for m in microbatches for i in plan.microbatches[m].samples.get(number, ()))

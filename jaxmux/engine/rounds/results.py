@@ -1,6 +1,5 @@
-"""The results of a round, which the host fetches one round later: updates, losses, what each device
-computed, the order of the passes in each stage of a pipeline, and where the time went.
-"""
+"""The results of a round, which the host fetches one round later: updates, losses, tokens that were
+computed, the order of the passes in each stage of a pipeline, and the use of the devices' time."""
 
 import dataclasses
 import math
@@ -31,14 +30,14 @@ from .rounds import ReplicaInput, RoundPlan
 
 
 class ComputedTurn(NamedTuple):
-    """What a round has computed of a task's global batch. All tokens are those of chunks, with
-    padding.
+    """The tokens of a task's global batch that a round has computed. All tokens are those of
+    chunks, with padding.
 
     Attributes:
       task: name of the task.
       step: index of the global batch, from 0.
-      before: number of tokens of the global batch that had been computed before, since it was begun
-        last. A global batch begins again if its gradients are lost.
+      before: number of tokens of the global batch that earlier rounds had computed. The count
+        starts at 0 again if gradients are lost and the batch begins again.
       tokens: number of tokens that the round has computed of it.
     """
 
@@ -49,13 +48,13 @@ class ComputedTurn(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """What has been computed of all tasks.
+    """The tokens that have been computed for all tasks.
 
     Attributes:
-      turns: what rounds have computed of training samples.
+      turns: turns of training.
       held_out: by name of the task, number of tokens of chunks with held-out samples.
-      measured: the same of the measurements that have been completed, whose first turns may have
-        been computed before. Those that were begun and are begun again do not count.
+      measured: the same for measurements that have been completed, including their turns in earlier
+        rounds. Measurements that had to begin again count once.
     """
 
     turns: list[ComputedTurn]
@@ -72,70 +71,40 @@ class Computed(NamedTuple):
 
 
 class ComputedTokens:
-    """Counts every turn when its results have arrived, and a turn that was begun and not completed
-    when it is known what has been computed of it. Whether its task is still trained makes no
-    difference."""
+    """Counts computed tokens when results have arrived, whether or not the task is still trained.
+    An interrupted turn is counted as far as it has been computed."""
 
     def __init__(self):
-        """Starts without tokens."""
         self._turns: list[ComputedTurn] = []
         self._held_out: Counter[str] = Counter()
         self._measured: Counter[str] = Counter()
 
     def count(self, number: int, slot: Slot, plan: RoundPlan) -> None:
-        """Counts the turn of a task in a round, but for the parts of it that have been counted.
-
-        Args:
-          number: number of its slot in the round.
-          slot: the task.
-          plan: the round.
-        """
+        """Counts the turn of the task in slot `number`, without the parts that have been
+        counted."""
         self._add(slot, plan.steps[number], plan.computed_tokens[number] - slot.part_of_turn)
         slot.part_of_turn = 0
 
     def count_part(self, slot: Slot, step: int, tokens: int) -> None:
-        """Counts a part of a turn, the rest of which will be planned anew.
-
-        Args:
-          slot: the task.
-          step: index of the global batch.
-          tokens: number of tokens of the part.
-        """
+        """Counts a part of a turn. The rest of the turn will be planned again."""
         self._add(slot, step, tokens)
         slot.part_of_turn += tokens
 
     def count_in_vain(self, slot: Slot, step: int, tokens: int) -> None:
-        """Counts what a round has computed of a task that has left. If the task comes back, the
-        turn is computed again.
-
-        Args:
-          slot: the task.
-          step: index of the global batch.
-          tokens: number of tokens.
-        """
+        """Counts tokens of a task that has left. If the task comes back, they are computed
+        again."""
         if tokens:
             self._turns.append(ComputedTurn(slot.name, step, slot.computed[step], tokens))
 
     def count_held_out(self, slot: Slot, tokens: int) -> None:
-        """Counts a turn of a measurement of the held-out loss.
-
-        Args:
-          slot: the task.
-          tokens: number of tokens.
-        """
+        """Counts a turn of a measurement of the held-out loss."""
         self._held_out[slot.name] += tokens
 
     def count_measured(self, slot: Slot, tokens: int) -> None:
-        """Counts a measurement whose turns have all been counted.
-
-        Args:
-          slot: the task.
-          tokens: number of tokens of all turns.
-        """
+        """Counts a completed measurement, given the tokens of all its turns."""
         self._measured[slot.name] += tokens
 
     def take(self) -> Computed:
-        """What has been counted since the last call."""
         taken = Computed(self._turns, dict(self._held_out), dict(self._measured))
         self._turns, self._held_out, self._measured = [], Counter(), Counter()
         return taken
@@ -149,7 +118,7 @@ class DispatchedPass(NamedTuple):
     """A pass that the host has given to a stage.
 
     Attributes:
-      seconds: when, by `time.perf_counter`. The stage may run the pass later.
+      seconds: time of dispatch on `time.perf_counter`. The stage may run the pass later.
       replica: index of the replica.
       stage: index of the stage.
       part: index of the part of the backbone; several parts may lie on a stage.
@@ -180,7 +149,7 @@ class TaskTokens(NamedTuple):
 
 
 class MicrobatchRecord(NamedTuple):
-    """What a microbatch held.
+    """The contents of a microbatch.
 
     Attributes:
       replica: index of the replica that trained it.
@@ -194,11 +163,11 @@ class MicrobatchRecord(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """What a dispatched round held.
+    """The contents of a dispatched round.
 
     Attributes:
       index: number of the round, from 0.
-      microbatches: its microbatches, but those that an earlier process had trained.
+      microbatches: its microbatches, without those that an earlier process had trained.
       passes: the passes that the host has given to the stages of pipelines since the round before,
         in this order; empty on one device. With schedules in which rounds follow each other, some
         of them belong to the following round.
@@ -219,34 +188,25 @@ class RoundRecord(NamedTuple):
         replicas: Sequence[ReplicaInput],
         passes: Sequence[DispatchedPass],
     ) -> "RoundRecord":
-        """The record of a round.
-
-        Args:
-          index: number of the round, from 0.
-          plan: the round.
-          names: by slot, the name of each of its tasks.
-          replicas: the replicas that have trained it.
-          passes: as for `RoundRecord`.
-        """
         microbatches = [
             MicrobatchRecord(
-                own.replica,
-                replicas[own.replica].tokens,
+                microbatch.replica,
+                replicas[microbatch.replica].tokens,
                 {
-                    names[slot]: TaskTokens(own.trained_tokens[slot], read)
-                    for slot, read in own.read_tokens.items()
+                    names[slot]: TaskTokens(microbatch.trained_tokens[slot], read)
+                    for slot, read in microbatch.read_tokens.items()
                 },
             )
-            for own in plan.microbatches
+            for microbatch in plan.microbatches
         ]
         return cls(index, microbatches, passes, plan.steps)
 
 
-# What the devices compute.
+# Kinds of time in which the devices compute.
 TRAINING, EVALUATION = "training", "evaluation"
-# What the devices wait for; "idle" stands for all else.
+# Kinds of time in which the devices wait; "idle" is any wait but the first two.
 COMPILING, CHECKPOINTS, IDLE = "compiling", "checkpoints", "idle"
-# Spans that are kept where nobody asks where the time went.
+# Most spans that are kept if `spent` is never called.
 _MOST_SPANS = 4096
 
 
@@ -260,30 +220,25 @@ class _Span:
 
 
 class DeviceTime:
-    """Where the time of the devices goes. They compute in the order in which work was dispatched,
-    so a piece of work begins when it has been dispatched and the one before has ended. A thread
-    notes when it has ended, and nobody else waits.
-    """
+    """Measures how the devices spend their time. They compute in the order of dispatch, so a piece
+    of work begins when it has been dispatched and the one before has ended. A thread waits for the
+    end of each piece, so that the training loop need not wait."""
 
     def __init__(self):
-        """Starts with idle devices."""
         self._watch: ThreadPoolExecutor | None = None
         self._lock = threading.Lock()
         self._work: deque[_Span] = deque(maxlen=_MOST_SPANS)
         self._waits: deque[_Span] = deque(maxlen=_MOST_SPANS)
-        # When the work ended of which nothing is known any more.
+        # End of the last work whose span has been dropped.
         self._ended = -math.inf
 
     def add(self, kind: str, begin: float, wait: Callable[[], Any]) -> Future[Any]:
-        """Takes note of work that has been dispatched.
+        """Records work that has been dispatched, and returns a future of the result of `wait`.
 
         Args:
           kind: "training" or "evaluation".
-          begin: when its dispatch began, on `time.monotonic`.
-          wait: function that returns when the work has ended. It dispatches nothing.
-
-        Returns:
-          A future of what `wait` returns.
+          begin: time on `time.monotonic` at which the dispatch began.
+          wait: function that returns when the work has ended. It must not dispatch work.
         """
         span = _Span(kind, begin)
         with self._lock:
@@ -307,7 +262,7 @@ class DeviceTime:
 
     @contextmanager
     def waiting(self, kind: str) -> Iterator[None]:
-        """Takes note of what the host does within this context, for which the devices may wait.
+        """Records that the host does work within this context for which the devices may wait.
 
         Args:
           kind: "compiling" or "checkpoints".
@@ -320,26 +275,22 @@ class DeviceTime:
             span.end = time.monotonic()
 
     def spent(self, since: float, now: float) -> dict[str, float]:
-        """Where the time went between two moments, in seconds by kind. The sum is the time between
-        them. What was before the second one is forgotten.
-
-        Args:
-          since, now: the moments, on `time.monotonic`.
-        """
+        """The seconds of each kind between two times on `time.monotonic`. They add up to the time
+        between the two. Spans before `now` are dropped."""
         with self._lock:
             work = [dataclasses.replace(span) for span in self._work]
             self._work = _unended(self._work, now)
         waits, self._waits = self._waits, _unended(self._waits, now)
-        found: Counter[str] = Counter()
+        seconds_of: Counter[str] = Counter()
         ended = max(since, self._ended)
         for span in (*work, _Span(IDLE, now, now)):
             begin = min(max(span.begin, ended), now)
             for kind, seconds in _idle(ended, begin, waits):
-                found[kind] += seconds
+                seconds_of[kind] += seconds
             ended, before = max(ended, min(span.end, now)), max(ended, begin)
-            found[span.kind] += max(0.0, ended - before)
+            seconds_of[span.kind] += max(0.0, ended - before)
         self._ended = max((span.end for span in work if span.end <= now), default=self._ended)
-        return {kind: seconds for kind, seconds in found.items() if seconds > 0}
+        return {kind: seconds for kind, seconds in seconds_of.items() if seconds > 0}
 
 
 def _unended(spans: Iterable[_Span], now: float) -> deque[_Span]:
@@ -347,7 +298,7 @@ def _unended(spans: Iterable[_Span], now: float) -> deque[_Span]:
 
 
 def _idle(begin: float, end: float, waits: Iterable[_Span]) -> Iterator[tuple[str, float]]:
-    """What the devices waited for between two moments, and for how many seconds."""
+    """Yields each kind of waiting between two times, with its seconds."""
     left = max(0.0, end - begin)
     for span in waits:
         seconds = max(0.0, min(span.end, end) - max(span.begin, begin))
@@ -365,7 +316,7 @@ class DispatchedUpdate:
       plan: the round.
       tasks: by slot number, the tasks that are updated. A task may have left its slot since.
       learning_rates: by slot number, the learning rate of the update.
-      pools: the pool that each task of the round needs alone.
+      pools: for each task of the round, the pool that would hold only this task.
       stats: losses and gradient norms, on the device.
     """
 
@@ -379,15 +330,15 @@ class DispatchedUpdate:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedTurns:
-    """The turns of a round whose global batches go on in the following round; or what has been
-    trained of a round that had begun and is forgotten.
+    """Turns of a round that are not followed by an update: their global batches continue in the
+    next round, or the plan of the round has been discarded.
 
     Attributes:
       plan: the round.
       tasks: by slot number, the tasks.
       left: by slot number, the tasks that had left when the round had begun.
       marker: arrays that are ready when the round has ended, from `Executor.marker`.
-      ended: indices of the microbatches that have been trained of a forgotten round; else None.
+      ended: for a discarded plan, indices of its trained microbatches; else None.
     """
 
     plan: RoundPlan
@@ -422,18 +373,9 @@ class DispatchedEvaluation:
 
 
 class Results:
-    """Fetches the results of updates, and records them in the progress of their tasks.
-
-    Attributes:
-      computed: counts what has been computed.
-    """
+    """Fetches the results of updates, and records them in the progress of their tasks."""
 
     def __init__(self, max_bad_steps: int):
-        """Creates it without updates.
-
-        Args:
-          max_bad_steps: number of consecutive skipped updates after which a task has failed.
-        """
         self.computed = ComputedTokens()
         self._max_bad_steps = max_bad_steps
         self._dispatched: list[DispatchedUpdate | DispatchedTurns] = []
@@ -441,27 +383,26 @@ class Results:
         # Results that have been fetched and not yet taken.
         self._fetched: list[TaskUpdate] = []
         self._evaluations: list[TaskEvaluation] = []
-        # What has been computed in the rounds whose updates were taken last.
+        # Computed tokens of the rounds whose updates were taken last.
         self._taken = Computed([], {}, {})
 
     def add(self, dispatched: DispatchedUpdate | DispatchedTurns) -> None:
-        """Adds an update, or turns, that have been dispatched."""
         if isinstance(dispatched, DispatchedUpdate):
             for slot in dispatched.tasks.values():
                 slot.awaited += 1
         self._dispatched.append(dispatched)
 
     def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
-        """Adds turns of measurements that have been dispatched after all updates."""
+        """Adds turns of measurements that were dispatched after all updates."""
         self._measured.append(evaluation)
 
     def awaits(self, slot: Slot) -> bool:
         """Whether a result of this task has not been fetched."""
-        return any(slot is own for own in self._awaited)
+        return any(slot is awaited for awaited in self._awaited)
 
     @property
     def awaited(self) -> set[str]:
-        """Names of the tasks of which results have not been fetched."""
+        """Names of the tasks some of whose results have not been fetched."""
         return {slot.name for slot in self._awaited}
 
     @property
@@ -472,8 +413,8 @@ class Results:
                 yield from results.left.values()
 
     def fetch(self) -> Iterator[DispatchedUpdate]:
-        """Waits for all that has been added, records the results, and yields each update when that
-        is done.
+        """Waits for everything that has been added and records the results. Yields each update once
+        it is recorded.
 
         Raises:
           jax.errors.JaxRuntimeError: a round has failed on the device.
@@ -493,19 +434,17 @@ class Results:
             del self._measured[0]
 
     def take(self) -> list[TaskUpdate]:
-        """The results of updates that have been fetched since the last call."""
         fetched, self._fetched = self._fetched, []
         self._taken = self.computed.take()
         return fetched
 
     def take_computed(self) -> Computed:
-        """What has been computed in the rounds whose updates the last call of `take` returned; what
-        is not taken before the next call is forgotten."""
+        """The computed tokens of the rounds whose updates the last call of `take` returned. They
+        are dropped at the next call of `take`."""
         taken, self._taken = self._taken, Computed([], {}, {})
         return taken
 
     def take_evaluations(self) -> list[TaskEvaluation]:
-        """The held-out losses that have been fetched since the last call."""
         fetched, self._evaluations = self._evaluations, []
         return fetched
 
@@ -536,12 +475,12 @@ class Results:
     def _record_turns(self, turns: DispatchedTurns) -> None:
         plan, whole, microbatches = turns.plan, turns.plan.steps, turns.plan.microbatches
         if turns.ended is not None:
-            # Turns that have been trained as a whole are not planned again.
+            # Turns that have been trained completely are not planned again.
             whole = plan.trained_turns(turns.ended)
             microbatches = [microbatches[i] for i in turns.ended]
 
         def trained(number: int) -> int:
-            return sum(own.trained_tokens.get(number, 0) for own in microbatches)
+            return sum(each.trained_tokens.get(number, 0) for each in microbatches)
 
         for number, slot in turns.tasks.items():
             if number in whole:
@@ -571,7 +510,7 @@ class Results:
         index: int,
         adapter: Callable[[], SlotArrays] | None,
     ) -> None:
-        """Records the result of a whole measurement."""
+        """Records the result of a completed measurement."""
         progress, task, step = slot.progress, slot.prepared.task, measured.step
         finite = math.isfinite(measured.loss)
         best = progress.best_loss is None or measured.loss < progress.best_loss
@@ -588,7 +527,7 @@ class Results:
 
 
 def _succeed_after(step: int, slot: Slot) -> None:
-    """Notes that a task has succeeded if this was its last step, and it has not failed."""
+    """Marks a running task as succeeded if this was its last step."""
     if slot.running and step == slot.steps:
         slot.progress.status = "succeeded"
         if slot.steps < slot.prepared.steps:

@@ -1,4 +1,4 @@
-"""Plans of rounds, packed into the microbatches of every replica."""
+"""Plans rounds and packs them into the microbatches of every replica."""
 
 import dataclasses
 import functools
@@ -21,14 +21,14 @@ from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
 from ..tasks.prepared_task import BatchLengths, PreparedTask
 
-# The microbatches of all data shards where an executor reads them: arrays on one device, or on the
-# devices of each stage.
+# The microbatches of all data shards, on the devices that read them: arrays on one device, or on
+# the devices of each stage.
 PlacedMicrobatch = Any
 
 
 @dataclasses.dataclass(frozen=True)
 class ReplicaInput:
-    """What a replica (a copy of the backbone on its devices) trains at a time.
+    """The form in which a replica (a copy of the backbone on its devices) takes microbatches.
 
     Attributes:
       shape: shape class of its microbatches.
@@ -36,7 +36,7 @@ class ReplicaInput:
       groups: which tasks share microbatches and an update: all of them ("together"), each task by
         itself ("alone"), or groups that the planner chooses so that its pipeline is busy during
         updates ("planned").
-      place: copies the microbatches of all data shards to where the replica reads them.
+      place: copies the microbatches of all data shards to the devices of the replica.
     """
 
     shape: ShapeClass
@@ -46,7 +46,6 @@ class ReplicaInput:
 
     @functools.cached_property
     def shards(self) -> int:
-        """Number of data shards of each stage."""
         return self.replica.shards
 
     @functools.cached_property
@@ -55,26 +54,27 @@ class ReplicaInput:
         return self.shards * self.shape.tokens
 
 
-# A function from the stream lengths of samples, by slot, and the shape class to the placements of
-# the samples in each microbatch.
+# A function that lays out samples in microbatches. Arguments: the stream lengths of the samples, by
+# slot, and the shape class. Result: for each microbatch, the placements of its samples.
 Packing = Callable[[Mapping[int, Sequence[int]], ShapeClass], Sequence[Sequence[Placement]]]
 
 # By slot, indices of samples in the task's global batch.
 SampleIndices = Mapping[int, Sequence[int]]
 
-# A function from the stream lengths of a round's samples, by slot, to the samples of each replica.
+# A function that takes the stream lengths of a round's samples, by slot, and returns the samples of
+# each replica.
 Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
 
 
 class PackedMicrobatch(NamedTuple):
-    """What the data shards of a replica train at the same time: one microbatch each.
+    """The microbatches that the data shards of a replica train at the same time, one each.
 
     Attributes:
       replica: index of the replica.
       arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
       tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
-      trained_tokens: by slot, the tokens of those chunks that are not left out as a whole.
+      trained_tokens: by slot, the tokens of those chunks in which at least one sample is trained.
       read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
     """
 
@@ -87,12 +87,11 @@ class PackedMicrobatch(NamedTuple):
 
 
 class Due(NamedTuple):
-    """An update in a round.
+    """An update of some slots in a round.
 
     Attributes:
       after: index of the microbatch with which the global batches of the slots are complete; -1 if
         they are complete before the round.
-      slots: the slots that are updated.
     """
 
     after: int
@@ -104,9 +103,9 @@ class RoundPlan(NamedTuple):
 
     Attributes:
       steps: by slot, the index of the task's global batch in the round, from 0.
-      ends: the slots whose global batches are complete with the round; the others go on in the
+      ends: the slots whose global batches are complete with the round; the others continue in the
         following round.
-      microbatches: the microbatches, where the executor reads them.
+      microbatches: the microbatches, on the devices that read them.
       updates: the updates of the slots in `ends`, in the order in which they become due.
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
@@ -130,11 +129,8 @@ class RoundPlan(NamedTuple):
     computed_tokens: dict[int, int]
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
-        """The slots whose global batches go on, and of which these microbatches hold all samples.
-
-        Args:
-          microbatches: indices of microbatches.
-        """
+        """The slots whose global batches continue in the next round, and all of whose samples in
+        this round are in the microbatches with these indices."""
         rest = set(range(len(self.microbatches))) - {*microbatches}
         left = {slot for i in rest for slot in self.microbatches[i].samples}
         return [slot for slot in self.steps if slot not in self.ends and slot not in left]
@@ -143,69 +139,58 @@ class RoundPlan(NamedTuple):
 # For each group, the slots of its tasks.
 Groups = Sequence[tuple[int, ...]]
 
-# Rounds after a change of the tasks before new groups are searched. They are more than the rounds
-# that are packed ahead, so that while tasks change often, no search is begun in vain.
+# Number of rounds after a change of the tasks for which no new groups are searched. It exceeds the
+# number of rounds that are packed ahead, so that no search is wasted while tasks change often.
 _ROUNDS_WITHOUT_SEARCH = 8
 
 
 class TaskGroups:
     """Divides the tasks of a round into groups, whose microbatches follow each other.
 
-    While one group is updated, the others keep a pipeline busy. To find the best groups of many
-    tasks takes longer than a round. That is no matter for tasks that end as planned, because rounds
-    are packed ahead. After any other change of the tasks the pipeline would become empty meanwhile,
-    so the first rounds keep the groups of before, and each new task joins the one with the fewest
-    tokens. Later rounds keep them too unless the search finds better ones. Without such changes,
-    the groups depend only on which tasks are live, so a training run that goes on has the same.
+    While one group is updated, the others keep a pipeline busy. Finding the best groups of many
+    tasks takes longer than a round. This does not matter for tasks that end as planned, because
+    rounds are packed ahead. After any other change of the tasks, the pipeline would run empty
+    during the search, so the first rounds keep the previous groups, and each new task joins the
+    group with the fewest tokens. Later rounds keep these groups unless the search finds better
+    ones. Without such changes, the groups depend only on which tasks are live, so a training run
+    that is continued has the same groups.
 
     Attributes:
       task_by_task: whether every task is a group, which shares no microbatch with others.
     """
 
     def __init__(self, replicas: Sequence[ReplicaInput]):
-        """Chooses no groups yet.
-
-        Args:
-          replicas: the replicas. The groups are those that suit the longest pipeline of them, with
-            its share of the samples.
-        """
+        """Chooses no groups yet. Later groups suit the replica with the longest pipeline, with its
+        share of the samples."""
         self.task_by_task = any(replica.groups == "alone" for replica in replicas)
         planned = [replica for replica in replicas if replica.groups == "planned"]
         self._longest = max(planned, key=lambda one: one.replica.pp, default=None)
         self._devices = sum(replica.replica.devices for replica in replicas)
-        # By the names of the live tasks, with their slots.
+        # Keys are the slots and names of the live tasks.
         self._known: dict[frozenset[tuple[int, str]], Groups] = {}
         self._last: tuple[frozenset[tuple[int, str]], Groups] = frozenset(), ()
-        # The groups since the last change of the tasks, and the rounds left before others are
-        # searched.
+        # The groups kept since the last change of the tasks, and the number of rounds left before a
+        # search.
         self._kept: Groups = ()
         self._rounds_left = 0
 
     def renumbered(
         self, replicas: Sequence[ReplicaInput], numbers: Mapping[int, int]
     ) -> "TaskGroups":
-        """Groups for microbatches of another size and other numbers of the slots. `begin_anew` lets
-        the first rounds keep the present groups.
-
-        Args:
-          replicas: the replicas, with the new shape class.
-          numbers: by old number, the new one of every slot that has a task.
-        """
+        """Returns groups for microbatches of another size and other slot numbers; `numbers` maps
+        the old number of every occupied slot to its new one. After `begin_anew`, the first rounds
+        keep the present groups."""
         other, (names, groups) = TaskGroups(replicas), self._last
-        kept = [tuple(numbers[slot] for slot in own if slot in numbers) for own in groups]
+        kept = [tuple(numbers[slot] for slot in group if slot in numbers) for group in groups]
         other._last = frozenset((numbers[n], name) for n, name in names if n in numbers), kept
         return other
 
     def begin_anew(self, tasks: Mapping[int, PreparedTask]) -> None:
-        """Prepares for rounds of other tasks than those of the last call. Nothing is searched.
-
-        Args:
-          tasks: by slot, the live tasks.
-        """
+        """Prepares for rounds of other tasks than those of the last call. Nothing is searched."""
         names, (before, groups) = _names(tasks), self._last
         self._known = {names: self._known[names]} if names in self._known else {}
         stay = {slot for slot, _ in names & before}
-        kept = [own for group in groups if (own := [slot for slot in group if slot in stay])]
+        kept = [rest for group in groups if (rest := [slot for slot in group if slot in stay])]
         self._kept, self._rounds_left = (), 0
         if self.task_by_task or names in self._known:
             return
@@ -213,21 +198,21 @@ class TaskGroups:
             return
         tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
         for slot in sorted(tasks.keys() - stay):
-            min(kept, key=lambda group: sum(tokens[own] for own in group)).append(slot)
+            min(kept, key=lambda group: sum(tokens[each] for each in group)).append(slot)
         self._kept = [tuple(sorted(group)) for group in kept]
         self._rounds_left = _ROUNDS_WITHOUT_SEARCH
 
     def __call__(self, tasks: Mapping[int, PreparedTask]) -> Groups:
-        """The groups of live tasks, by slot."""
         names = _names(tasks)
-        kept = self._kept if {slot for own in self._kept for slot in own} == tasks.keys() else ()
+        in_groups = {slot for group in self._kept for slot in group}
+        kept = self._kept if in_groups == tasks.keys() else ()
         if kept and self._rounds_left:
             self._rounds_left -= 1
             self._last = names, kept
             return kept
         if names not in self._known:
-            own = {slot: tasks[slot] for slot in sorted(tasks)}
-            self._known[names] = self._choose(own, kept)
+            by_slot = {slot: tasks[slot] for slot in sorted(tasks)}
+            self._known[names] = self._choose(by_slot, kept)
         self._last = names, self._known[names]
         return self._known[names]
 
@@ -240,7 +225,7 @@ class TaskGroups:
 
         replica, slots = self._longest.replica, list(tasks)
         lengths = [_lengths(task) for task in tasks.values()]
-        present = [tuple(slots.index(slot) for slot in own) for own in kept]
+        present = [tuple(slots.index(slot) for slot in group) for group in kept]
         shape = self._longest.shape
         grouping = grouping_of_share(lengths, replica, shape, self._devices, present)
         return [tuple(slots[i] for i in group) for group in grouping.groups]
@@ -262,7 +247,6 @@ def pack_tightly(
 
     Args:
       lengths: by slot, the stream lengths in tokens of the samples in the task's global batch.
-      shape: shape class of the microbatches.
       groups: groups of tasks that follow each other and share no more than the microbatch in which
         one group ends and the next begins; empty if all tasks share microbatches.
 
@@ -292,9 +276,8 @@ def training_rounds(
     Args:
       tasks: by slot, the live tasks.
       steps: by slot, index of the task's next global batch, from 0.
-      pool: sizes of the pool.
-      replicas: the replicas. If one of them is a pipeline in which rounds follow each other, the
-        tasks of a round may form groups that are updated one after another, see `TaskGroups`.
+      replicas: if one of them is a pipeline in which rounds follow each other, the tasks of a round
+        may form groups that are updated one after another, see `TaskGroups`.
       packing: lays out the samples of a group of tasks; None for `pack_tightly`, by which groups
         may share a microbatch.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
@@ -318,13 +301,13 @@ def training_rounds(
         groups, microbatches, computed = groups_of(live), [], Counter()
         # Groups that share no microbatch are packed by themselves.
         apart = groups_of.task_by_task or packing
-        for own in [[group] for group in groups] if apart else [groups]:
-            samples = {slot: batches[slot] for group in own for slot in group}
-            for found in fill_microbatches(samples, replicas, shares, packing, done, own):
-                computed.update(found.tokens)
-                if found.samples:
-                    placed = replicas[found.replica].place(found.arrays)
-                    microbatches.append(found._replace(arrays=placed))
+        for together in [[group] for group in groups] if apart else [groups]:
+            samples = {slot: batches[slot] for group in together for slot in group}
+            for packed in fill_microbatches(samples, replicas, shares, packing, done, together):
+                computed.update(packed.tokens)
+                if packed.samples:
+                    placed = replicas[packed.replica].place(packed.arrays)
+                    microbatches.append(packed._replace(arrays=placed))
         yield RoundPlan(
             steps,
             ends,
@@ -343,34 +326,28 @@ def training_rounds(
 def shares_of_replicas(
     batches: Mapping[int, Sequence[Sample]], samples: SampleIndices, dispatch: Dispatch | None
 ) -> Sequence[SampleIndices]:
-    """The samples that each replica reads.
-
-    Args:
-      batches: by slot, samples of the task.
-      samples: by slot, indices of the samples that are read.
-      dispatch: divides the samples; None gives all of them to one replica.
-    """
+    """The samples that each replica reads. `samples` has the indices of all samples that are read;
+    without `dispatch`, one replica gets them all."""
     if dispatch is None:
         return [samples]
     lengths = {
         slot: [batches[slot][i].stream_length for i in indices] for slot, indices in samples.items()
     }
     return [
-        {slot: [samples[slot][i] for i in own] for slot, own in share.items()}
+        {slot: [samples[slot][i] for i in indices] for slot, indices in share.items()}
         for share in dispatch(lengths)
     ]
 
 
 def all_samples(batches: Mapping[int, Sequence[Sample]]) -> SampleIndices:
-    """By slot, the indices of all samples."""
     return {slot: range(len(batch)) for slot, batch in batches.items()}
 
 
 def _updates(
     groups: Groups, ends: frozenset[int], microbatches: Sequence[PackedMicrobatch]
 ) -> tuple[Due, ...]:
-    """The updates of a round. One program updates all slots of a group that are due, so it is
-    cheapest at the group's end."""
+    """The updates of a round. One program updates all complete slots of a group at the group's end,
+    which is cheaper than updating each slot as soon as it is complete."""
     last = {slot: i for i, microbatch in enumerate(microbatches) for slot in microbatch.samples}
     due = []
     for group in groups:
@@ -387,21 +364,18 @@ def fill_microbatches(
     left_out: SampleIndices | None = None,
     groups: Groups = (),
 ) -> Iterator[PackedMicrobatch]:
-    """Packs global batches and yields their microbatches, those of one replica after those of
-    another: in `arrays`, a list with one `Microbatch` of NumPy arrays for each data shard. Every
-    sample occurs once.
+    """Packs global batches and yields their microbatches, replica after replica. `arrays` is a list
+    with one `Microbatch` of NumPy arrays for each data shard. Every sample occurs once.
 
-    A replica's samples go to its data shards in turn. With one replica, what a shard sums up for a
-    task therefore does not depend on the other tasks.
+    A replica's samples go to its data shards in turn. With one replica, the sum of a task's
+    gradients on a shard therefore does not depend on the other tasks.
 
     Args:
       batches: by slot, the samples of the task's global batch.
-      replicas: the replicas.
       shares: the samples of each replica.
-      packing: as for `training_rounds`.
+      packing, groups: as for `training_rounds` and `pack_tightly`.
       left_out: by slot, indices of samples that are packed like the others but left out of the
         arrays. A microbatch that holds only such samples has no samples.
-      groups: the groups in which the tasks follow each other, as for `pack_tightly`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
@@ -421,8 +395,8 @@ def fill_microbatches(
             tokens = _tokens(of_shards, batches, shape)
             trained = _tokens(kept, batches, shape) if absent else tokens
             read = {
-                slot: sum(batches[slot][sample].read_tokens for sample in own)
-                for slot, own in samples.items()
+                slot: sum(batches[slot][sample].read_tokens for sample in indices)
+                for slot, indices in samples.items()
             }
             yield PackedMicrobatch(i, arrays, samples, tokens, trained, read)
 
@@ -432,7 +406,7 @@ def _tokens(
     batches: Mapping[int, Sequence[Sample]],
     shape: ShapeClass,
 ) -> dict[int, int]:
-    """By slot, the tokens of the chunks in which samples lie, of all data shards together."""
+    """By slot, the tokens of the chunks with samples, summed over the data shards."""
     chunks = {
         (shard, p.slot, chunk)
         for shard, placements in enumerate(of_shards)
@@ -444,7 +418,7 @@ def _tokens(
 
 
 def _chunks(placement: Placement, length: int, shape: ShapeClass) -> range:
-    """The numbers of the chunks of a microbatch in which a sample of this stream length lies."""
+    """The numbers of the chunks of a microbatch that contain a sample of this stream length."""
     begin = placement.row * shape.row_len + placement.offset
     return range(begin // shape.chunk_len, -(-(begin + length) // shape.chunk_len))
 
@@ -456,27 +430,23 @@ def _pack_shards(
     packing: Packing | None,
     groups: Groups,
 ) -> Iterator[list[list[Placement]]]:
-    """For each data shard of a replica, the placements of its samples in each microbatch."""
+    """Yields, for each data shard of a replica, the placements of its samples in each
+    microbatch."""
     shards, packing = replica.replica.shards, packing or partial(pack_tightly, groups=groups)
     for shard in range(shards):
-        own = {slot: share.get(slot, ())[shard::shards] for slot in batches}
+        of_shard = {slot: share.get(slot, ())[shard::shards] for slot in batches}
         lengths = {
             slot: [batches[slot][i].stream_length for i in samples]
-            for slot, samples in own.items()
+            for slot, samples in of_shard.items()
             if samples
         }
         yield [
-            [p._replace(sample=own[p.slot][p.sample]) for p in placements]
+            [p._replace(sample=of_shard[p.slot][p.sample]) for p in placements]
             for placements in packing(lengths, replica.shape)
         ]
 
 
 def empty_microbatch(shape: ShapeClass) -> Microbatch:
-    """The arrays of a microbatch without samples, to compile programs for its shapes.
-
-    Args:
-      shape: shape class of the microbatch.
-    """
     return fill_microbatch(
         (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
     )
@@ -488,7 +458,6 @@ def slot_table(
     """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task.
 
     Args:
-      tasks: by slot, the tasks.
       steps: by slot, index of the global batch that is trained, on which the dropout key depends;
         None turns dropout off.
       slots: number of slots T.
@@ -504,11 +473,11 @@ def slot_table(
 
 
 class Turn(NamedTuple):
-    """What a round trains of a task.
+    """The samples of a task that are trained in a round.
 
     Attributes:
       step: index of the task's global batch, from 0.
-      batch: the samples of the global batch.
+      batch: all samples of the global batch.
       samples: indices of the samples of the batch that are trained.
       last: whether the global batch is complete with them.
     """
@@ -520,11 +489,12 @@ class Turn(NamedTuple):
 
 
 class Turns:
-    """The turns of tasks in one round after another.
+    """Divides the global batches of tasks among rounds.
 
-    A task whose global batch has more than a given number of tokens trains it in several turns, and
-    is updated after the last one. The others need not wait for it, because they are updated in
-    every round. How a batch is divided depends on nothing but its samples and that number.
+    A task whose global batch has more than a given number of tokens trains it in several turns, one
+    in each round, and is updated after the last one. The other tasks need not wait for it, because
+    they are updated in every round. The division of a batch depends only on its samples and that
+    number.
     """
 
     def __init__(
@@ -538,18 +508,18 @@ class Turns:
         """Begins before the first round.
 
         Args:
-          tasks: by slot, the tasks.
           steps: by slot, index of the task's next global batch, from 0.
           most_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own.
             None lets every turn be a global batch.
           accumulated: by slot, indices of samples of the next global batch that have been trained.
-            The turns that have trained nothing else are over.
-          least_tokens: tokens as which a shorter sample counts, see `ShapeClass.least_tokens`.
+            Turns that consist of such samples are left out.
+          least_tokens: number of tokens that a shorter sample counts, see
+            `ShapeClass.least_tokens`.
         """
         self._tasks = tasks
         self._steps = dict(steps)
         self._most_tokens, self._least_tokens = most_tokens, least_tokens
-        # By slot, the turns of the current global batch that are left.
+        # By slot, the remaining turns of the current global batch.
         self._left = {
             slot: _not_over(self._divide(slot), accumulated.get(slot, ()) if accumulated else ())
             for slot in steps
@@ -571,23 +541,19 @@ class Turns:
         return self._steps[slot] < self._tasks[slot].steps
 
     def _divide(self, slot: int) -> list[Turn]:
-        """The turns of the current global batch of a task."""
         step = self._steps[slot]
         batch = self._tasks[slot].batches[step]
         lengths = [max(sample.stream_length, self._least_tokens) for sample in batch]
         ranges = divide(lengths, self._most_tokens)
-        return [Turn(step, batch, own, own.stop == len(batch)) for own in ranges]
+        return [Turn(step, batch, samples, samples.stop == len(batch)) for samples in ranges]
 
 
 def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
-    """Divides a global batch into turns.
+    """Divides a global batch into turns, each with the indices of its samples.
 
     Args:
-      lengths: the tokens as which each sample counts.
+      lengths: the number of tokens that each sample counts.
       most_tokens: most tokens of a turn; a longer sample is a turn of its own. None for one turn.
-
-    Returns:
-      For each turn, the indices of its samples.
     """
     turns, begin = [], 0
     while begin < len(lengths):
@@ -597,12 +563,7 @@ def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
 
 
 def turn_from(begin: int, lengths: Sequence[int], most_tokens: int | None) -> range:
-    """The turn that begins with a sample, as `divide` has it.
-
-    Args:
-      begin: index of the sample.
-      lengths, most_tokens: as for `divide`.
-    """
+    """The turn of `divide` that begins with the sample of index `begin`."""
     if most_tokens is None:
         return range(begin, len(lengths))
     tokens, end = int(lengths[begin]), begin + 1
@@ -613,8 +574,8 @@ def turn_from(begin: int, lengths: Sequence[int], most_tokens: int | None) -> ra
 
 
 def _not_over(turns: list[Turn], accumulated: Sequence[int]) -> list[Turn]:
-    """The turns of a global batch without the first ones of which all samples have been trained.
-    The last turn stays, because the update follows it."""
+    """The turns of a global batch without leading turns that have been trained completely. The last
+    turn stays, because the update follows it."""
     trained = set(accumulated)
     over = 0
     while over < len(turns) - 1 and trained.issuperset(turns[over].samples):

@@ -1,6 +1,5 @@
-"""The slots of the engine: which task is in which, how far it has come, the sizes of the pool that
-holds the arrays of all, and tasks that have left.
-"""
+"""The slots of the engine: the task of each slot and its progress, the sizes of the pool that holds
+the arrays of all tasks, and tasks that have left."""
 
 import dataclasses
 import time
@@ -41,8 +40,7 @@ class TrainedTask(NamedTuple):
     """A task that has been trained, without its data.
 
     Attributes:
-      task: the task.
-      progress: its progress, which does not change any more.
+      progress: does not change any more.
       samples: number of training samples.
       held_out_samples: number of held-out samples.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
@@ -60,26 +58,24 @@ class TrainedTask(NamedTuple):
     def of(
         cls, prepared: PreparedTask, progress: TaskProgress, fingerprints: Mapping[str, str]
     ) -> "TrainedTask":
-        """A task with the number of its samples.
-
-        Args:
-          prepared: the task with its data.
-          progress: its progress.
-          fingerprints: hashes of its data.
-        """
-        counts = len(prepared.samples.samples), len(prepared.eval_samples)
-        rendering = prepared.samples.rendering
-        return cls(prepared.task, progress, *counts, fingerprints, rendering)
+        return cls(
+            prepared.task,
+            progress,
+            samples=len(prepared.samples.samples),
+            held_out_samples=len(prepared.eval_samples),
+            fingerprints=fingerprints,
+            rendering=prepared.samples.rendering,
+        )
 
 
 @dataclasses.dataclass
 class Measuring:
-    """A measurement of the held-out loss of a task that has not been dispatched as a whole.
+    """A measurement of a task's held-out loss, some of whose samples have not been dispatched.
 
     Attributes:
-      step: number of steps of the task, whose adapter is measured.
+      step: number of steps that the measured adapter has trained.
       samples: number of held-out samples that have been dispatched.
-      loss: sum of the losses of these samples whose results have arrived.
+      loss: sum of the losses of these samples, as far as results have arrived.
       tokens: number of tokens of the chunks with these samples, with padding.
     """
 
@@ -94,26 +90,22 @@ class Slot:
     """The task in a slot, and its progress.
 
     Attributes:
-      prepared: the task.
-      progress: its progress, which the engine changes.
-      stop_after: number of steps after which the task stops although it has more; None if there is
-        no such number.
+      progress: the engine changes it whenever results are fetched.
+      stop_after: number of steps after which the task stops although it has more; None if it trains
+        all of them.
       pause_after: number of steps after which the task waits for the decision of a rung, see
         `Bracket`; None if it need not wait.
-      timed_since: until when the seconds of `progress` have been counted, on `time.monotonic`, or
-        when it was given a place since then; None until the first results have arrived, because
-        what comes before is mostly compilation.
-      measuring: the measurement that has to be over before the task trains on; None if there is
-        none.
+      timed_since: the time on `time.monotonic` up to which the seconds of `progress` have been
+        counted. None until the first results have arrived, because the time before them is mostly
+        compilation.
+      measuring: the measurement that must end before the task trains again; None if there is none.
       best: function that waits for the adapter with the lowest held-out loss, and returns its
         arrays by path; None if it is not kept, or not known yet.
-      computed: by step that has not been updated, number of tokens, with padding, that have been
-        computed of its global batch, as far as results have been fetched.
+      computed: by index of a global batch that has not been updated, number of its tokens that have
+        been computed, with padding, as far as results have been fetched.
       part_of_turn: number of these tokens that belong to a turn of which only a part has been
         computed.
-      awaited: number of updates that have been dispatched and whose results have not been fetched:
-        0 or 1.
-      name: name of the task.
+      awaited: number of dispatched updates whose results have not been fetched: 0 or 1.
     """
 
     prepared: PreparedTask
@@ -137,7 +129,7 @@ class Slot:
 
     @property
     def steps_dispatched(self) -> int:
-        """Number of steps of the task that have been dispatched, or were trained before."""
+        """Number of steps that have been dispatched, including those before a restart."""
         return self.progress.step + self.awaited
 
     @property
@@ -146,21 +138,19 @@ class Slot:
 
     @property
     def steps(self) -> int:
-        """Number of steps that the task trains."""
         return self.prepared.steps if self.stop_after is None else self.stop_after
 
     @property
     def steps_for_now(self) -> int:
-        """Number of steps that the task trains before it has to wait."""
+        """Number of steps after which the task has to wait or ends."""
         return self.steps if self.pause_after is None else min(self.steps, self.pause_after)
 
     @property
     def held_out_tokens(self) -> int:
-        """Number of target tokens in the held-out data."""
         return target_tokens(self.prepared.eval_samples)
 
     def is_measured_after(self, step: int) -> bool:
-        """Whether the held-out loss is measured after so many steps."""
+        """Whether the held-out loss is measured after this number of steps."""
         every = self.prepared.task.eval_every
         # A task may be extended when its last step has been dispatched.
         lasts = (self.steps, self.prepared.steps_at(step - 1), self.pause_after)
@@ -169,12 +159,8 @@ class Slot:
         )
 
     def restore(self, progress: TaskProgress) -> None:
-        """Goes on from a moment that was saved. If the held-out loss was being measured then, it is
-        measured once more.
-
-        Args:
-          progress: the progress of the task at that moment.
-        """
+        """Continues from saved progress. If the held-out loss was being measured then, it is
+        measured again."""
         self.progress, self.measuring = progress, None
         step = progress.step
         # The number of held-out tokens is known since the first measurement.
@@ -183,7 +169,6 @@ class Slot:
             self.measuring = Measuring(step)
 
     def lose_gradients(self) -> None:
-        """Notes that the current global batch begins again."""
         self.computed.clear()
         self.part_of_turn = 0
 
@@ -191,7 +176,7 @@ class Slot:
         """Adds the time since the last call to the seconds of the task.
 
         Args:
-          begins: whether time counts from now on, if it has not before.
+          begins: whether the clock of a task starts that has had no results so far.
         """
         now = time.monotonic()
         if self.timed_since is not None:
@@ -200,19 +185,20 @@ class Slot:
             self.timed_since = now
 
     def leave_out_seconds(self) -> None:
-        """Does not count the time since the last call of `count_seconds`, if there was one."""
+        """Restarts a running clock, so that the time since the last `count_seconds` does not
+        count."""
         if self.timed_since is not None:
             self.timed_since = time.monotonic()
 
 
-# What the paths of the best adapter begin with, among the arrays of a task.
+# Among the arrays of a task, prefix of the paths of the best adapter.
 BEST = "best/"
-# And those of the gradients of the current global batch.
+# Prefix of the paths of the gradients of the current global batch.
 ACCUMULATED = "accumulators/"
 
 
 class SuspendedTask(NamedTuple):
-    """A task that has left the engine, with all that it needs to go on.
+    """A task that has left the engine, with everything that it needs to continue.
 
     Attributes:
       slot: the task and its progress. The engine may still enter the results of the task's last
@@ -233,41 +219,40 @@ class SuspendedTask(NamedTuple):
         """A task that another engine has suspended.
 
         Args:
-          prepared: the task.
-          progress: its progress.
-          arrays: function that returns what `with_best` has returned at this progress, as NumPy
-            arrays on the host.
+          arrays: function that returns the arrays of `with_best` at this progress, as NumPy arrays
+            on the host.
         """
-        own, best = without_best(arrays())
+        current, best = without_best(arrays())
         slot = Slot(prepared, TaskProgress(), best=best)
         slot.restore(progress)
-        return cls(slot, lambda: own)
+        return cls(slot, lambda: current)
 
     def with_best(self) -> Callable[[], SlotArrays]:
-        """What has to be kept of the task, as from `Engine.with_best`."""
+        """The function of `Engine.with_best` for this task."""
         best = best_arrays(self.slot)
         return lambda: after_last_update(self.arrays()) | best()
 
 
 def after_last_update(arrays: SlotArrays) -> SlotArrays:
-    """The arrays of a task without what has been accumulated since its last update."""
+    """The arrays of a task after its last update, without the gradients accumulated since."""
     kept = {path: array for path, array in arrays.items() if not path.startswith(ACCUMULATED)}
     return kept | {"loss": np.zeros((), np.float32)}
 
 
 def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:
-    """A function that returns the best adapter of a task, if it is kept, as it is saved."""
+    """A function that returns the best adapter of a task with the paths that a checkpoint has; it
+    returns no arrays if the best adapter is not kept."""
     if (best := slot.best) is None:
         return dict
     return lambda: {f"{BEST}{path}": array for path, array in best().items()}
 
 
 def without_best(arrays: SlotArrays) -> tuple[SlotArrays, Callable[[], SlotArrays] | None]:
-    """The arrays of a task that lie on the devices, and a function that returns those of its best
-    adapter, if there is one."""
-    own = {path: array for path, array in arrays.items() if not path.startswith(BEST)}
+    """Separates the arrays of a checkpoint into those of the slot, and a function that returns
+    those of the best adapter (None if there is none)."""
+    current = {path: array for path, array in arrays.items() if not path.startswith(BEST)}
     best = {path.removeprefix(BEST): x for path, x in arrays.items() if path.startswith(BEST)}
-    return own, (lambda: best) if best else None
+    return current, (lambda: best) if best else None
 
 
 def pool_of(
@@ -279,8 +264,7 @@ def pool_of(
     """The pool that holds tasks, and the description of its arrays.
 
     Args:
-      config: configuration of the backbone.
-      tasks: by task, the pool that would hold only this task.
+      tasks: for each task, the pool that would hold only this task.
       reserved: smallest sizes of the pool.
       keep_moments: whether the pool has room for the moments of `reserved.optimizer`.
     """
@@ -288,17 +272,16 @@ def pool_of(
     if keep_moments and moments_of(reserved) > moments_of(pool):
         pool = pool._replace(optimizer=reserved.optimizer)
     modules = MODULES if pool.modules is None else sorted(pool.modules)
-    sizes = pool.slots, pool.rank, pool.optimizer, pool.others
-    return pool, pool_specs(config, modules, *sizes)
+    return pool, pool_specs(
+        config, modules, pool.slots, pool.rank, optimizer=pool.optimizer, others=pool.others
+    )
 
 
 def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
     """Checks that a task fits into a pool.
 
     Args:
-      name: name of the task.
       own: the pool that would hold only this task.
-      pool: the pool.
 
     Raises:
       TaskError: the task needs another rank, linear, dropout or optimizer than the pool has.
@@ -307,7 +290,7 @@ def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
     missing = ", ".join(sorted({*own.modules} - {*modules}))
     lacking = "; ".join(_missing_kinds(own, pool))
     adapts = f"it adapts {missing}"
-    # By option of a server, what a task needs beyond it.
+    # Keys are options of a server that reserve sizes.
     problems = {
         "reserved_rank": f"its rank is {own.rank}, the pool's is {pool.rank}"
         * (own.rank > pool.rank),
@@ -326,7 +309,7 @@ def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
 
 
 def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
-    """What a task needs of other adapter kinds than LoRA, and the pool lacks: a clause for each."""
+    """Yields a clause for each adapter kind other than LoRA that the pool cannot hold."""
     there = {size.kind: size for size in pool.others}
     for size in own.others:
         adapter, found = f"its adapter of the kind {size.kind!r}", there.get(size.kind)
@@ -342,17 +325,16 @@ def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
 
 
 def moments_of(pool: PoolSpec) -> int:
-    """Number of moments for which a pool has room."""
     return OPTIMIZERS[pool.optimizer].moments
 
 
 class _Constants(NamedTuple):
-    """The numbers of `DueUpdates` that stay as they are until tasks come or go.
+    """The numbers of `DueUpdates` that stay the same until tasks come or go.
 
     Attributes:
       members, hyper: as in `DueUpdates`.
-      relative_rates: float32, the learning rate of every trained leaf, layer and slot, divided by
-        that of the slot's task; 0 where the task does not train the leaf in the layer.
+      relative_rates: the learning rate of every trained leaf, layer and slot, divided by that of
+        the slot's task; 0 where the task does not train the leaf in the layer.
     """
 
     members: SlotsByOptimizer
@@ -361,7 +343,7 @@ class _Constants(NamedTuple):
 
 
 class Slots:
-    """All slots that are taken, and the train state that holds their arrays.
+    """All occupied slots, and the train state that holds their arrays.
 
     A task keeps its slot number from `add` to `remove`, unless `resize` moves it. A slot is written
     in place, and the state shrinks only by `resize`, so programs are not compiled again while a new
@@ -375,13 +357,6 @@ class Slots:
     """
 
     def __init__(self, config: BackboneConfig, reserved: PoolSpec, stored: StoredState):
-        """Creates slots without tasks.
-
-        Args:
-          config: configuration of the backbone.
-          reserved: smallest sizes of the state.
-          stored: where the state is kept; it has no arrays yet.
-        """
         self.stored = stored
         self.pool = reserved
         self.coming: Set[str] | None = None
@@ -391,11 +366,10 @@ class Slots:
         self.left: dict[int, Slot] = {}
 
     def __contains__(self, number: int) -> bool:
-        """Whether a slot is taken."""
         return number in self._slots
 
     def __iter__(self) -> Iterator[tuple[int, Slot]]:
-        """The slots that are taken, with their numbers, in the order in which their tasks were
+        """The numbers and contents of the occupied slots, in the order in which their tasks were
         added."""
         return iter(self._slots.items())
 
@@ -434,7 +408,7 @@ class Slots:
         after: RoundPlan | None,
         takes_turns: Callable[[Slot], bool],
     ) -> dict[int, int]:
-        """The next step of every slot whose task has one.
+        """By slot, the next step of every task that has one.
 
         Args:
           after: a round that is being dispatched, whose steps count as trained; None if there is
@@ -454,14 +428,8 @@ class Slots:
         return live
 
     def due(self, numbers: Sequence[int]) -> tuple[DueUpdates, dict[int, float]]:
-        """The updates of slots as numbers for the compiled programs.
-
-        Args:
-          numbers: the slots; those whose tasks do not run any more get no update.
-
-        Returns:
-          The numbers, and by slot the learning rate of every task.
-        """
+        """The updates of slots as arrays for the compiled programs; slots whose tasks do not run
+        any more get no update. Also returns, by slot, the learning rate of every task."""
         layout, constants = self.layout, self._constants
         if constants is None:
             constants = self._constants = self._make_constants()
@@ -489,28 +457,26 @@ class Slots:
         return updates, rates
 
     def _make_constants(self) -> "_Constants":
-        """The numbers of updates that stay as they are until tasks come or go."""
         members: dict[str, list[int]] = {}
         hyper: dict[str, list[Mapping[str, float]]] = {}
-        rows = {name: i for i, name in enumerate(named_leaves(self.layout.tree.accumulators))}
-        relative = np.zeros((len(rows), self._config.num_layers, self.pool.slots), np.float32)
+        leaf_rows = {name: i for i, name in enumerate(named_leaves(self.layout.tree.accumulators))}
+        relative = np.zeros((len(leaf_rows), self._config.num_layers, self.pool.slots), np.float32)
         for number, slot in self:
             optimizer = slot.prepared.task.optimizer
             members.setdefault(optimizer.kind, []).append(number)
             hyper.setdefault(optimizer.kind, []).append(optimizer.hyperparameters())
             for name, rates in slot.prepared.relative_rates.items():
-                relative[rows[name], :, number] = rates
+                relative[leaf_rows[name], :, number] = rates
         return _Constants(
             {kind: np.asarray(numbers, np.int32) for kind, numbers in members.items()},
             {
-                kind: {name: np.float32([row[name] for row in rows]) for name in rows[0]}
-                for kind, rows in hyper.items()
+                kind: {name: np.float32([row[name] for row in leaf_rows]) for name in leaf_rows[0]}
+                for kind, leaf_rows in hyper.items()
             },
             relative,
         )
 
     def runs(self, number: int) -> bool:
-        """Whether a slot has a task that is running."""
         return number in self._slots and self._slots[number].running
 
     def number(self, name: str) -> int:
@@ -529,10 +495,10 @@ class Slots:
 
     def add(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Gives each task the free slot with the lowest number, and writes its initial adapter
-        there. If one of them cannot make its adapter, none gets a slot.
+        there. The state is enlarged if the tasks do not fit. If a task cannot make its adapter,
+        none gets a slot.
 
         Args:
-          tasks: the tasks; the state is enlarged if they do not fit.
           begin: False leaves the slots empty until `begin` or `write`.
         """
         self._make_room(tasks)
@@ -557,20 +523,14 @@ class Slots:
             self._write_initial(number, slot)
 
     def _write_initial(self, number: int, slot: Slot) -> None:
-        """Writes the initial adapter to an empty slot."""
         adapter = named_leaves(slot.prepared.make_adapter())
         arrays = {f"adapter/{name}": value for name, value in adapter.items()}
         self.stored.write(slot.kind, number, self._missing_in_empty(slot, arrays))
 
     def _missing_in_empty(self, slot: Slot, arrays: SlotArrays) -> SlotArrays:
-        """What an empty slot lacks of the arrays of a task, at sizes from `written_specs`. The rest
-        is not sent, since the next round waits for it: higher ranks, and zeros, which are half of a
-        new LoRA.
-
-        Args:
-          slot: the task.
-          arrays: its arrays by path, for a slot of any size.
-        """
+        """The arrays of a task that differ from those of an empty slot, at sizes from
+        `written_specs`. The rest is not sent, because the next round waits for the transfer:
+        padding to higher ranks, and zeros, which are half of a new LoRA."""
         specs = named_leaves(slot_specs(self.layout.tree, slot.kind))
         if unknown := arrays.keys() - specs.keys():
             raise ValueError(f"task {slot.name!r}: no place for {min(unknown)}")
@@ -582,12 +542,8 @@ class Slots:
         return pad({name: arrays[name] for name in sizes}, sizes)
 
     def put_back(self, slot: Slot, arrays: SlotArrays) -> None:
-        """Gives a task that has left the free slot with the lowest number.
-
-        Args:
-          slot: the task with its progress.
-          arrays: its arrays by path, from `copy_to_host`.
-        """
+        """Gives a task that has left the free slot with the lowest number, and writes its arrays
+        (from `copy_to_host`) there."""
         self._refuse_incomplete(slot, arrays)
         self._make_room([slot.prepared])
         self._constants = None
@@ -600,8 +556,8 @@ class Slots:
             raise
 
     def remove(self, name: str) -> int:
-        """Takes a task out of its slot, which no other task can take until `clear` empties it.
-        Returns the number of the slot."""
+        """Takes a task out of its slot and returns the slot's number. No other task can take the
+        slot until `clear` empties it."""
         number = self.number(name)
         self.left[number] = self._slots.pop(number)
         self._constants = None
@@ -617,14 +573,11 @@ class Slots:
         this number; else it moves to the free one with the lowest number. No slot may be waiting
         for `clear`.
 
-        Args:
-          slots: the number of slots, at least that of the tasks.
-
         Returns:
-          By old number, the new number of every slot that is taken.
+          By old number, the new number of every occupied slot.
 
         Raises:
-          ValueError: there are more tasks.
+          ValueError: there are more tasks than slots.
           jax.errors.JaxRuntimeError: a device has too little memory; nothing has changed.
         """
         if slots < len(self._slots):
@@ -645,7 +598,7 @@ class Slots:
         return self.specs_of(self.named(name))
 
     def specs_of(self, slot: Slot) -> SlotState:
-        """The same of a task that need not have a place."""
+        """The same as `own_specs` for a task that need not be in a slot."""
         task = slot.prepared.task
         leaves = own_leaves(task.adapter, list(slot.prepared.targets), self._config)
         pools = slot.prepared.kind.in_pools(leaves)
@@ -655,42 +608,31 @@ class Slots:
     def copy_to_host(
         self, name: str, fields: tuple[str, ...] = SlotState._fields
     ) -> Callable[[], SlotArrays]:
-        """Begins to copy the arrays of a task to the host.
-
-        Args:
-          name: name of the task.
-          fields: the fields of `SlotState` to copy.
+        """Begins to copy the given fields of a task's `SlotState` to the host.
 
         Returns:
           A function that waits for the copy, and returns the arrays by path, at the task's own rank
           and modules.
         """
         number, slot = self.number(name), self.named(name)
-        own = {field: getattr(self.own_specs(name), field) for field in fields}
+        task_specs = {field: getattr(self.own_specs(name), field) for field in fields}
         specs = slot_specs(self.layout.tree, slot.kind)
         copied = self.stored.copy_to_host(slot.kind, number, specs, fields)
-        return lambda: crop(copied(), own)
+        return lambda: crop(copied(), task_specs)
 
     def copy_waits(self, name: str, fields: tuple[str, ...]) -> bool:
-        """Whether `copy_to_host` would wait until other copies have arrived on the host.
-
-        Args:
-          name: name of the task.
-          fields: the fields of `SlotState` to copy.
-        """
+        """Whether `copy_to_host` would wait until other copies have arrived on the host."""
         return self.stored.copy_waits(self.named(name).kind, fields)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces all arrays of a task.
 
         Args:
-          name: name of the task.
           arrays: arrays from `copy_to_host`, of a state of any size. Those that are left out become
             empty.
 
         Raises:
-          ValueError: an array of the adapter or a scalar is missing, or there is no place for an
-            array.
+          ValueError: an array of the adapter or a scalar is missing, or the pool has no such array.
         """
         number, slot = self.number(name), self.named(name)
         self._refuse_incomplete(slot, arrays)
@@ -699,40 +641,37 @@ class Slots:
         self.stored.write(slot.kind, number, leaves)
 
     def _refuse_incomplete(self, slot: Slot, arrays: SlotArrays) -> None:
-        """ValueError if an array of the adapter or a scalar is missing."""
-        own = named_leaves(self.specs_of(slot))
+        specs = named_leaves(self.specs_of(slot))
         wanted = {
-            leaf for leaf, spec in own.items() if leaf.startswith("adapter/") or not spec.axes
+            leaf for leaf, spec in specs.items() if leaf.startswith("adapter/") or not spec.axes
         }
         if missing := wanted - arrays.keys():
             raise ValueError(f"task {slot.name!r}: {min(missing)} is missing")
 
     def have_room_for(self, tasks: Sequence[PreparedTask]) -> bool:
-        """Whether tasks can be added without another pool, for which programs would be compiled."""
+        """Whether tasks can be added to the present pool, so that no program is compiled again."""
         pool, specs = self._pool_with(tasks)
         return Layout(specs) == self.layout and pool.dropout == self.pool.dropout
 
     def warm_up(self) -> None:
-        """Reads, writes and clears a slot once, so that nothing is compiled when tasks come and
-        go. If all slots are taken, nothing is done."""
+        """Reads, writes and clears a slot once, so that nothing is compiled when tasks come and go.
+        Does nothing if no slot is free."""
         if len(self._slots) < self.pool.slots:
             self.stored.warm_up(self.optimizers, self._lowest_free())
 
     @property
     def optimizers(self) -> list[str]:
-        """The optimizer kinds that tasks may have."""
         kinds = [kind for kind in OPTIMIZERS if OPTIMIZERS[kind].moments <= moments_of(self.pool)]
         return [kind for kind in kinds if self.coming is None or kind in self.coming]
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
-        """Creates the state, or enlarges it if the tasks do not fit."""
         self.pool, specs = self._pool_with(tasks)
         self.stored.make_room(specs)
 
     def _pool_with(self, tasks: Sequence[PreparedTask]) -> tuple[PoolSpec, TrainState]:
         """The pool that has room for further tasks, and the description of its arrays."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
-        # A slot that is not empty yet cannot be taken.
+        # Slots of tasks that have left cannot be taken before `clear` empties them.
         slots = max(self.pool.slots, len(needed) + len(self.left))
         reserved = self.pool._replace(slots=slots)
         return pool_of(self._config, needed, reserved, keep_moments=self.layout is not None)
@@ -744,9 +683,9 @@ class Slots:
 def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
     """The smallest size at which an array can be written to its empty slot."""
     sizes = written_specs(spec)
-    return next((own for own in sizes if np.all(np.less_equal(value.shape, own.shape))), spec)
+    return next((size for size in sizes if np.all(np.less_equal(value.shape, size.shape))), spec)
 
 
 def _is_zero(value: np.ndarray) -> bool:
-    """Whether all bits of an array are 0."""
+    """Whether all bits of an array are 0, so that -0.0 is not taken for zero."""
     return not np.ascontiguousarray(value).view(np.bool_).any()
