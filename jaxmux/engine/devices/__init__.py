@@ -1,2 +1,2 @@
-"""What runs on the devices: compiled programs, the executors that call them, and engines' sizes
-compiled ahead."""
+"""Work on the devices: compiled programs, the executors that call them, and programs for other
+engine sizes that are compiled ahead."""

@@ -1,1 +1,1 @@
-"""Rounds as the host sees them: their microbatches, their place in the data, and their results."""
+"""Rounds on the host: their microbatches, the position within them, and their results."""

@@ -1,1 +1,1 @@
-"""One task: its data, what is needed to train it, and how far it has come."""
+"""One task: its data, everything that is needed to train it, and its progress."""

@@ -1,7 +1,8 @@
-"""Makes a task ready to train: tokenizes its data, finds the linears that it adapts, and checks the
-adapter with which it begins. Tasks that cannot be trained are refused here.
+"""Makes a task ready to train: tokenizes its data, finds the linears that it adapts, and checks its
+initial adapter. Tasks that cannot be trained are refused here.
 
-It also gives planners the sizes of the backbone and the lengths of the samples in global batches.
+The sizes of the backbone and the lengths of the samples in global batches, which planners need, are
+computed here too.
 """
 
 import dataclasses
@@ -44,7 +45,7 @@ from jaxmux.tasks import Task, TaskError
 
 from .task_data import Loaded, read_data
 
-# The lengths of global batches that have been read, by step.
+# Cache: the sample lengths of global batches that have been read, by step.
 _LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictionary()
 
 
@@ -52,11 +53,8 @@ class BatchLengths(Sequence[list[int]]):
     """By step, the stream lengths in tokens of the samples of a task's global batch.
 
     The stream length of a sample is its number of tokens minus 1, because the model does not read
-    the last token. A global batch is read only when its lengths are requested.
-
-    Attributes:
-      batches: global batches of the task.
-      steps: number of steps that the task trains.
+    the last token. A global batch is read only when its lengths are requested. `steps` is the
+    number of steps that the task trains.
     """
 
     def __init__(self, batches: GlobalBatches, steps: int):
@@ -68,7 +66,7 @@ class BatchLengths(Sequence[list[int]]):
     def __getitem__(self, step: int) -> list[int]:
         if not 0 <= step < self.steps:
             raise IndexError(f"step {step} of {self.steps}")
-        # The choice of a mesh asks for the same steps again and again.
+        # The search for a mesh requests the same steps repeatedly.
         known = _LENGTHS.setdefault(self.batches, {})
         if step not in known:
             known[step] = [sample.stream_length for sample in self.batches[step]]
@@ -80,14 +78,10 @@ _DIVIDED = WeightSharding(tp=2, fsdp=2)
 
 
 def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
-    """A backbone's sizes for the cost models; no weights are allocated.
+    """A backbone's sizes for the cost models; the field `kept` is empty. No weights are allocated.
 
     Args:
-      config: configuration of the backbone.
       dtype: dtype of the weights and of the activations between layers.
-
-    Returns:
-      The sizes. The field `kept` is empty.
     """
     weights = abstract_weights(config, dtype)
     divided = jax.eval_shape(divisible_weights, weights)
@@ -111,11 +105,7 @@ def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
 
 def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
     """The sizes of a backbone that a mesh has to divide, by their key in config.json, for
-    `planner.devices.Replica.require`.
-
-    Args:
-      config: configuration of the backbone.
-    """
+    `planner.devices.Replica.require`."""
     return {
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
@@ -126,8 +116,9 @@ def mesh_sizes(config: BackboneConfig) -> dict[str, int]:
 
 
 def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
-    """The largest numbers that divide all blocks with a scale along the axes of a mesh."""
-    found: dict[str, list[int]] = {}
+    """For each key of `mesh_sizes` that concerns blocks with one scale, the largest number that
+    divides the block counts of all weights along that axis."""
+    blocks: dict[str, list[int]] = {}
     weights = jax.eval_shape(divisible_weights, abstract_weights(config))
     for module, weight in layer_linears(weights).items():
         keys = {TP: KEY_BLOCKS if module in KEY_MODULES else TP_BLOCKS, FSDP: FSDP_BLOCKS}
@@ -136,11 +127,11 @@ def _scale_blocks(config: BackboneConfig) -> dict[str, int]:
         def note(leaf: jax.ShapeDtypeStruct, names: tuple[str | None, ...], axes=axes) -> None:
             for name, size in zip(names, leaf.shape[leaf.ndim - len(names) :], strict=True):
                 if name in axes:
-                    found.setdefault(axes[name], []).append(size)
+                    blocks.setdefault(axes[name], []).append(size)
 
         if not weight.is_plain:
             weight.map_axes(note)
-    return {key: math.gcd(*sizes) for key, sizes in found.items()}
+    return {key: math.gcd(*sizes) for key, sizes in blocks.items()}
 
 
 def _nbytes(tree) -> int:
@@ -148,11 +139,11 @@ def _nbytes(tree) -> int:
 
 
 class EarlierLength(NamedTuple):
-    """The number of steps that a task was to train before it was extended.
+    """The number of steps of a task before it was extended.
 
     Attributes:
       until: number of updates that had been dispatched when it was extended.
-      steps: the number of steps.
+      steps: its number of steps before.
     """
 
     until: int
@@ -166,7 +157,6 @@ class PreparedTask:
     `prepare_task` makes it. `Engine.register_tasks` and `best_shape` take it.
 
     Attributes:
-      task: the task.
       targets: by point (for LoRA, the path of a linear within a layer, "mlp.up_proj"), a bool mask
         [L] of the layers in which the task adapts it, from `AdapterKind.targets`.
       make_adapter: function without arguments that returns the initial adapter at the task's own
@@ -177,8 +167,8 @@ class PreparedTask:
         from 0.
       steps: number of global batches that the task trains.
       eval_samples: the tokenized held-out data; empty if the task has none.
-      size: the sizes of the adapter's arrays without low-rank factors, whose rank and linears tell
-        theirs; None for LoRA, which has no others.
+      size: the sizes of the adapter's arrays other than low-rank factors (rank and linears give the
+        sizes of those); None for LoRA, which has no other arrays.
       earlier: the numbers of steps before extensions, in the order of the updates.
     """
 
@@ -196,9 +186,8 @@ class PreparedTask:
     def lengths(self) -> list[int]:
         """Stream lengths in tokens that training or held-out samples have, each once, the shortest
         first. The stream length of a sample is its number of tokens minus 1, because the model does
-        not read the last token, and the number of virtual tokens that its adapter puts before
-        it."""
-        parts = [stream_lengths(own) for own in (self.samples.samples, self.eval_samples)]
+        not read the last token, plus the number of virtual tokens that the adapter adds."""
+        parts = [stream_lengths(part) for part in (self.samples.samples, self.eval_samples)]
         return np.unique(np.concatenate(parts)).tolist()
 
     @property
@@ -213,7 +202,6 @@ class PreparedTask:
 
     @functools.cached_property
     def kind(self) -> AdapterKind:
-        """The kind of the task's adapter."""
         return kind_of(self.task.adapter)
 
     @functools.cached_property
@@ -222,13 +210,8 @@ class PreparedTask:
         return pool_of_task(self.task, self.targets, self.size)
 
     def refuse_rows_of(self, row_len: int) -> None:
-        """Checks that every training and held-out sample fits into a row of a microbatch.
-
-        A sample of n tokens takes n - 1 tokens of a row, because its last token is only predicted,
-        and its virtual tokens.
-
-        Args:
-          row_len: tokens of a row.
+        """Checks that every training and held-out sample fits into a row of `row_len` tokens. A
+        sample takes its stream length.
 
         Raises:
           TaskError: the longest sample does not fit.
@@ -241,11 +224,12 @@ class PreparedTask:
 
     @functools.cached_property
     def fingerprints(self) -> dict[str, str]:
-        """Hashes of the training and held-out samples, by what they describe ("data of task 'a'").
+        """Hashes of the training and held-out samples, by a description such as "data of task 'a'".
         A run directory records them, so that a training run does not continue with other data.
-        Virtual tokens are no part of the data."""
+        Virtual tokens do not change them."""
         parts = {"data": self.samples.samples, "held-out data": self.eval_samples}
-        return {f"{part} of task {self.task.name!r}": _hash(found) for part, found in parts.items()}
+        of_task = f"of task {self.task.name!r}"
+        return {f"{part} {of_task}": _hash(samples) for part, samples in parts.items()}
 
     @functools.cached_property
     def relative_rates(self) -> dict[str, np.ndarray]:
@@ -261,8 +245,9 @@ class PreparedTask:
         return self.task.resume_from is None and self.kind.begins_slowly(self.task.adapter)
 
     def with_adapter(self) -> "PreparedTask":
-        """Returns a new prepared task that holds its initial adapter until it is asked for it. For
-        large backbones it takes long to make one, and can so be done beside training."""
+        """Returns a prepared task whose initial adapter is computed now and kept until
+        `make_adapter` is called. For large backbones this takes long, so it can be done in a thread
+        beside training."""
         ahead = [self.make_adapter()]
 
         def make_adapter() -> Any:
@@ -271,29 +256,25 @@ class PreparedTask:
         return dataclasses.replace(self, make_adapter=make_adapter)
 
     def extended(self, steps: int, at: int) -> "PreparedTask":
-        """Returns a new prepared task that trains another number of steps. From update `at` on, its
-        learning-rate schedule spreads over all of them. Extensions that were to have effect later
-        than that have none.
+        """Returns a prepared task with another number of steps. From update `at` on, its
+        learning-rate schedule covers all of them. Earlier extensions that would take effect after
+        `at` are dropped.
 
         Args:
-          steps: number of global batches that the new task trains.
+          steps: the new number of global batches.
           at: number of updates that have been dispatched when the task is extended.
         """
         task = dataclasses.replace(self.task, steps=steps, epochs=None)
         batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
-        earlier = tuple(own for own in self.earlier if own.until < at)
+        earlier = tuple(length for length in self.earlier if length.until < at)
         if at > 0:
             earlier += (EarlierLength(at, self.steps_at(at - 1)),)
         return dataclasses.replace(self, task=task, batches=batches, steps=steps, earlier=earlier)
 
     def steps_at(self, step: int) -> int:
-        """The number of steps that the task is to train, as far as it is known when an update is
-        dispatched.
-
-        Args:
-          step: index of the update's global batch, from 0.
-        """
-        return next((own.steps for own in self.earlier if step < own.until), self.steps)
+        """The number of steps of the task as known when the update of global batch `step` (from 0)
+        is dispatched."""
+        return next((each.steps for each in self.earlier if step < each.until), self.steps)
 
     def learning_rate(self, updates: int, step: int) -> float:
         """The learning rate of an update of the task, by the schedule of its optimizer.
@@ -306,23 +287,15 @@ class PreparedTask:
         return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps_at(step))
 
     def dropout_key(self, step: int) -> np.uint32:
-        """The seed of the task's dropout masks in one step. It depends only on the task's name, its
-        seed and `step`.
-
-        Args:
-          step: index of the task's global batch, from 0.
-        """
+        """The seed of the task's dropout masks for one global batch. It depends only on the task's
+        name, its seed and `step`, the index of the global batch from 0."""
         text = f"{self.task.name}/{self.task.seed}/{step}"
         return np.uint32(zlib.crc32(text.encode()))
 
 
 def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | None) -> PoolSpec:
-    """The sizes of a pool that holds only one task.
-
-    Args:
-      task: the task.
-      targets, size: as in `PreparedTask`.
-    """
+    """The sizes of a pool that holds only one task; `targets` and `size` are as in
+    `PreparedTask`."""
     pool = pool_of_adapter(task.adapter, targets, size)
     return pool._replace(optimizer=task.optimizer.kind)
 
@@ -332,7 +305,8 @@ def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None)
 
     Args:
       adapter: the specification of the adapter.
-      targets, size: as in `PreparedTask`; of `targets` the points.
+      targets: the points of `PreparedTask.targets`.
+      size: as in `PreparedTask`.
     """
     others = () if size is None else (size,)
     kind = kind_of(adapter)
@@ -358,20 +332,16 @@ def prepare_task(
     adapter are made only when an engine adds the task.
 
     Args:
-      task: the task (fine-tuning job).
       config: configuration of the backbone (`Backbone.config`).
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
       base_fingerprint: hash of the backbone (`Backbone.fingerprint`). An adapter in
         `task.resume_from` that records another backbone is refused. Empty checks nothing.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone need it for `task.resume_from`.
-      loaded: data that other tasks with this backbone and tokenizer have read, as for `read_data`;
-        None reads all data of the task.
+      loaded: cache of the data of tasks with this backbone and tokenizer, as for `read_data`; None
+        reads all data of the task.
       base_model: name or path of the backbone. If the folder `task.resume_from` names another one,
         a warning says so. Empty checks nothing.
-
-    Returns:
-      The prepared task, for `Engine.register_tasks` and `best_shape`.
 
     Raises:
       TaskError: the task cannot be trained. The message names the task and the field, file, line or
@@ -388,14 +358,23 @@ def prepare_task(
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     data = read_data(task, config, tokenizer, loaded)
-    given = first, targets, config, base, data.batches
-    make_adapter = functools.partial(_first_adapter, *given)
-    size = size_of_adapter(task.adapter, config)
-    return PreparedTask(task, targets, make_adapter, *data[:4], size)
+    make_adapter = functools.partial(
+        _first_adapter, first, targets, config, base=base, batches=data.batches
+    )
+    return PreparedTask(
+        task,
+        targets,
+        make_adapter,
+        samples=data.samples,
+        batches=data.batches,
+        steps=data.steps,
+        eval_samples=data.eval_samples,
+        size=size_of_adapter(task.adapter, config),
+    )
 
 
 def _refuse_sample_prompt(task: Task, config: BackboneConfig, tokenizer: Any) -> None:
-    """ValueError if the prompt that is completed after training cannot be completed."""
+    """Raises ValueError if `sample_prompt` is empty or leaves no room for a completion."""
     if task.sample_prompt is not None:
         ((ids, _),) = encode(tokenizer, [task.sample_prompt], is_rendered=False)
         tokens = len(ids)
@@ -427,23 +406,18 @@ def _first_adapter(
 ) -> Any:
     if task.resume_from is not None:
         return _saved_adapter(task, targets, config, base)
-    kind, given = kind_of(task.adapter), (task.adapter, targets, config, task.seed, base)
+    kind = kind_of(task.adapter)
     try:
-        return (
-            kind.initial(*given, first_epoch(batches))
-            if kind.reads_samples
-            else kind.initial(*given)
-        )
+        if kind.reads_samples:
+            samples = first_epoch(batches)
+            return kind.initial(task.adapter, targets, config, task.seed, base, samples)
+        return kind.initial(task.adapter, targets, config, task.seed, base)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
 
 
 def first_epoch(batches: GlobalBatches) -> Iterator[Sample]:
-    """The samples of a task in the order in which it trains them first.
-
-    Args:
-      batches: the global batches.
-    """
+    """Yields the samples of a task's first epoch in the order in which it trains them."""
     for number in range(batches.batches_per_epoch):
         yield from batches[number]
 
@@ -456,12 +430,12 @@ def _saved_adapter(
     base_fingerprint: str = "",
     base_model: str = "",
 ) -> Any:
-    """Reads the adapter in the folder `resume_from`. AdapterError if it differs from the task's
-    specification."""
+    """Reads the adapter in the folder `resume_from`. Raises AdapterError if it differs from the
+    task's specification."""
     saved, adapter = import_adapter(task.resume_from, config, base_fingerprint, base, base_model)
     kind = kind_of(task.adapter)
     if kind_of(saved) is not kind:
-        # Kinds with one class of specifications differ in fields of it.
+        # Two kinds may share a class of specifications; then its fields tell them apart.
         hint = f"; what it holds is {saved}" if type(saved) is type(task.adapter) else ""
         raise AdapterError(
             f"{task.resume_from}: holds an adapter of the kind {kind_of(saved).name!r}, the task "
@@ -469,10 +443,10 @@ def _saved_adapter(
         )
     expected = kind.as_stored(task.adapter)
     for field in kind.identity:
-        found, wanted = getattr(saved, field), getattr(expected, field)
-        if found != wanted:
+        saved_value, wanted = getattr(saved, field), getattr(expected, field)
+        if saved_value != wanted:
             raise AdapterError(
-                f"{task.resume_from}: {field} is {found}, the task asks for {wanted}"
+                f"{task.resume_from}: {field} is {saved_value}, the task asks for {wanted}"
             )
     if not _same_targets(kind.targets(saved, config), targets):
         raise AdapterError(

@@ -13,7 +13,8 @@ class TaskProgress:
     """The position of a task in its training, and its results so far. `Engine.progress` returns it.
 
     A *step* of a task is one global batch (the samples of one optimizer update). A step either
-    applies its update or skips it.
+    applies its update or skips it. Losses are in nats per target token (token that counts in the
+    loss).
 
     Attributes:
       step: number of global batches consumed, which is also the index of the next one.
@@ -23,19 +24,18 @@ class TaskProgress:
         finite.
       bad_streak: number of consecutive updates skipped up to now; 0 after an applied update.
       tokens: number of tokens trained so far, without padding.
-      target_tokens: number of target tokens (tokens that count in the loss) trained so far.
-      train_loss_first: loss of the first applied update, in nats per target token; None before it.
-      train_loss_last: loss of the last applied update, in nats per target token; None before the
-        first.
-      eval_loss_first: loss of the held-out data before training, in nats per target token; None
-        without held-out data or if the loss is not finite.
-      eval_loss: loss of the held-out data when it was measured last after a step, with the unit and
-        the None of `eval_loss_first`; once training has ended, that of the adapter that it gives.
+      target_tokens: number of target tokens trained so far.
+      train_loss_first: loss of the first applied update; None before it.
+      train_loss_last: loss of the last applied update; None before the first.
+      eval_loss_first: loss of the held-out data before training; None without held-out data or if
+        the loss is not finite.
+      eval_loss: loss of the held-out data at the last measurement after a step; once training has
+        ended, the loss of the resulting adapter. None as for `eval_loss_first`.
       eval_step: number of steps after which the loss of the held-out data was measured last; None
         before the first measurement after a step.
       eval_target_tokens: number of target tokens in the held-out data.
-      best_loss: lowest loss of the held-out data that was measured after a step, in nats per target
-        token; None before the first.
+      best_loss: lowest loss of the held-out data that was measured after a step; None before the
+        first.
       best_step: number of steps after which it was measured; None before the first.
       evaluations_since_best: number of measurements since then.
       seconds: seconds for which the task has been trained.
@@ -44,7 +44,7 @@ class TaskProgress:
       error: reason for the status "failed"; otherwise None.
       stopped_early: why the task has succeeded before its last step; None if it has not.
       rung_losses: losses of the held-out data at the rungs of successive halving that the task has
-        reached, with the unit and the None of `eval_loss_first`.
+        reached; None as for `eval_loss_first`.
     """
 
     step: int = 0
@@ -62,7 +62,7 @@ class TaskProgress:
     best_loss: float | None = None
     best_step: int | None = None
     evaluations_since_best: int = 0
-    # It is no result of training: equal tasks take different times.
+    # Not compared, because equal tasks take different times.
     seconds: float = dataclasses.field(default=0.0, compare=False)
     status: str = "running"
     error: str | None = None
@@ -148,10 +148,10 @@ def record_evaluation(
 
     Args:
       progress: the task's progress; it is changed.
-      done: the result.
-      patience: number of measurements without a lower loss after which the task stops; None for no
-        such number.
-      keep_best: whether training gives the adapter with the lowest loss, not the last one.
+      patience: number of measurements without a lower loss after which the task stops; None never
+        stops it.
+      keep_best: whether the result of training is the adapter with the lowest loss, not the last
+        one.
     """
     loss = done.loss if math.isfinite(done.loss) else None
     progress.eval_target_tokens = done.target_tokens
@@ -163,7 +163,7 @@ def record_evaluation(
         progress.best_loss, progress.best_step = loss, done.task_step
         progress.evaluations_since_best = 0
     elif done.task_step != progress.eval_step:
-        # A task that has got more steps may be measured at its former end once more.
+        # An extended task may be measured again at its former last step.
         progress.evaluations_since_best += 1
     progress.eval_step = done.task_step
     _stop_if_patience_ended(progress, patience)
@@ -172,20 +172,14 @@ def record_evaluation(
 
 
 def stop_early(progress: TaskProgress, reason: str, keep_best: bool) -> None:
-    """Lets a running task succeed before its last step. It fails if its last loss of held-out data
-    is not finite, and there is no better adapter.
-
-    Args:
-      progress: the task's progress; it is changed.
-      reason: why it stops.
-      keep_best: as for `record_evaluation`.
-    """
+    """Lets a running task succeed before its last step, for the given reason. It fails if its last
+    loss of held-out data is not finite and it has no better adapter. `progress` is changed."""
     progress.status, progress.stopped_early = "succeeded", reason
     _take_result(progress, keep_best)
 
 
 def _take_result(progress: TaskProgress, keep_best: bool) -> None:
-    """Enters the held-out loss of the adapter that a task has given."""
+    """Sets the final held-out loss, that of the adapter that training gives."""
     if keep_best and progress.best_loss is not None:
         progress.eval_loss = progress.best_loss
     elif progress.eval_loss is None:
@@ -193,13 +187,9 @@ def _take_result(progress: TaskProgress, keep_best: bool) -> None:
 
 
 def train_on(progress: TaskProgress, task: Task) -> None:
-    """Lets a task go on that has succeeded with its last step, because it has more steps now. It
-    has stopped early instead if its patience or its time ended with that step.
-
-    Args:
-      progress: the task's progress; it is changed.
-      task: the task.
-    """
+    """Continues a task that has succeeded with its last step, because it has more steps now. If its
+    patience or its time ended with that step, it has stopped early instead. `progress` is
+    changed."""
     if progress.status == "succeeded" and progress.stopped_early is None:
         if task.max_seconds is not None and progress.seconds >= task.max_seconds:
             stop_in_time(progress)
@@ -209,11 +199,7 @@ def train_on(progress: TaskProgress, task: Task) -> None:
 
 
 def stop_in_time(progress: TaskProgress) -> None:
-    """Notes that a task has succeeded before its last step, because its time was over.
-
-    Args:
-      progress: the task's progress; it is changed.
-    """
+    """Notes that a task has succeeded before its last step because of its time limit."""
     progress.stopped_early = f"trained for {progress.seconds:.0f} s"
 
 
@@ -233,7 +219,6 @@ def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_
 
     Args:
       progress: the task's progress; it is changed.
-      done: the result.
       steps: number of global batches that the task trains.
       max_bad_steps: number of consecutive skipped updates after which the task has failed.
     """

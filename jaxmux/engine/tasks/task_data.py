@@ -32,7 +32,7 @@ class TaskData(NamedTuple):
 
     Attributes:
       samples, batches, steps, eval_samples: as in `PreparedTask`.
-      sources: by source of the training data, its part of `samples` with its own counts.
+      sources: for each source of the training data, its part of `samples` with its own counts.
     """
 
     samples: Samples
@@ -43,11 +43,10 @@ class TaskData(NamedTuple):
 
 
 class Loaded:
-    """What tasks with the same backbone have read: their samples by source, longest sample and
-    held-out part, and the file of the tokens."""
+    """A cache of the data of tasks with the same backbone: samples by source, longest sample and
+    held-out part, and the file of their tokens."""
 
     def __init__(self):
-        """Begins without samples."""
         self.tokens = TokenFile()
         self.samples: dict[tuple[Source, int, Part | None], Samples] = {}
 
@@ -58,11 +57,9 @@ def read_data(
     """Reads and tokenizes a task's training and held-out data.
 
     Args:
-      task: the task.
-      config: configuration of the backbone.
       tokenizer: the backbone's tokenizer, from `load_tokenizer`.
-      loaded: what tasks with the same backbone have read, which is not read again; what this task
-        reads is added. None reads everything.
+      loaded: cache of the data of tasks with the same backbone; the data of this task are added.
+        None reads everything.
 
     Raises:
       TaskError: the data cannot be read or has no sample. The message names the task.
@@ -82,14 +79,8 @@ def read_data(
 def read_held_out(
     task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
 ) -> Sequence[Sample]:
-    """Reads and tokenizes a task's held-out data alone; empty if the task has none.
-
-    Args:
-      task, config, tokenizer, loaded: as for `read_data`.
-
-    Raises:
-      TaskError: the data cannot be read or has no sample. The message names the task.
-    """
+    """Reads and tokenizes only a task's held-out data; empty if the task has none. Arguments and
+    errors are those of `read_data`."""
     loaded = Loaded() if loaded is None else loaded
     try:
         if task.eval_data:
@@ -103,45 +94,40 @@ def read_held_out(
 
 def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
     """The samples with the positions that a task's adapter fills before them. They do not count in
-    the task's longest sample (`Task.max_length`).
-
-    Args:
-      samples: the samples.
-      adapter: the specification of the adapter.
-    """
+    the task's longest sample (`Task.max_length`)."""
     return samples.with_virtual_tokens(kind_of(adapter).virtual_tokens(adapter))
 
 
 def _of_sources(
     task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded, *, held_out: bool
 ) -> tuple[Samples, ...]:
-    """By source of a task, its samples, without or with only those that are held out. Those that
-    are trained occur as often as in an epoch."""
-    found: list[Samples] = []
+    """For each source of a task, the samples that are held out, or those that are not. Training
+    samples occur as often as in an epoch."""
+    parts: list[Samples] = []
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
             part = Part(fraction, task.split_seed, held_out, number)
-        found.append(_load(source, task, config, tokenizer, part, loaded))
-    samples = [own.samples for own in found]
+        parts.append(_load(source, task, config, tokenizer, part, loaded))
+    samples = [part.samples for part in parts]
     if not held_out:
         counts = epoch_counts(list(map(len, samples)), task.sources)
         samples = [
-            copies(own, count, task.seed) for own, count in zip(samples, counts, strict=True)
+            copies(stored, count, task.seed) for stored, count in zip(samples, counts, strict=True)
         ]
     # Records of the same index in different sources get other dropout masks.
-    shifted = [own.with_ids_shifted(n * _ID_STRIDE) for n, own in enumerate(samples)]
-    return tuple(own._replace(samples=s) for own, s in zip(found, shifted, strict=True))
+    shifted = [stored.with_ids_shifted(n * _ID_STRIDE) for n, stored in enumerate(samples)]
+    return tuple(part._replace(samples=s) for part, s in zip(parts, shifted, strict=True))
 
 
 def _together(sources: Sequence[Samples]) -> Samples:
-    """All samples of several sources, and the sums of their counts."""
-    sums = map(_sum, zip(*(own[1:] for own in sources), strict=True))
-    return Samples(joined([own.samples for own in sources]), *sums)
+    """The samples of all sources, and the sums of their counts."""
+    sums = map(_sum, zip(*(source[1:] for source in sources), strict=True))
+    return Samples(joined([source.samples for source in sources]), *sums)
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """The sum of counts, the first text that is not empty, or the rendering of all sources."""
+    """The sum of counts, the first text that is not empty, or the combined rendering."""
     if isinstance(values[0], Rendering):
         return Rendering.together(values)
     if isinstance(values[0], Counter):
@@ -159,8 +145,14 @@ def _load(
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
     key = source, task.max_length, part
-    if (found := loaded.samples.get(key)) is None:
-        sizes = {"max_length": task.max_length, "vocab_size": config.vocab_size}
-        found = load_samples(source, tokenizer, **sizes, part=part, tokens=loaded.tokens)
-        loaded.samples[key] = found
-    return found._replace(samples=with_virtual_tokens(found.samples, task.adapter))
+    if (samples := loaded.samples.get(key)) is None:
+        samples = load_samples(
+            source,
+            tokenizer,
+            max_length=task.max_length,
+            vocab_size=config.vocab_size,
+            part=part,
+            tokens=loaded.tokens,
+        )
+        loaded.samples[key] = samples
+    return samples._replace(samples=with_virtual_tokens(samples.samples, task.adapter))
