@@ -1,18 +1,19 @@
-"""What follows an update of the trained arrays: derived arrays, and low-rank factors in pairs.
+"""Work that follows an update of the trained arrays: derived arrays, and low-rank factors in pairs.
 
 DoRA divides by the norms of the adapted weights, for example. They are the same for all
 microbatches of a global batch, so they are computed once an update, and not in every forward pass.
 
-Some tasks have low-rank factors whose ranks belong together in pairs (`AdapterOp.paired_ranks`). In
-the slot of such a task, ranks 2i and 2i + 1 of the factors a and b are A and A - A0, and B - B0 and
-B0. The task trains A and B: their gradients, norms, moments and weight decay count. So an optimizer
-sees A and B in the even ranks and zeros in the odd ones, which gives the odd ranks no moments.
-Afterwards A - A0 makes the same step as A, and B - B0 the same step as B. The functions for pairs
-take trees by the name of the pool and change the pool of low-rank factors only.
+Some tasks have low-rank factors whose ranks form pairs (`AdapterOp.paired_ranks`). In the slot of
+such a task, ranks 2i and 2i + 1 of factor a hold A and A - A0, and those of factor b hold B - B0
+and B0. The task trains A and B, so gradients, norms, moments and weight decay are those of A and B.
+The optimizer sees A and B in the even ranks and zeros in the odd ones, which therefore get no
+moments. Afterwards A - A0 makes the same step as A, and B - B0 the same step as B. The functions
+for pairs take trees by the name of the pool and change only the pool of low-rank factors. Their
+`paired` tells which slots have pairs.
 
-States with pairs of ranks are updated one layer after another. The values that an update computes
-of neighbouring ranks cannot be written in place, so it needs temporaries, which are small for one
-layer. States without pairs update all layers at once, which takes fewer kernels.
+States with pairs of ranks are updated one layer after another. New values that depend on
+neighbouring ranks cannot be written in place, so the update needs temporaries, which are small for
+one layer. States without pairs update all layers at once, which takes fewer kernels.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,20 +36,16 @@ from jaxmux.sharding import StageMesh
 
 from .train_state import TrainState
 
-# Whether a slot has pairs: of one slot, or [T] where arrays have an axis of slots. None if the
-# state has no room for pairs, so that programs are those of states without them.
+# Whether a slot has pairs: a scalar for one slot, [T] where arrays have a slot axis. None if the
+# state has no room for pairs, so that its programs contain no code for them.
 Paired = Bool[Array, "..."] | None
 
 _Change = Callable[[LeafSpec, Array], Array]
 
 
 def slots_with_pairs(layout: Layout, kinds: Mapping[int, str]) -> Bool[np.ndarray, " T"] | None:
-    """The slots whose ranks belong together in pairs; None if the state has no room for them.
-
-    Args:
-      layout: the description of the state.
-      kinds: by number of the slot, its adapter kind.
-    """
+    """The slots whose ranks form pairs; None if the state has no room for pairs. `kinds` has the
+    adapter kind of each slot."""
 
     def has_pairs(name: str) -> bool:
         op = KINDS[name].op
@@ -63,35 +60,18 @@ def slots_with_pairs(layout: Layout, kinds: Mapping[int, str]) -> Bool[np.ndarra
 
 def gradients_of_pairs(specs: Any, gradients: Any, paired: Paired) -> Any:
     """The gradients of A and B, in the even ranks, from those of the factors. A occurs in both
-    ranks of a pair, and B in one.
-
-    Args:
-      specs: tree of `LeafSpec`.
-      gradients: tree of arrays.
-      paired: the slots with pairs.
-    """
+    ranks of a pair, and B in one."""
     return _changed(specs, gradients, paired, a=_sum, b=_first)
 
 
 def parameters_of_pairs(specs: Any, adapters: Any, paired: Paired) -> Any:
-    """A and B, in the even ranks, from the factors: the parameters that an optimizer sees.
-
-    Args:
-      specs: tree of `LeafSpec`.
-      adapters: tree of arrays.
-      paired: the slots with pairs.
-    """
+    """A and B, in the even ranks, from the factors: the parameters that an optimizer sees."""
     return _changed(specs, adapters, paired, a=_first, b=_sum)
 
 
 def directions_of_pairs(specs: Any, directions: Any, paired: Paired) -> Any:
-    """The directions in which the factors move, from those of A and B in the even ranks.
-
-    Args:
-      specs: tree of `LeafSpec`.
-      directions: tree of arrays, zero in the odd ranks.
-      paired: the slots with pairs.
-    """
+    """The directions in which the factors move, from those of A and B in the even ranks. The given
+    directions are zero in the odd ranks."""
     return _changed(specs, directions, paired, a=_both, b=_first)
 
 
@@ -107,10 +87,10 @@ def _changed(specs: Any, tree: Any, paired: Paired, a: _Change, b: _Change) -> A
 
     factors = {
         module: Factors(
-            where_paired(a, specs[LOW_RANK_KIND][module].a, own.a),
-            where_paired(b, specs[LOW_RANK_KIND][module].b, own.b),
+            where_paired(a, specs[LOW_RANK_KIND][module].a, pool.a),
+            where_paired(b, specs[LOW_RANK_KIND][module].b, pool.b),
         )
-        for module, own in tree[LOW_RANK_KIND].items()
+        for module, pool in tree[LOW_RANK_KIND].items()
     }
     return {**tree, LOW_RANK_KIND: factors}
 
@@ -134,8 +114,8 @@ def _both(spec: LeafSpec, leaf: Array) -> Array:
 
 
 def _number_in_pair(spec: LeafSpec, leaf: Array) -> np.ndarray:
-    """For every rank, whether it is the first (0) or the second (1) of its pair, in the shape that
-    fits the array. The last one of an odd number of ranks is neither (2)."""
+    """For every rank, whether it is the first (0) or the second (1) of its pair, in a shape that
+    broadcasts with the array. The last rank of an odd number is neither (2)."""
     axis = spec.axes.index("rank")
     size = leaf.shape[axis]
     number = np.where(np.arange(size) < size - size % 2, np.arange(size) % 2, 2)
@@ -146,12 +126,8 @@ Layer = Int[Array, ""]
 
 
 def divided(state: TrainState) -> tuple[TrainState, TrainState]:
-    """A state without the pool of low-rank factors, and the state with this pool alone. Both have
-    the losses and counts. `joined` is the inverse.
-
-    Args:
-      state: arrays, or their descriptions.
-    """
+    """A state without the pool of low-rank factors, and the state with only this pool. Both have
+    the losses and counts. `joined` is the inverse."""
 
     def of_pools(is_wanted: Callable[[str], bool]) -> TrainState:
         def some(pools: Any) -> Any:
@@ -169,12 +145,7 @@ def divided(state: TrainState) -> tuple[TrainState, TrainState]:
 
 
 def joined(rest: TrainState, factors: TrainState) -> TrainState:
-    """The state whose parts `divided` returns, with the losses and counts of the first one.
-
-    Args:
-      rest: the state without the pool of low-rank factors.
-      factors: the state with this pool.
-    """
+    """The state whose parts `divided` returns, with the losses and counts of the first one."""
     return rest._replace(
         adapters=rest.adapters | factors.adapters,
         accumulators=rest.accumulators | factors.accumulators,
@@ -185,25 +156,14 @@ def joined(rest: TrainState, factors: TrainState) -> TrainState:
 def divided_rates(
     specs: TrainState, rates: Float[Array, "leaves L T"]
 ) -> tuple[Float[Array, "leaves L T"], Float[Array, "leaves L T"]]:
-    """The rates of the two parts that `divided` returns.
-
-    Args:
-      specs: the description of the state.
-      rates: the rates of its accumulators.
-    """
+    """The learning rates of the two states that `divided` returns."""
     paths = (path for path, _ in jax.tree_util.tree_leaves_with_path(specs.accumulators))
     of_factors = np.array([path[0].key == LOW_RANK_KIND for path in paths])
     return rates[~of_factors], rates[of_factors]
 
 
 def layer_of(specs: TrainState, state: TrainState, layer: Layer) -> TrainState:
-    """The arrays of one layer, whose axis stays. Others are as they are.
-
-    Args:
-      specs: the description of the state.
-      state: the state.
-      layer: the layer.
-    """
+    """The state with only one layer of every array that has a layer axis."""
 
     def take(spec: Any, leaf: Array) -> Array:
         if "layer" not in spec.axes:
@@ -216,13 +176,8 @@ def layer_of(specs: TrainState, state: TrainState, layer: Layer) -> TrainState:
 def layer_by_layer(
     change: Callable[[TrainState, Layer], TrainState], specs: TrainState, state: TrainState
 ) -> TrainState:
-    """The state with the arrays of every layer changed in place. Losses and counts stay.
-
-    Args:
-      change: function of the state of one layer, as `layer_of` returns it, and the layer.
-      specs: the description of the state.
-      state: the state, with at least one array that has layers.
-    """
+    """The state with the arrays of every layer changed in place. Losses and counts stay. `change`
+    takes the state of one layer, as `layer_of` returns it, and the layer's index."""
 
     def put(spec: Any, leaf: Array, new: Array, layer: Layer) -> Array:
         if "layer" not in spec.axes:
@@ -231,7 +186,9 @@ def layer_by_layer(
 
     def one(layer: Layer, state: TrainState) -> TrainState:
         new = change(layer_of(specs, state, layer), layer)
-        return jax.tree.map(lambda *own: put(*own, layer), specs, state, new)
+        return jax.tree.map(
+            lambda spec, leaf, value: put(spec, leaf, value, layer), specs, state, new
+        )
 
     return jax.lax.fori_loop(0, _layers_of(specs, state), one, state)
 
@@ -241,25 +198,20 @@ def _layers_of(specs: TrainState, state: TrainState) -> int:
     return next(x.shape[spec.axes.index("layer")] for spec, x in leaves if "layer" in spec.axes)
 
 
-# Rows of a product with a frozen weight: so many ranks of slots are renewed at once.
+# Most rows of a product with a frozen weight, which limits how many slots are renewed at once.
 _ROWS = 512
 
 
 def slots_to_renew(layout: Layout, kinds: Mapping[int, str]) -> dict[str, Int[np.ndarray, " T"]]:
-    """By adapter kind with arrays that follow from others, the numbers of slots, filled up with T.
-    Only kinds for which the state has room are there.
-
-    Args:
-      layout: the description of the state.
-      kinds: by number of the slot, its adapter kind.
-    """
+    """By adapter kind with derived arrays for which the state has room, the numbers of its slots in
+    `kinds`, filled up with T."""
     (capacity,) = layout.tree.loss.shape
-    found = {}
+    slots = {}
     for name in layout.tree.adapters:
         if _renews(name):
-            own = [number for number, kind in kinds.items() if kind == name]
-            found[name] = np.int32(own + [capacity] * (capacity - len(own)))
-    return found
+            numbers = [number for number, kind in kinds.items() if kind == name]
+            slots[name] = np.int32(numbers + [capacity] * (capacity - len(numbers)))
+    return slots
 
 
 def renewed(
@@ -268,18 +220,18 @@ def renewed(
     slots: Mapping[str, Int[np.ndarray, " T"]],
     applied: Bool[Array, " T"],
 ) -> TrainState:
-    """The state on one device with the arrays that follow from others as they now are.
+    """The state on one device with derived arrays computed from the present trained arrays.
 
     Args:
-      state: the state; the pools of the kinds in `slots` are donated.
+      state: the pools of the kinds in `slots` are donated.
       layers: weights of the layers of the backbone.
       slots: from `slots_to_renew`, the slots that were due.
-      applied: whether the update of a slot was applied; others keep their bits.
+      applied: whether the update of a slot was applied; other slots keep their bits.
     """
     for name, numbers in slots.items():
-        factors, own = state.adapters[LOW_RANK_KIND], state.adapters[name]
-        own = _renew(KINDS[name].op, UNDIVIDED, layers, factors, own, numbers, applied)
-        state = state._replace(adapters=state.adapters | {name: own})
+        factors, derived = state.adapters[LOW_RANK_KIND], state.adapters[name]
+        derived = _renew(KINDS[name].op, UNDIVIDED, layers, factors, derived, numbers, applied)
+        state = state._replace(adapters=state.adapters | {name: derived})
     return state
 
 
@@ -291,48 +243,43 @@ def renewed_part(
     slots: Mapping[str, Int[np.ndarray, " T"]],
     applied: Bool[Array, " T"],
 ) -> TrainState:
-    """`renewed` for a part of the state on a mesh.
-
-    Args:
-      home: the mesh of the part.
-      layout: the description of the part's state.
-      state: the part's state; the pools of the kinds in `slots` are donated.
-      weights: the part's weights.
-      slots, applied: as for `renewed`.
-    """
+    """`renewed` for a part of the state on a mesh."""
     for name, numbers in slots.items():
-        pools = state.adapters[LOW_RANK_KIND], state.adapters[name]
-        own = home.run(
-            _renew_on_mesh, name, home, layout, weights["layers"], *pools, numbers, applied
+        derived = home.run(
+            _renew_on_mesh,
+            name,
+            home,
+            layout,
+            weights["layers"],
+            state.adapters[LOW_RANK_KIND],
+            state.adapters[name],
+            numbers,
+            applied,
         )
-        state = state._replace(adapters=state.adapters | {name: own})
+        state = state._replace(adapters=state.adapters | {name: derived})
     return state
 
 
 def compile_renewal(layout: Layout, layers: Weights, adapters: Any) -> None:
-    """Compiles `renewed` for a state.
-
-    Args:
-      layout: the description of the state.
-      layers: weights of the layers of the backbone.
-      adapters: the state's adapters, or their shapes and dtypes.
-    """
+    """Compiles `renewed` for a state. Only shapes and dtypes of `adapters` are read."""
     for name, slots in slots_to_renew(layout, {}).items():
-        pools = adapters[LOW_RANK_KIND], adapters[name]
-        given = UNDIVIDED, layers, *pools, slots, np.zeros(len(slots), bool)
-        _renew.lower(KINDS[name].op, *given).compile()
+        _renew.lower(
+            KINDS[name].op,
+            UNDIVIDED,
+            layers,
+            adapters[LOW_RANK_KIND],
+            adapters[name],
+            slots,
+            np.zeros(len(slots), bool),
+        ).compile()
 
 
 def changed_by_updates(specs: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapters with None in place of the arrays that updates leave as they are.
-
-    Args:
-      specs: by adapter kind, the description of its pool.
-      adapters: the pools, arrays or their descriptions.
-    """
+    """Adapters with None in place of arrays that updates do not change. `specs` has, by adapter
+    kind, the description of its pool."""
     return {
-        name: adapters[name] if _renews(name) else trained(own, adapters[name])
-        for name, own in specs.items()
+        name: adapters[name] if _renews(name) else trained(pool_specs, adapters[name])
+        for name, pool_specs in specs.items()
     }
 
 
@@ -342,7 +289,7 @@ def _renews(kind: str) -> bool:
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=5)
-def _renew_on_mesh(name, home, layout, layers, factors, own, slots, applied) -> Any:
+def _renew_on_mesh(name, home, layout, layers, factors, derived, slots, applied) -> Any:
     specs = home.leaf_specs(layout.tree.adapters)
     function = partial(_renew, KINDS[name].op, home.weights)
     return jax.shard_map(
@@ -351,7 +298,7 @@ def _renew_on_mesh(name, home, layout, layers, factors, own, slots, applied) -> 
         in_specs=(home.weight_specs(layers), specs[LOW_RANK_KIND], specs[name], P(), P()),
         out_specs=specs[name],
         check_vma=False,
-    )(layers, factors, own, slots, applied)
+    )(layers, factors, derived, slots, applied)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=4)
@@ -360,22 +307,23 @@ def _renew(
     sharding: WeightSharding,
     layers: Weights,
     factors: Mapping[str, Factors],
-    own: Mapping[str, Mapping[str, Array]],
+    derived: Mapping[str, Mapping[str, Array]],
     slots: Int[Array, " T"],
     applied: Bool[Array, " T"],
 ) -> Any:
-    """The arrays of a kind, renewed in some slots: by groups of slots, and layer by layer."""
+    """Computes the derived arrays of a kind in some slots: group of slots by group, and layer by
+    layer."""
     capacity, rank = len(slots), next(iter(factors.values())).a.shape[-1]
     size = min(capacity, max(1, _ROWS // rank))
     count = (slots < capacity).sum()
     slots = jnp.where(applied[jnp.minimum(slots, capacity - 1)], slots, capacity)
     slots = jnp.pad(slots, (0, -capacity % size), constant_values=capacity)
 
-    def of_group(group: Array, own: Any) -> Any:
+    def of_group(group: Array, derived: Any) -> Any:
         chosen = jax.lax.dynamic_slice_in_dim(slots, group * size, size)
-        return jax.lax.fori_loop(0, _layers(own), partial(of_layer, chosen), own)
+        return jax.lax.fori_loop(0, _layers(derived), partial(of_layer, chosen), derived)
 
-    def of_layer(chosen: Array, layer: Array, own: Any) -> Any:
+    def of_layer(chosen: Array, layer: Array, derived: Any) -> Any:
         weights = layer_weights(layers, layer, sharding)
 
         def taken(pool: Array) -> Array:
@@ -387,7 +335,7 @@ def _renew(
                 jax.tree.map(taken, arrays),
                 jax.tree.map(taken, factors[point]),
                 weights[block][linear]["kernel"].at_layer(layer),
-                _total if sharding.divided_axis(point) == "input" else _own,
+                _total if sharding.divided_axis(point) == "input" else _unchanged,
             )
             written = {
                 name: arrays[name].at[layer, chosen].set(value, mode="drop")
@@ -395,18 +343,18 @@ def _renew(
             }
             return {**arrays, **written}
 
-        return {point: of_point(point, arrays) for point, arrays in own.items()}
+        return {point: of_point(point, arrays) for point, arrays in derived.items()}
 
-    return jax.lax.fori_loop(0, (count + size - 1) // size, of_group, own)
+    return jax.lax.fori_loop(0, (count + size - 1) // size, of_group, derived)
 
 
-def _layers(own: Any) -> int:
-    return jax.tree.leaves(own)[0].shape[0]
+def _layers(arrays: Any) -> int:
+    return jax.tree.leaves(arrays)[0].shape[0]
 
 
 def _total(summand: Array) -> Array:
     return jax.lax.psum(summand, TP)
 
 
-def _own(value: Array) -> Array:
+def _unchanged(value: Array) -> Array:
     return value

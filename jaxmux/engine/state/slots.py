@@ -277,49 +277,49 @@ def pool_of(
     )
 
 
-def refuse_outgrowing(name: str, own: PoolSpec, pool: PoolSpec) -> None:
+def refuse_outgrowing(name: str, needed: PoolSpec, pool: PoolSpec) -> None:
     """Checks that a task fits into a pool.
 
     Args:
-      own: the pool that would hold only this task.
+      needed: the pool that would hold only this task.
 
     Raises:
       TaskError: the task needs another rank, linear, dropout or optimizer than the pool has.
     """
     modules = MODULES if pool.modules is None else pool.modules
-    missing = ", ".join(sorted({*own.modules} - {*modules}))
-    lacking = "; ".join(_missing_kinds(own, pool))
+    missing = ", ".join(sorted({*needed.modules} - {*modules}))
+    lacking = "; ".join(_missing_kinds(needed, pool))
     adapts = f"it adapts {missing}"
     # Keys are options of a server that reserve sizes.
     problems = {
-        "reserved_rank": f"its rank is {own.rank}, the pool's is {pool.rank}"
-        * (own.rank > pool.rank),
+        "reserved_rank": f"its rank is {needed.rank}, the pool's is {pool.rank}"
+        * (needed.rank > pool.rank),
         "reserved_targets": f"{adapts}, for which the pool has no arrays" * bool(missing),
         "reserved_adapters": lacking,
         "reserved_dropout": "it has dropout, for which the pool was not made"
-        * (own.dropout and not pool.dropout),
+        * (needed.dropout and not pool.dropout),
     }
     for option, problem in problems.items():
         if problem:
             raise TaskError(f"task {name!r}: {problem} (option {option})")
-    if moments_of(own) > moments_of(pool):
+    if moments_of(needed) > moments_of(pool):
         raise TaskError(
-            f"task {name!r}: its optimizer {own.optimizer} has more moments than the pool"
+            f"task {name!r}: its optimizer {needed.optimizer} has more moments than the pool"
         )
 
 
-def _missing_kinds(own: PoolSpec, pool: PoolSpec) -> Iterator[str]:
+def _missing_kinds(needed: PoolSpec, pool: PoolSpec) -> Iterator[str]:
     """Yields a clause for each adapter kind other than LoRA that the pool cannot hold."""
     there = {size.kind: size for size in pool.others}
-    for size in own.others:
-        adapter, found = f"its adapter of the kind {size.kind!r}", there.get(size.kind)
-        if found is None:
+    for size in needed.others:
+        adapter, in_pool = f"its adapter of the kind {size.kind!r}", there.get(size.kind)
+        if in_pool is None:
             yield f"{adapter} needs arrays that the pool does not have"
             continue
-        if size.rank > found.rank:
+        if size.rank > in_pool.rank:
             field = KINDS[size.kind].size_field
-            yield f"{adapter} has size {size.rank} ({field}), the pool's is {found.rank}"
-        points = {point.point for point in found.points}
+            yield f"{adapter} has size {size.rank} ({field}), the pool's is {in_pool.rank}"
+        points = {point.point for point in in_pool.points}
         if missing := ", ".join(each.point for each in size.points if each.point not in points):
             yield f"{adapter} changes {missing}, for which the pool has no arrays"
 

@@ -1,4 +1,4 @@
-"""The train state where the engine keeps it: in parts by layers, each on its devices.
+"""The train state on its devices, divided into parts by layers.
 
 Copies to the host pass through pinned memory: the devices write arrays there, and threads copy them
 to other memory. Pinned memory is scarce, so it holds a limited number of bytes at a time.
@@ -44,24 +44,20 @@ from .train_state import (
     written_specs,
 )
 
-# Most bytes of the arrays of one device that are on their way together. On a backbone of 8B
+# Most bytes of one device's arrays in flight to the host at the same time. On a backbone of 8B
 # parameters, an adapter of rank 32 has 1 GB with its optimizer state.
 _MOST = 2 * 2**30
 
 
 class HostCopy:
-    """A tree of arrays on their way to the host.
+    """A tree of arrays in flight to the host: arrays in pinned memory, which the devices need not
+    have computed yet, and NumPy arrays.
 
     Attributes:
       bytes: the most bytes of the arrays that come from one device; 0 once they have arrived.
     """
 
     def __init__(self, arrays: Any):
-        """Takes the arrays, which the devices need not have computed yet.
-
-        Args:
-          arrays: a tree of arrays in pinned memory, and of NumPy arrays.
-        """
         self._arrays, self._lock = arrays, threading.Lock()
         self.bytes = _most_bytes(arrays)
 
@@ -75,68 +71,60 @@ class HostCopy:
 
 
 class HostCopies:
-    """Copies, of which only so many bytes are on their way at a time: another one waits for the
-    oldest to arrive. A single copy may be larger."""
+    """Copies to the host, of which a limited number of bytes is in flight at a time. A copy beyond
+    the limit waits until the oldest has arrived. A single copy may be larger than the limit."""
 
     def __init__(self, most: float = _MOST):
-        """Begins without copies.
-
-        Args:
-          most: bytes of the arrays of one device.
-        """
+        """Begins without copies; `most` is the limit in bytes for the arrays of one device."""
         self._most = most
-        # Nobody waits for a copy that has been dropped.
+        # Weak, because a copy that its owner has dropped need not arrive.
         self._begun: list[weakref.ref[HostCopy]] = []
-        # By key, the bytes of such a copy.
+        # By key, the bytes of a copy with this key.
         self._bytes: dict[Hashable, int] = {}
 
     def waits(self, key: Hashable) -> bool:
-        """Whether a copy would wait for others.
-
-        Args:
-          key: what it copies, as for `begin`.
-        """
+        """Whether a copy with this key would wait for others."""
         held = sum(host_copy.bytes for host_copy in self._on_their_way())
         return held > 0 and held + self._bytes.get(key, 0) > self._most
 
     def begin(
         self, key: Hashable, read: Callable[[], Any], wait_for_devices: Callable[[], None]
     ) -> HostCopy:
-        """Begins a copy, when there is room for it.
+        """Begins a copy when there is room for it.
 
         Args:
-          key: what it copies; copies with equal keys are about equally large.
-          read: function that lets the devices write the arrays, which nobody else uses.
-          wait_for_devices: function that returns when the devices have ended what has been
-            dispatched, which needs memory, too.
+          key: copies with equal keys have about the same size.
+          read: function that has the devices write the arrays, which nobody else uses.
+          wait_for_devices: function that returns when the devices have finished all dispatched
+            work, so that its memory is free.
 
         Raises:
           OutOfDeviceMemory: a device has too little memory even if it does nothing else.
         """
         while self.waits(key):
-            # Another thread may have waited for the last one by now.
+            # The list may be empty, if another thread has waited for the last copy meanwhile.
             for host_copy in self._on_their_way()[:1]:
                 host_copy.wait()
-        found: list[Any] = []
-        if not fits(lambda: found.append(read())):
+        arrays: list[Any] = []
+        if not fits(lambda: arrays.append(read())):
             wait_for_devices()
-            if not fits(lambda: found.append(read())):
+            if not fits(lambda: arrays.append(read())):
                 raise OutOfDeviceMemory(
                     "a device has too little memory to copy a task to the host; try fewer or "
                     "smaller tasks"
                 )
-        host_copy = HostCopy(*found)
+        host_copy = HostCopy(*arrays)
         self._bytes[key] = host_copy.bytes
-        self._begun = [weakref.ref(own) for own in (*self._on_their_way(), host_copy)]
+        self._begun = [weakref.ref(each) for each in (*self._on_their_way(), host_copy)]
         return host_copy
 
     def _on_their_way(self) -> list[HostCopy]:
         """The copies that have not arrived, the oldest first."""
-        return [host_copy for own in self._begun if (host_copy := own()) and host_copy.bytes]
+        return [copy for begun in self._begun if (copy := begun()) and copy.bytes]
 
 
 def _arrived(array: np.ndarray | jax.Array) -> np.ndarray:
-    """An array in memory of its own, once it has arrived."""
+    """The array in pageable memory, once it has arrived."""
     if not isinstance(array, jax.Array):
         return array
     value = np.empty(array.shape, array.dtype)
@@ -160,14 +148,14 @@ def _most_bytes(arrays: Any) -> int:
 class StoredState:
     """The train state of all slots, divided into parts by layers.
 
-    A part holds its layers of every array that has a layer axis. Arrays with the axis "first" lie
+    A part holds its layers of every array that has a layer axis. Arrays with the axis "first" are
     in the first part, those with the axis "last" in the last one (`LeafSpec.of_layers`); every part
     has all other arrays whole. Losses count only in the last part, which computes them. On a mesh,
-    accumulators and losses have an axis "copy": what the devices have computed, until an update
-    sums it.
+    accumulators and losses have an axis "copy" with the values of each device, until an update sums
+    them.
 
     Attributes:
-      parts: the layers of each part.
+      parts: the layers of each part, together all layers of the backbone.
       homes: the mesh of each part; None for the default device.
       states: the state of each part, on its devices; empty until `make_room` is called.
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
@@ -175,17 +163,11 @@ class StoredState:
       layout: the description of the whole state; None until `make_room` is called.
       changes: by slot, the number of the last change of this slot, except by training. Changes are
         numbered from 1.
-      measured: by part, the held-out losses that are measured with this state; an executor sets
-        them, so that `wait` waits for them, too.
+      measured: by part, the held-out losses that are measured with this state. An executor sets
+        them, so that `wait` includes them.
     """
 
     def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
-        """Creates a state without arrays.
-
-        Args:
-          parts: the layers of each part, together all layers of the backbone.
-          homes: the mesh of each part; None for the default device.
-        """
         self.parts = list(parts)
         self.homes = list(homes)
         self.states: list[TrainState] = []
@@ -199,22 +181,19 @@ class StoredState:
         self._copies = HostCopies()
 
     def make_room(self, specs: TrainState) -> None:
-        """Creates the state, or enlarges it.
-
-        Args:
-          specs: the description of the whole state.
-        """
+        """Creates the state with this description, or enlarges it."""
         layout = Layout(specs)
         if layout == self.layout:
             return
         self.summed, layouts = self._described(specs)
         if not self.states:
-            self.states = [_empty(own, home) for own, home in zip(layouts, self.homes, strict=True)]
-        for i, own in enumerate(layouts):
+            pairs = zip(layouts, self.homes, strict=True)
+            self.states = [_empty(part_layout, home) for part_layout, home in pairs]
+        for i, part_layout in enumerate(layouts):
             if self.layout is not None:
                 leaves, self.states[i] = named_leaves(self.states[i]), None
-                larger = grown(leaves, own.tree, self.homes[i])
-                self.states[i] = _placed(larger, own, self.homes[i])
+                larger = grown(leaves, part_layout.tree, self.homes[i])
+                self.states[i] = _placed(larger, part_layout, self.homes[i])
         self.layout, self.layouts = layout, layouts
         self._ran = set()
 
@@ -222,10 +201,10 @@ class StoredState:
         """Gives the state another number of slots.
 
         The devices hold only one array twice at any time. If one of them has too little memory, the
-        state is what it was before.
+        state stays as it was.
 
         Args:
-          specs: the description of the whole new state, which differs in the number of slots only.
+          specs: the description of the whole new state, which differs only in the number of slots.
           sources: for every new slot, the number of the old slot that it continues; the old number
             of slots for an empty one.
 
@@ -256,23 +235,18 @@ class StoredState:
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
-        """Copies a slot to the host, writes it and clears it once, so that nothing is compiled,
-        loaded or allocated when tasks come and go.
-
-        Args:
-          optimizers: the optimizer kinds that tasks may have.
-          slot: number of an empty slot.
-        """
+        """Copies an empty slot to the host, writes it and clears it once, so that nothing is
+        compiled, loaded or allocated when tasks with these optimizer kinds come and go."""
         written = set()
         for kind in slot_kinds(self.layout.tree, optimizers):
             for fields in READ_FIELDS:
                 read = partial(self._read, kind, slot, fields)
                 self._copies.begin((kind, fields), read, self.wait).wait()
             specs = named_leaves(slot_specs(self.layout.tree, kind))
-            places = [self._places(i, kind) for i in range(len(self.parts))]
+            described = [self._sharded_specs(i, kind) for i in range(len(self.parts))]
             for name, spec in specs.items():
-                # Arrays that are described alike have the same program.
-                alike = tuple(own[name] for own in places)
+                # Arrays with equal descriptions have the same program.
+                alike = tuple(part_specs[name] for part_specs in described)
                 for size in written_specs(spec) if alike not in written else ():
                     value = np.full(size.shape, size.padding, size.dtype)
                     self.write(kind, slot, {name: value})
@@ -282,31 +256,30 @@ class StoredState:
     def write(self, kind: SlotKind, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
         """Replaces arrays of one slot in place.
 
-        Every array has a program of its own, so that what the slot has already need not be sent.
+        Every array has its own program, so that only arrays with new values need be sent.
 
         Args:
-          kind: adapter kind and optimizer kind of the slot's task.
-          slot: number of the slot.
           leaves: by path in a `SlotState`, NumPy arrays of all layers, of sizes from
             `written_specs`. Arrays that are left out, and higher ranks, stay as they are.
         """
         self._note_change(slot)
         whole = named_leaves(slot_specs(self.layout.tree, kind))
-        places = [self._places(i, kind) for i in range(len(self.parts))]
-        self._wait_before_first({(*own[x], leaves[x].shape) for own in places for x in leaves})
+        described = [self._sharded_specs(i, kind) for i in range(len(self.parts))]
+        self._wait_before_first(
+            {(*specs[x], leaves[x].shape) for specs in described for x in leaves}
+        )
         for i, (part, home) in enumerate(zip(self.parts, self.homes, strict=True)):
             view = slot_view(self.states[i], kind)
             arrays = named_leaves(view)
             for name, value in leaves.items():
-                spec, sharding = places[i][name]
-                own = _first_copy(spec, _layers_of(whole[name], value, part))
+                spec, sharding = described[i][name]
+                of_part = _first_copy(spec, _layers_of(whole[name], value, part))
                 program = _placing(write_leaf, sharding)
-                arrays[name] = run_on(home, program, arrays[name], spec, slot, own)
+                arrays[name] = run_on(home, program, arrays[name], spec, slot, of_part)
             view = jax.tree.unflatten(jax.tree.structure(view), arrays.values())
             self.states[i] = with_slot_view(self.states[i], kind, view)
 
     def clear(self, slot: int) -> None:
-        """Empties one slot in place."""
         self._note_change(slot)
         self._wait_before_first({clear_slot})
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
@@ -314,16 +287,16 @@ class StoredState:
             self.states[i] = run_on(home, program, self.states[i], layout, slot)
 
     def wait(self) -> None:
-        """Returns when the devices have ended the passes that have been dispatched."""
+        """Returns when the devices have finished all dispatched passes."""
         jax.block_until_ready((self.states, self.measured))
 
     def marker(self) -> jax.Array:
-        """A small array that is ready when the microbatches that have been dispatched have ended on
-        the devices of the last part."""
+        """A small array that is ready when the devices of the last part have finished all
+        dispatched microbatches."""
         return run_on(self.homes[-1], copied, self.states[-1].loss)
 
     def empty_accumulators(self) -> None:
-        """Replaces accumulators and losses by zeros, also if they were donated to a program that
+        """Replaces accumulators and losses by zeros, even if they were donated to a program that
         failed."""
 
         def zeros(array: jax.Array) -> jax.Array:
@@ -331,7 +304,7 @@ class StoredState:
 
         for i, (state, home) in enumerate(zip(self.states, self.homes, strict=True)):
             if home is None:
-                # Arrays that are bound to a device would have the programs compiled again.
+                # Arrays that are committed to a device would cause the programs to be recompiled.
                 self.states[i] = with_empty_accumulators(state)
                 continue
             sums = jax.tree.map(zeros, (state.accumulators, state.loss))
@@ -340,14 +313,8 @@ class StoredState:
     def copy_to_host(
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
     ) -> Callable[[], dict[str, Any]]:
-        """Begins to copy one slot to the host, as it is after everything that has been dispatched.
-        If many copies are on their way, it waits until there is room for this one.
-
-        Args:
-          kind: adapter kind and optimizer kind of the slot's task.
-          slot: number of the slot.
-          specs: the description of the slot.
-          fields: the fields of `SlotState` to copy.
+        """Begins to copy fields of one slot to the host, with their values after everything that
+        has been dispatched. Waits first if too many bytes are in flight already.
 
         Returns:
           A function that waits for the copy and returns, by field, the slot's NumPy arrays.
@@ -359,49 +326,43 @@ class StoredState:
             return spec.joined(leaves, np.concatenate)
 
         def wait() -> dict[str, Any]:
-            found = copy.wait()
+            of_parts = copy.wait()
             described = {field: getattr(specs, field) for field in fields}
-            arrays = jax.tree.map(joined, described, *found)
+            arrays = jax.tree.map(joined, described, *of_parts)
             if "loss" in fields:
-                arrays["loss"] = np.asarray(found[-1]["loss"])
+                arrays["loss"] = np.asarray(of_parts[-1]["loss"])
             return arrays
 
         return wait
 
     def copy_waits(self, kind: SlotKind, fields: tuple[str, ...]) -> bool:
-        """Whether a copy would wait until others have arrived on the host.
-
-        Args:
-          kind: adapter kind and optimizer kind of the slot's task.
-          fields: the fields of `SlotState` to copy.
-        """
+        """Whether such a copy would wait until others have arrived on the host."""
         return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-        """For each part, the arrays of one slot by field, in memory of the host."""
+        """For each part, the arrays of one slot by field, in host memory."""
         self._wait_before_first({(kind, fields)})
-        # Several processes exchange what they read, between their devices.
+        # With several processes, devices exchange the arrays first, so they stay in device memory.
         to_host = jax.process_count() == 1
-        found = []
+        of_parts = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            own = run_on(home, read_slot, state, layout, kind, fields, slot, to_host)
-            found.append(own if home is None else jax.tree.map(home.read, own))
-        return found
+            arrays = run_on(home, read_slot, state, layout, kind, fields, slot, to_host)
+            of_parts.append(arrays if home is None else jax.tree.map(home.read, arrays))
+        return of_parts
 
     def _wait_before_first(self, programs: Set[Hashable]) -> None:
         """Waits for the devices of meshes before a program runs for the first time, because none
-        may be loaded while stages exchange arrays.
-
-        Args:
-          programs: what tells the programs from others of this state.
-        """
+        may be loaded while stages exchange arrays. `programs` are keys that identify programs of
+        this state."""
         if not programs <= self._ran and self.homes != [None]:
             self.wait()
         self._ran |= programs
 
-    def _places(self, i: int, kind: SlotKind) -> dict[str, tuple[LeafSpec, NamedSharding | None]]:
-        """By path in a `SlotState`, the description of a part's array, and how its devices divide
-        it; None for the default device."""
+    def _sharded_specs(
+        self, i: int, kind: SlotKind
+    ) -> dict[str, tuple[LeafSpec, NamedSharding | None]]:
+        """By path in a `SlotState`, the description and the sharding of a part's array; the
+        sharding is None on the default device."""
         specs, home = slot_view(self.layouts[i].tree, kind), self.homes[i]
         named = named_leaves(specs)
         if home is None:
@@ -410,13 +371,14 @@ class StoredState:
         return {name: (spec, shardings[name]) for name, spec in named.items()}
 
     def _described(self, specs: TrainState) -> tuple[list[Layout], list[Layout]]:
-        """`summed` and `layouts` of a state."""
+        """The values of `summed` and `layouts` for a state."""
         summed = [Layout(_of_part(specs, part)) for part in self.parts]
         pairs = zip(summed, self.homes, strict=True)
-        return summed, [Layout(with_copies(own.tree, home)) for own, home in pairs]
+        return summed, [Layout(with_copies(part_layout.tree, home)) for part_layout, home in pairs]
 
     def _move(self, layouts: Sequence[Layout], sources: Int[np.ndarray, " T"]) -> None:
-        """Gives the arrays of all parts another number of slots, those that have it not yet."""
+        """Gives the arrays of all parts another number of slots, except those that have it
+        already."""
         leaves = [named_leaves(state) for state in self.states]
         specs = [named_leaves(layout.tree) for layout in layouts]
         shardings = [
@@ -434,15 +396,15 @@ class StoredState:
             for name in specs[0]:
                 new = {
                     i: move(i, name)
-                    for i, own in enumerate(leaves)
-                    if own[name].shape != specs[i][name].shape
+                    for i, arrays in enumerate(leaves)
+                    if arrays[name].shape != specs[i][name].shape
                 }
                 for i, leaf in jax.block_until_ready(new).items():
                     leaves[i][name] = leaf
         finally:
             self.states = [
-                jax.tree.unflatten(structure, own.values())
-                for structure, own in zip(structures, leaves, strict=True)
+                jax.tree.unflatten(structure, arrays.values())
+                for structure, arrays in zip(structures, leaves, strict=True)
             ]
 
     def _note_change(self, slot: int) -> None:
@@ -450,24 +412,22 @@ class StoredState:
 
 
 def _of_part(specs: TrainState, part: Part) -> TrainState:
-    given = part.first_layer, part.layers, part.is_last
-    return jax.tree.map(lambda spec: spec.of_layers(*given), specs)
+    def of_part(spec: LeafSpec) -> LeafSpec:
+        return spec.of_layers(part.first_layer, part.layers, part.is_last)
+
+    return jax.tree.map(of_part, specs)
 
 
 def _layers_of(specs: Any, values: Any, part: Part) -> Any:
-    def own(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
+    def of_part(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
         return spec.cut(value, part.first_layer, part.layers, part.is_last)
 
-    return jax.tree.map(own, specs, values)
+    return jax.tree.map(of_part, specs, values)
 
 
 def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
-    """The description of a part's state on its devices.
-
-    Args:
-      specs: the description of the part's state.
-      home: the mesh of the part; None for the default device.
-    """
+    """The description of a part's state on the devices of its mesh (None for the default device),
+    where accumulators and losses have an axis of copies."""
     if home is None:
         return specs
     accumulators, loss = home.with_copies((specs.accumulators, specs.loss))
@@ -480,7 +440,6 @@ def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
 
 @cache
 def _empty_on(layout: Layout, home: StageMesh) -> Any:
-    """The program that makes an empty state on the devices of a stage."""
     return jax.jit(lambda: empty_state(layout), out_shardings=_shardings(layout, home))
 
 
@@ -492,14 +451,8 @@ def _shardings(layout: Layout, home: StageMesh) -> TrainState:
 def _placing(
     program: Callable[..., Any], sharding: NamedSharding | None, donates: bool = True
 ) -> Callable[..., Any]:
-    """The program of one array with its result divided among the devices of a mesh; the same
-    program for the default device.
-
-    Args:
-      program: a function from `jax.jit` of an array and its description.
-      sharding: how the devices divide the result; None for the default device.
-      donates: whether the array is donated.
-    """
+    """A jitted program of one array and its description, with its result sharded over a mesh; the
+    same program if `sharding` is None. `donates` tells whether the array is donated."""
     if sharding is None:
         return program
     donated = (0,) if donates else ()
@@ -508,7 +461,6 @@ def _placing(
 
 @cache
 def _clear_slot_on(layout: Layout, home: StageMesh) -> Callable[..., TrainState]:
-    """`clear_slot` for a state on the devices of a stage."""
     shardings = _shardings(layout, home)
     return jax.jit(clear_slot, static_argnums=1, donate_argnums=0, out_shardings=shardings)
 
@@ -518,7 +470,7 @@ def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainS
 
 
 def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
-    """The value in the first copy, and zeros in the others."""
+    """The value with an axis of copies if the array has one: zeros in all copies but the first."""
     if "copy" not in spec.axes:
         return value
     copies = np.zeros((spec.shape[0], *value.shape), spec.dtype)
@@ -528,5 +480,5 @@ def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:
 
 @jax.jit
 def copied(array: jax.Array) -> jax.Array:
-    """A copy, which stays when the array is donated."""
+    """A copy, which stays valid when the array is donated."""
     return jnp.copy(array)

@@ -1,7 +1,7 @@
 """The train state: stacked adapters, gradient accumulators and optimizer states of all slots.
 
-Every function here works from a description of the state, a `TrainState` of `LeafSpec`, and knows
-neither adapter kinds nor modules.
+A description of the state, a `TrainState` of `LeafSpec`, tells these functions all that they need
+to know of adapter kinds and modules. `specs` and `layout` are such descriptions of the whole state.
 """
 
 from collections.abc import Mapping, Sequence
@@ -62,25 +62,15 @@ class SlotState(NamedTuple):
 
 
 class SlotKind(NamedTuple):
-    """Names of the adapter kind and the optimizer kind of a slot's task.
-
-    Attributes:
-      adapter: a key of `peft.KINDS`.
-      optimizer: a key of `optimizers.OPTIMIZERS`.
-    """
+    """The kinds of a slot's task: a key of `peft.KINDS`, and a key of `optimizers.OPTIMIZERS`."""
 
     adapter: str
     optimizer: str
 
 
 def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> TrainState:
-    """Describes a state, as a `TrainState` of `LeafSpec`.
-
-    Args:
-      adapters: by adapter kind, the tree of `LeafSpec` of its pool.
-      slots: number of slots T.
-      optimizer: the optimizer kind with the most moments among those that the state must hold.
-    """
+    """Describes a state. `adapters` has, by adapter kind, the description of its pool; `optimizer`
+    is the kind with the most moments among those that the state must hold."""
     accumulators = jax.tree.map(LeafSpec.zero_padded, trained(adapters, adapters))
     return TrainState(
         dict(adapters),
@@ -99,30 +89,16 @@ def pool_specs(
     optimizer: str,
     others: Sequence[KindSize] = (),
 ) -> TrainState:
-    """Describes a state with room for LoRA adapters and those of other kinds.
-
-    Args:
-      config: configuration of the backbone.
-      modules: paths of the adapted modules.
-      slots: number of slots T.
-      rank: rank R of the pool.
-      optimizer: the optimizer kind with the most moments among those that the state must hold.
-      others: the other kinds.
-    """
+    """Describes a state with room for LoRA adapters of the given modules and rank, and for adapters
+    of other kinds. `optimizer` is as for `state_specs`."""
     adapters = {LOW_RANK_KIND: KINDS[LOW_RANK_KIND].leaves(config, modules, slots, rank)}
-    for own in others:
-        points = [size.point for size in own.points]
-        adapters[own.kind] = KINDS[own.kind].leaves(config, points, slots, own.rank)
+    for size in others:
+        points = [point.point for point in size.points]
+        adapters[size.kind] = KINDS[size.kind].leaves(config, points, slots, size.rank)
     return state_specs(adapters, slots, optimizer)
 
 
 def with_empty_accumulators(state: TrainState) -> TrainState:
-    """The state with accumulators of zeros.
-
-    Args:
-      state: the state.
-    """
-
     def zeros(tree: Any) -> Any:
         return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tree)
 
@@ -131,22 +107,17 @@ def with_empty_accumulators(state: TrainState) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def empty_state(layout: Layout) -> TrainState:
-    """A state in which every slot is empty.
-
-    Args:
-      layout: the description of the state.
-    """
+    """A state in which every slot is empty."""
     return jax.tree.map(LeafSpec.empty, layout.tree)
 
 
 def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = None) -> TrainState:
-    """A larger state with the values of a smaller one; new places are empty.
+    """A larger state with the values of a smaller one and empty new slots and ranks.
 
     The state is made array by array, so that the device holds only one array twice at any time.
 
     Args:
-      leaves: the smaller state's arrays by path; they are removed from this dict one after the
-        other.
+      leaves: the smaller state's arrays by path; each is removed from this dict when it is used.
       specs: the description of the larger state.
       home: the mesh of the state; None for the default device.
     """
@@ -167,40 +138,21 @@ def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = 
 
 @partial(jax.jit, static_argnums=1)
 def moved(leaf: Array, spec: LeafSpec, sources: Int[Array, " T"]) -> Array:
-    """An array with another number of slots.
-
-    Args:
-      leaf: the array.
-      spec: its description.
-      sources: for every new slot, the number of the old slot with its values; the old number of
-        slots for an empty one.
-    """
+    """An array with another number of slots. `sources` has, for every new slot, the number of the
+    old slot whose values it gets; the old number of slots stands for an empty slot."""
     return jnp.take(leaf, sources, spec.slot_axis, mode="fill", fill_value=spec.padding)
 
 
 def optax_state(kind: str, moments: Sequence[Any], count: Any) -> Any:
-    """An optax state of an optimizer kind that holds the given moments and count.
-
-    Args:
-      kind: name of the optimizer.
-      moments: trees of moments; the state takes the first ones, as many as the kind has.
-      count: number of updates, for kinds that count.
-    """
+    """An optax state of an optimizer kind with these moments and this count. The state takes as
+    many of the moments as the kind has, and the count if the kind counts updates."""
     is_count, structure = _optax_entries(kind)
     unused = iter(moments)
     return structure.unflatten([count if counts else next(unused) for counts in is_count])
 
 
 def optax_parts(kind: str, optimizer: Any) -> tuple[list[Any], Any | None]:
-    """The moments and the count of an optax state: the inverse of `optax_state`.
-
-    Args:
-      kind: name of the optimizer.
-      optimizer: the optax state.
-
-    Returns:
-      The moments, and the count or None.
-    """
+    """The moments of an optax state, and its count or None: the inverse of `optax_state`."""
     is_count, structure = _optax_entries(kind)
     moments, count = [], None
     for counts, entry in zip(is_count, structure.flatten_up_to(optimizer), strict=True):
@@ -214,13 +166,8 @@ def optax_parts(kind: str, optimizer: Any) -> tuple[list[Any], Any | None]:
 def replace_moments(
     state: TrainState, moments: Sequence[Any], count: Int[Array, " T"] | None
 ) -> TrainState:
-    """A new state with other moments and counts, for example from `optax_parts`.
-
-    Args:
-      state: the train state.
-      moments: trees that replace the first moments.
-      count: the new counts; None keeps those of the state.
-    """
+    """The state with its first moments replaced, for example by those of `optax_parts`. Without
+    `count`, the counts stay."""
     return state._replace(
         moments=(*moments, *state.moments[len(moments) :]),
         count=state.count if count is None else count,
@@ -228,28 +175,19 @@ def replace_moments(
 
 
 def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
-    """The arrays that slots of one kind use, still with the slot axis.
-
-    Args:
-      state: arrays, or their descriptions.
-      kind: adapter kind and optimizer kind of the slots.
-    """
-    own = KINDS[kind.adapter].from_pools
-    optimizer = optax_state(kind.optimizer, list(map(own, state.moments)), state.count)
-    return SlotState(own(state.adapters), own(state.accumulators), state.loss, optimizer)
+    """The arrays, or their descriptions, that slots of one kind use, still with the slot axis."""
+    from_pools = KINDS[kind.adapter].from_pools
+    optimizer = optax_state(kind.optimizer, list(map(from_pools, state.moments)), state.count)
+    return SlotState(
+        from_pools(state.adapters), from_pools(state.accumulators), state.loss, optimizer
+    )
 
 
 def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainState:
-    """The state with other arrays in place of those that slots of one kind use.
-
-    Args:
-      state: the train state.
-      kind: adapter kind and optimizer kind of the slots.
-      view: the arrays, in the structure of `slot_view`.
-    """
-    own_moments, count = optax_parts(kind.optimizer, view.optimizer)
+    """The state with the arrays of `slot_view` replaced."""
+    slot_moments, count = optax_parts(kind.optimizer, view.optimizer)
     pools = KINDS[kind.adapter].in_pools
-    moments = [old | pools(new) for old, new in zip(state.moments, own_moments, strict=False)]
+    moments = [old | pools(new) for old, new in zip(state.moments, slot_moments, strict=False)]
     state = state._replace(
         adapters=state.adapters | pools(view.adapter),
         accumulators=state.accumulators | pools(view.accumulators),
@@ -259,12 +197,7 @@ def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainS
 
 
 def slot_kinds(specs: TrainState, optimizers: Sequence[str]) -> list[SlotKind]:
-    """The kinds of slots for which a state has room.
-
-    Args:
-      specs: description of the state.
-      optimizers: the optimizer kinds that tasks may have.
-    """
+    """The kinds of slots for which a state has room, with optimizer kinds that tasks may have."""
     kinds = [name for name, tree in specs.adapters.items() if tree]
     return [SlotKind(name, optimizer) for name in kinds for optimizer in optimizers]
 
@@ -274,12 +207,7 @@ READ_FIELDS = (("adapter",), ("adapter", "optimizer"), SlotState._fields)
 
 
 def slot_specs(specs: TrainState, kind: SlotKind) -> SlotState:
-    """Describes one slot of a kind: a `SlotState` of `LeafSpec` without the slot axis.
-
-    Args:
-      specs: description of the whole state.
-      kind: adapter kind and optimizer kind of the slot.
-    """
+    """Describes one slot of a kind: a `SlotState` of `LeafSpec` without the slot axis."""
     return jax.tree.map(LeafSpec.of_slot, slot_view(specs, kind))
 
 
@@ -292,41 +220,29 @@ def read_slot(
     slot: Int[Array, ""] | int,
     to_host: bool = False,
 ) -> dict[str, Any]:
-    """The arrays of one slot, by field; an array with an axis of copies is summed over them.
+    """The arrays of one slot by field of `SlotState`. An array with an axis of copies is summed
+    over them.
 
     Args:
-      state: the train state.
-      layout: the description of the state.
-      kind: adapter kind and optimizer kind of the slot's task.
-      fields: the fields of `SlotState` to read.
-      slot: number of the slot.
-      to_host: whether the result is written to pinned memory of the host, which devices do by
-        themselves. A copy that is begun outside of a program keeps the thread that begins it, or
-        the next call of the driver, waiting for the devices.
+      to_host: whether the program writes the result to pinned memory of the host. A copy that is
+        started outside of a program blocks the thread that starts it, or the next call of the
+        driver, until the devices are ready.
     """
 
     def take(spec: LeafSpec, leaf: Array) -> Array:
-        own = jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
-        return own.sum(axis=0) if "copy" in spec.axes else own
+        value = jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)
+        return value.sum(axis=0) if "copy" in spec.axes else value
 
     specs, view = slot_view(layout.tree, kind), slot_view(state, kind)
-    pairs = {field: (getattr(specs, field), getattr(view, field)) for field in fields}
-    own = {field: jax.tree.map(take, *pair) for field, pair in pairs.items()}
-    return jax.device_put(own, jax.memory.Space.Host) if to_host else own
+    values = {
+        field: jax.tree.map(take, getattr(specs, field), getattr(view, field)) for field in fields
+    }
+    return jax.device_put(values, jax.memory.Space.Host) if to_host else values
 
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) -> TrainState:
-    """Empties one slot in place; every other slot keeps its bits.
-
-    Args:
-      state: the train state; it is donated.
-      layout: the description of the state.
-      slot: number of the slot.
-
-    Returns:
-      The new state.
-    """
+    """Empties one slot in place; every other slot keeps its bits. `state` is donated."""
 
     def clear(spec: LeafSpec, leaf: Array) -> Array:
         empty = spec.of_slot().empty()
@@ -336,15 +252,9 @@ def clear_slot(state: TrainState, layout: Layout, slot: Int[Array, ""] | int) ->
 
 
 def written_specs(spec: LeafSpec) -> list[LeafSpec]:
-    """The sizes at which an array is written to an empty slot: few, because each size has a program
-    of its own.
-
-    Args:
-      spec: the description of the array in a slot, without the slot axis.
-
-    Returns:
-      Descriptions with the ranks 8, 16, 32 and so on that are below the slot's, and `spec`.
-    """
+    """The sizes at which an array, described without the slot axis, is written to an empty slot:
+    the ranks 8, 16, 32 and so on that are below the slot's, and the full rank. They are few,
+    because each size has a program of its own."""
     if "rank" not in spec.axes:
         return [spec]
     rank = spec.shape[spec.axes.index("rank")]
@@ -354,25 +264,15 @@ def written_specs(spec: LeafSpec) -> list[LeafSpec]:
 
 @partial(jax.jit, static_argnums=1, donate_argnums=0)
 def write_leaf(leaf: Array, spec: LeafSpec, slot: Int[Array, ""] | int, value: Array) -> Array:
-    """Replaces one slot of one array in place.
-
-    Args:
-      leaf: the array; it is donated.
-      spec: its description.
-      slot: number of the slot.
-      value: the slot's new values, without the slot axis. If it has a lower rank than the slot, the
-        other ranks keep their values.
-
-    Returns:
-      The new array.
-    """
+    """Replaces one slot of one array in place; `leaf` is donated. `value` has no slot axis. If its
+    rank is lower than the slot's, the other ranks keep their values."""
     begins = [slot if axis == "slot" else 0 for axis in spec.axes]
     return jax.lax.dynamic_update_slice(leaf, jnp.expand_dims(value, spec.slot_axis), begins)
 
 
 @partial(jax.jit, static_argnums=1)
 def _pad(leaf: Array, spec: LeafSpec) -> Array:
-    missing = [(0, full - own) for full, own in zip(spec.shape, leaf.shape, strict=True)]
+    missing = [(0, full - size) for full, size in zip(spec.shape, leaf.shape, strict=True)]
     return jnp.pad(leaf, missing, constant_values=np.asarray(spec.padding, spec.dtype))
 
 

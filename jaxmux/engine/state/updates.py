@@ -1,6 +1,5 @@
-"""Updates of the adapters in their slots: the updates that are due as numbers for compiled
-programs, the programs for a whole train state and for one in parts on several devices, and their
-results."""
+"""Updates of the adapters in their slots: the due updates as arrays for compiled programs, the
+programs for a whole train state and for one in parts on several devices, and their results."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,20 +64,20 @@ class UpdateStats(NamedTuple):
 
 
 class DueUpdates(NamedTuple):
-    """The updates that are due, as numbers for the compiled programs.
+    """The due updates as arrays for the compiled programs.
 
     Attributes:
       due: bool [T], True for slots whose global batch is complete.
       rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
         layer axis uses the rate of the first layer, or with the axis "last" that of the last one.
-      hyper: by optimizer kind and name of the number, float32 [T_kind]: one value for each slot in
-        `members` of this kind.
+      hyper: by optimizer kind and name of the hyperparameter, float32 [T_kind]: one value for each
+        slot in `members` of this kind.
       members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
-      own: bool, whether the slot's task trains a leaf in a layer. Arrays of several adapter kinds
-        have a place in every slot, and the gradients of those that its task does not have mean
-        nothing. None if there is only LoRA, where these gradients are zero.
-      renewed: by adapter kind with arrays that follow from trained ones, int32 [T]: the numbers of
-        the slots whose arrays are renewed, from `slots_to_renew`.
+      own: bool, whether the slot's task trains a leaf in a layer. Every slot has arrays of all
+        adapter kinds, and gradients in arrays of other kinds than its task's have no meaning. None
+        if there is only LoRA, where these gradients are zero.
+      renewed: by adapter kind with derived arrays, int32 [T]: the numbers of the slots whose
+        derived arrays are renewed, from `slots_to_renew`.
       paired: from `slots_with_pairs`, the slots whose low-rank factors have pairs of ranks.
     """
 
@@ -93,17 +92,14 @@ class DueUpdates(NamedTuple):
     def by_kind(
         self, every: bool = False
     ) -> Iterator[tuple[str, np.ndarray, dict[str, np.ndarray]]]:
-        """For each optimizer kind that has updates: its name, and for all slots, bool [T], whether
-        an update of this kind is due, and, float32 [T], the optimizer's numbers.
-
-        Args:
-          every: True yields the kinds without updates too.
-        """
+        """Yields, for each optimizer kind with due updates (or for every kind): its name, which
+        slots have a due update of this kind, bool [T], and the hyperparameters of all slots,
+        float32 [T]."""
 
         def spread(values: np.ndarray, slots: np.ndarray) -> np.ndarray:
-            pool = np.zeros(len(self.due), values.dtype)
-            pool[slots] = values
-            return pool
+            spread_values = np.zeros(len(self.due), values.dtype)
+            spread_values[slots] = values
+            return spread_values
 
         for kind, slots in self.members.items():
             if every or self.due[slots].any():
@@ -112,13 +108,8 @@ class DueUpdates(NamedTuple):
 
 
 def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpdates:
-    """Numbers for the compiled programs with which nothing is updated.
-
-    Args:
-      layout: the description of the whole state.
-      layers: number of layers of the backbone.
-      optimizers: the optimizer kinds that tasks may have.
-    """
+    """Arrays for the compiled programs with which nothing is updated. `layers` is the number of
+    layers of the backbone, and `optimizers` the optimizer kinds that tasks may have."""
     none, (slots,) = np.zeros(0, np.int32), layout.tree.loss.shape
     hyper = {
         kind: dict.fromkeys(optimizer_class(kind)().hyperparameters(), none.astype(np.float32))
@@ -126,12 +117,18 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
     }
     rates = np.zeros((len(jax.tree.leaves(layout.tree.accumulators)), layers, slots), np.float32)
     members = dict.fromkeys(optimizers, none)
-    of_kinds = slots_to_renew(layout, {}), slots_with_pairs(layout, {})
-    return DueUpdates(np.zeros(slots, bool), rates, hyper, members, rates > 0, *of_kinds)
+    return DueUpdates(
+        np.zeros(slots, bool),
+        rates,
+        hyper,
+        members,
+        own=rates > 0,
+        renewed=slots_to_renew(layout, {}),
+        paired=slots_with_pairs(layout, {}),
+    )
 
 
 def no_stats(slots: int) -> UpdateStats:
-    """The results before any update."""
     none = np.zeros(slots, np.float32)
     return UpdateStats(none, none, none > 0)
 
@@ -152,21 +149,17 @@ def update(
 
     Args:
       state: the train state; it is donated.
-      layout: the description of the state.
-      updates: the updates that are due.
       layers: weights of the layers of the backbone; only `updates.renewed` needs them.
       warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
         updates the state keeps its bits.
-
-    Returns:
-      The new state, and the results of the update by slot.
     """
     stats = no_stats(len(updates.due))
     if drops_foreign(layout, updates) and (warm or updates.due.any()):
         state = without_foreign(layout, state, updates.due, updates.own, updates.paired)
     for kind, due, hyper in updates.by_kind(every=warm):
-        numbers = updates.rates, hyper, updates.paired
-        state, stats = update_kind(kind, layout, state, stats, due, *numbers)
+        state, stats = update_kind(
+            kind, layout, state, stats, due, updates.rates, hyper, updates.paired
+        )
     if updates.renewed and (warm or updates.due.any()):
         state = renewed(state, layers, updates.renewed, stats.applied)
     return state, stats
@@ -174,16 +167,12 @@ def update(
 
 def has_foreign_gradients(layout: Layout) -> bool:
     """Whether a slot has accumulators that do not belong to its task and may not be zero. Those of
-    low-rank factors are zero, because padded factors are.
-
-    Args:
-      layout: the description of the state.
-    """
+    low-rank factors are always zero, because factors are padded with zeros."""
     return any(tree for name, tree in layout.tree.adapters.items() if name != LOW_RANK_KIND)
 
 
 def drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
-    """Whether `without_foreign` has something to do before updates."""
+    """Whether `without_foreign` has to be called before updates."""
     return updates.own is not None and has_foreign_gradients(layout)
 
 
@@ -195,15 +184,9 @@ def without_foreign(
     own: Bool[Array, "leaves L T"],
     paired: Paired = None,
 ) -> TrainState:
-    """The state with the gradients of what the tasks of due slots train: zeros in place of those
-    that do not belong to them, and of pairs of ranks the gradients of both parameters.
-
-    Args:
-      layout: the description of the state.
-      state: the state; donated.
-      due: the slots.
-      own, paired: as in `DueUpdates`.
-    """
+    """Prepares the gradients of due slots: gradients that do not belong to the slot's task become
+    zero, and those of paired ranks become the gradients of A and B. `state` is donated; `own` and
+    `paired` are as in `DueUpdates`."""
     specs, structure = jax.tree.flatten(layout.tree.accumulators)
     leaves = []
     for spec, leaf, mask in zip(specs, jax.tree.leaves(state.accumulators), own, strict=True):
@@ -218,9 +201,11 @@ def without_foreign(
         return state
     (_, factor_specs), (rest, factors) = divided(layout.tree), divided(state)
 
-    def change(own: TrainState, _: Layer) -> TrainState:
-        gradients = gradients_of_pairs(factor_specs.accumulators, own.accumulators, due & paired)
-        return own._replace(accumulators=gradients)
+    def change(layer_state: TrainState, _: Layer) -> TrainState:
+        gradients = gradients_of_pairs(
+            factor_specs.accumulators, layer_state.accumulators, due & paired
+        )
+        return layer_state._replace(accumulators=gradients)
 
     return joined(rest, layer_by_layer(change, factor_specs, factors))
 
@@ -238,8 +223,8 @@ def update_kind(
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     norm = norm_of_layers([layer_squares(layout, state.accumulators)])
-    # The new state is computed twice, once to check that it is finite and once to write it: that
-    # costs less memory traffic than storing it in between. The barrier keeps XLA from merging the
+    # The new state is computed twice, once to check that it is finite and once to write it. This
+    # takes less memory traffic than storing it in between. The barrier keeps XLA from merging the
     # two computations.
     finite = finite_candidates(
         kind, layout, state, rates, jax.lax.optimization_barrier(hyper), paired, norm
@@ -252,8 +237,8 @@ def update_kind(
 def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
     """The sum of the squares of the gradients, by layer and slot.
 
-    On CPU the layers are summed one after another, so that a layer's sum has the same bits whatever
-    layers lie beside it.
+    On CPU the layers are summed one after another, so that the bits of a layer's sum do not depend
+    on the other layers of the state.
     """
     specs = jax.tree.leaves(layout.tree.accumulators)
     leaves = list(zip(specs, jax.tree.leaves(accumulators), strict=True))
@@ -279,7 +264,7 @@ def layer_squares(layout: Layout, accumulators: Any) -> Float[Array, "L T"]:
     if not of_layers:
         return jnp.stack([of_slots(others) for others in (before, behind) if others])
     squares = by_layer(of_slots, of_layers)
-    # What belongs to no layer counts with the first or the last one.
+    # Leaves without a layer axis count with the first or the last layer.
     for place, others in ((0, before), (-1, behind)):
         if others:
             squares = squares.at[place].add(of_slots(others))
@@ -292,12 +277,8 @@ def _all_at_once(function: Callable[[Any], Array], values: Any) -> Array:
 
 @jax.jit
 def norm_of_layers(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]:
-    """The global L2 norm of each slot's gradient.
-
-    Args:
-      squares: from `layer_squares`, by part of the layers.
-    """
-    # One layer after another, so that the bits do not depend on how the layers are divided.
+    """The global L2 norm of each slot's gradient, from the `layer_squares` of all parts."""
+    # Layers are added in order, so that the bits do not depend on their division into parts.
     return jnp.sqrt(reduce(jnp.add, [layer for part in squares for layer in part]))
 
 
@@ -306,9 +287,6 @@ def finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[A
     """Whether all new parameters of a slot would be finite, for all slots.
 
     Args:
-      kind: the optimizer kind.
-      layout: the description of the state.
-      state: the state.
       rates, hyper, paired: as in `DueUpdates`, `hyper` with one value for each slot.
       norm: float32 [T], global norm of each gradient.
     """
@@ -319,9 +297,11 @@ def finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[A
     of_rest, of_factors = divided_rates(specs, rates)
 
     def also_finite(layer: Layer, finite: Bool[Array, " T"]) -> Bool[Array, " T"]:
-        own = layer_of(factor_specs, factors, layer)
-        numbers = _rates_of(layer, of_factors), hyper, paired, norm
-        return finite & _finite_in(kind, factor_specs, own, *numbers)
+        layer_state = layer_of(factor_specs, factors, layer)
+        layer_rates = _rates_of(layer, of_factors)
+        return finite & _finite_in(
+            kind, factor_specs, layer_state, layer_rates, hyper, paired, norm
+        )
 
     finite = _finite_in(kind, rest_specs, rest, of_rest, hyper, None, norm)
     return jax.lax.fori_loop(0, rates.shape[1], also_finite, finite)
@@ -333,9 +313,9 @@ def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bo
     finite = jax.tree.map(jnp.isfinite, candidates)
 
     def rows(spec: LeafSpec, x: Array) -> Bool[Array, "T _"]:
-        # The large array is reduced where it lies, and only the small result is transposed.
-        found = _partial(jnp.all, x, kept=spec.slot_axis + 1)
-        return jnp.moveaxis(found, spec.slot_axis, 0).reshape(x.shape[spec.slot_axis], -1)
+        # The large array is reduced first, and only the small result is transposed.
+        reduced = _partial(jnp.all, x, kept=spec.slot_axis + 1)
+        return jnp.moveaxis(reduced, spec.slot_axis, 0).reshape(x.shape[spec.slot_axis], -1)
 
     leaves = jax.tree.leaves(jax.tree.map(rows, specs.accumulators, finite))
     if not leaves:
@@ -348,11 +328,9 @@ def decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T
     """The results of the due slots; other slots keep theirs.
 
     Args:
-      stats: the results so far.
-      due: bool [T], the slots.
       loss, norm: float32 [T], losses and norms of the gradients.
-      finite: whether the new parameters are finite, by part of the layers. The update of a slot is
-        applied if they all are, and so are its loss and norm.
+      finite: for each part of the layers, whether the new parameters are finite. An update is
+        applied if they are finite in all parts, and its loss and norm are finite.
     """
     applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
     for part in finite:
@@ -362,25 +340,20 @@ def decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
 def apply_updates(kind, layout, state, due, applied, rates, hyper, paired, norm) -> TrainState:
-    """The state with the new values of the applied slots, and without the gradients of those that
-    were due.
-
-    Args:
-      kind: the optimizer kind.
-      layout: the description of the state.
-      state: the state; donated.
-      due, applied: bool [T], the slots that are due, and those whose update is applied.
-      rates, hyper, paired, norm: as in `finite_candidates`.
-    """
+    """The state with the new values of the applied slots, and without the gradients of the due
+    slots. `state` is donated; `due` and `applied` are bool [T], the rest is as in
+    `finite_candidates`."""
     specs: TrainState = layout.tree
     if paired is None:
         return _apply_in(kind, specs, state, due, applied, rates, hyper, None, norm)
     (rest_specs, factor_specs), (rest, factors) = divided(specs), divided(state)
     of_rest, of_factors = divided_rates(specs, rates)
 
-    def change(own: TrainState, layer: Layer) -> TrainState:
-        numbers = _rates_of(layer, of_factors), hyper, paired, norm
-        return _apply_in(kind, factor_specs, own, due, applied, *numbers)
+    def change(layer_state: TrainState, layer: Layer) -> TrainState:
+        layer_rates = _rates_of(layer, of_factors)
+        return _apply_in(
+            kind, factor_specs, layer_state, due, applied, layer_rates, hyper, paired, norm
+        )
 
     return joined(
         _apply_in(kind, rest_specs, rest, due, applied, of_rest, hyper, None, norm),
@@ -439,14 +412,8 @@ def _candidates(kind, specs: TrainState, state, rates, hyper, paired, norm) -> t
 def _update_slot(
     kind: str, specs: Any, params: Any, gradients: Any, optimizer: Any, rates, hyper, paired, norm
 ) -> tuple[Any, Any]:
-    """The new parameters and optimizer state of one slot.
-
-    Args:
-      specs: tree of `LeafSpec` of the slot's trained leaves.
-      rates: float32 [leaves, L].
-      paired: whether the slot's low-rank factors have pairs of ranks; None if no slot's do.
-      norm: global norm of the gradient.
-    """
+    """The new parameters and optimizer state of one slot. `rates` is float32 [leaves, L], `norm`
+    the global norm of the gradient; without `paired`, no slot of the state has pairs of ranks."""
     clip = jnp.minimum(1.0, hyper["clip_norm"] / (norm + 1e-6))
     gradients = jax.tree.map(lambda g: clip * g, gradients)
     transform = optimizer_class(kind).transform(hyper)
@@ -466,21 +433,13 @@ def _update_slot(
 
 
 def select_slots(chosen: Bool[Array, " T"], new, old: Array, slot_axis: int = 0) -> Array:
-    """`new` in the chosen slots, `old` in the others.
-
-    Args:
-      chosen: the slots.
-      new: an array like `old`, or a number.
-      old: the array.
-      slot_axis: axis of `old` over the slots.
-    """
     shape = [1] * old.ndim
     shape[slot_axis] = -1
     return jnp.where(chosen.reshape(shape), new, old)
 
 
 def _partial(reduction, x: Array, kept: int) -> Array:
-    """Reduces what lies behind the first `kept` axes to few values.
+    """Reduces the axes after the first `kept` ones to one axis with few values.
 
     A GPU reduces many rows of moderate length at memory bandwidth, but not one long row.
     """
@@ -494,17 +453,8 @@ def update_parts(
     """Updates a state that is divided into parts on several devices, with the results of `update`.
 
     A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
-    or in none.
-
-    Args:
-      stored: the state; its parts are replaced.
-      updates: the updates that are due.
-      weights: the weights of each part.
-      warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
-        updates the state keeps its bits.
-
-    Returns:
-      The results of the update by slot, which every process can read.
+    or in none. The parts of `stored` are replaced; `weights` are those of each part, and `warm` is
+    as for `update`. Every process can read the results.
     """
     homes, parts = stored.homes, range(len(stored.parts))
     last = homes[-1]
@@ -521,27 +471,57 @@ def update_parts(
     for i in parts:
         stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
         if drops_foreign(stored.layouts[i], updates):
-            own = updates.own[:, stored.parts[i].slice]
-            arguments = stored.layouts[i], stored.states[i], updates.due, own, updates.paired
-            stored.states[i] = homes[i].run(without_foreign, *arguments)
+            stored.states[i] = homes[i].run(
+                without_foreign,
+                stored.layouts[i],
+                stored.states[i],
+                updates.due,
+                updates.own[:, stored.parts[i].slice],
+                updates.paired,
+            )
+    summed, paired = stored.summed, updates.paired
     for kind, due, hyper in updates.by_kind(every=warm):
-        own = [(homes[i], stored.summed[i], stored.states[i]) for i in parts]
-        squares = [home.run(_stage_squares, home, *rest) for home, *rest in own]
+        states = stored.states
+        squares = [homes[i].run(_stage_squares, homes[i], summed[i], states[i]) for i in parts]
         norm = last.run(norm_of_layers, gather([each for each, _ in squares]))
-        numbers = [
-            (rate, hyper, updates.paired, norm)
-            for rate, norm in zip(rates, scatter(norm), strict=True)
+        norms = scatter(norm)
+        finite = [
+            homes[i].run(
+                _stage_finite,
+                kind,
+                homes[i],
+                summed[i],
+                states[i],
+                rates[i],
+                hyper,
+                paired,
+                norms[i],
+            )
+            for i in parts
         ]
-        finite = [homes[i].run(_stage_finite, kind, *own[i], *numbers[i]) for i in parts]
         stats = last.run(decide, stats, due, squares[-1][1], norm, gather(finite))
         applied = scatter(stats.applied)
         stored.states = [
-            homes[i].run(_stage_apply, kind, *own[i], due, applied[i], *numbers[i]) for i in parts
+            homes[i].run(
+                _stage_apply,
+                kind,
+                homes[i],
+                summed[i],
+                states[i],
+                due,
+                applied[i],
+                rates[i],
+                hyper,
+                paired,
+                norms[i],
+            )
+            for i in parts
         ]
     if updates.renewed and (warm or updates.due.any()):
         for i, applied in enumerate(scatter(stats.applied)):
-            given = homes[i], stored.summed[i], stored.states[i], weights[i]
-            stored.states[i] = renewed_part(*given, updates.renewed, applied)
+            stored.states[i] = renewed_part(
+                homes[i], summed[i], stored.states[i], weights[i], updates.renewed, applied
+            )
     return last.share(stats)
 
 
@@ -553,8 +533,9 @@ def _per_device(
     *others: Any,
     out_specs: Any,
 ) -> Any:
-    """`function(state, *others)` on every device of a stage, with that device's copy of the
-    accumulators and losses and its part of all other arrays; `others` are the same everywhere."""
+    """Runs `function(state, *others)` on every device of a stage, with that device's copy of the
+    accumulators and losses and its part of all other arrays; `others` are the same on every
+    device."""
 
     def on_device(state: TrainState, *others: Any) -> Any:
         accumulators, loss = jax.tree.map(
@@ -582,7 +563,7 @@ def _new_state(
 
     def with_copy_axis(*arguments: Any) -> TrainState:
         new = function(*arguments)
-        accumulators, loss = jax.tree.map(lambda own: own[None], (new.accumulators, new.loss))
+        accumulators, loss = jax.tree.map(lambda x: x[None], (new.accumulators, new.loss))
         return new._replace(accumulators=accumulators, loss=loss)
 
     out_specs = home.leaf_specs(with_copies(summed.tree, home))
@@ -607,11 +588,11 @@ def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> 
     divided = home.leaf_specs(home.with_copies(described))
 
     def on_device(state: TrainState, due: Bool[Array, " T"]) -> TrainState:
-        def total(spec: LeafSpec, copies: P, own: Array) -> Array:
-            return select_slots(due, jax.lax.psum(own, copies[0]), own, spec.slot_axis)
+        def total(spec: LeafSpec, copies: P, x: Array) -> Array:
+            return select_slots(due, jax.lax.psum(x, copies[0]), x, spec.slot_axis)
 
-        own = state.accumulators, state.loss
-        accumulators, loss = jax.tree.map(total, described, divided, own)
+        held = state.accumulators, state.loss
+        accumulators, loss = jax.tree.map(total, described, divided, held)
         return state._replace(accumulators=accumulators, loss=loss)
 
     return _new_state(on_device, home, summed, state, due)
@@ -626,7 +607,7 @@ def _stage_squares(
     def on_device(state: TrainState) -> tuple[Array, Array]:
         accumulators = state.accumulators
         if home.weights.tp > 1:
-            # What all tensor-parallel devices have counts on the first one.
+            # Arrays that all tensor-parallel devices have whole count only on the first device.
             first = jax.lax.axis_index(TP) == 0
             accumulators = jax.tree.map(
                 lambda spec, x: x if TP in spec else jnp.where(first, x, 0),
@@ -643,10 +624,8 @@ def _stage_squares(
 def _stage_finite(
     kind: str, home: StageMesh, summed: Layout, state: TrainState, rates, hyper, paired, norm
 ) -> Bool[Array, " T"]:
-    """`finite_candidates` of a stage."""
-
-    def on_device(state: TrainState, *numbers: Any) -> Bool[Array, " T"]:
-        finite = finite_candidates(kind, summed, state, *numbers)
+    def on_device(state: TrainState, rates, hyper, paired, norm) -> Bool[Array, " T"]:
+        finite = finite_candidates(kind, summed, state, rates, hyper, paired, norm)
         if home.weights.tp == 1:
             return finite
         return jax.lax.pmin(finite.astype(jnp.int32), TP) > 0
@@ -656,9 +635,16 @@ def _stage_finite(
 
 @partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=3)
 def _stage_apply(
-    kind: str, home: StageMesh, summed: Layout, state: TrainState, due, applied, *numbers: Any
+    kind: str,
+    home: StageMesh,
+    summed: Layout,
+    state: TrainState,
+    due,
+    applied,
+    rates,
+    hyper,
+    paired,
+    norm,
 ) -> TrainState:
-    """`apply_updates` for a stage."""
-
-    numbers = due, applied, *numbers
-    return _new_state(partial(apply_updates, kind, summed), home, summed, state, *numbers)
+    function = partial(apply_updates, kind, summed)
+    return _new_state(function, home, summed, state, due, applied, rates, hyper, paired, norm)
