@@ -1,7 +1,6 @@
-"""An engine whose tasks are all known. There may be more tasks than slots, tasks may wait for each
-other at the rungs of successive halving (Jamieson & Talwalkar 2016, Algorithm 1), and the engine
-shrinks when tasks have ended.
-"""
+"""An engine whose tasks are all known in advance. There may be more tasks than slots, tasks may
+wait for each other at the rungs of successive halving (Jamieson & Talwalkar 2016, Algorithm 1), and
+the engine shrinks when tasks have ended."""
 
 import logging
 import math
@@ -32,8 +31,8 @@ class Rung(NamedTuple):
 
     Attributes:
       step: the number of steps after which they are compared.
-      ranking: names of the tasks that came so far, the one with the lowest loss first.
-      kept: number of tasks, the first of the ranking, that go on.
+      ranking: names of the tasks that reached the rung, the one with the lowest loss first.
+      kept: number of tasks, the first of the ranking, that continue.
     """
 
     step: int
@@ -45,13 +44,13 @@ class Bracket(NamedTuple):
     """Tasks that compete in successive halving. At each rung, those with the highest held-out
     losses stop.
 
-    What is decided at a rung depends on the tasks' progress only, so it is decided again in the
-    same way after a break, and alike in all processes.
+    Decisions at a rung depend only on the tasks' progress. Therefore a continued run, and every
+    process, decides in the same way.
 
     Attributes:
       tasks: names of the tasks. Of equal losses, that of the earlier task is better.
       rungs: for each rung, the number of steps after which tasks are compared, ascending.
-      factor: one of so many tasks goes on at each rung.
+      factor: at each rung, the number of tasks is divided by this factor.
     """
 
     tasks: tuple[str, ...]
@@ -59,39 +58,32 @@ class Bracket(NamedTuple):
     factor: int
 
     def kept(self, rung: int) -> int:
-        """The most tasks that go on at a rung.
-
-        Args:
-          rung: index of the rung.
-        """
+        """The most tasks that continue after the rung with this index."""
         return max(1, len(self.tasks) // self.factor ** (rung + 1))
 
     def decided(
         self, progress: Mapping[str, TaskProgress], awaited: Collection[str] = ()
     ) -> list[Rung]:
-        """The rungs, from the first one, that all their tasks have reached.
+        """The rungs that all their tasks have reached, in order.
 
         Args:
           progress: by name, the progress of the tasks.
           awaited: names of tasks whose last results have not arrived.
         """
-        found, come = [], self.tasks
+        decided, come = [], self.tasks
         for i, step in enumerate(self.rungs):
             if not all(_is_measured(progress[name], i, name in awaited) for name in come):
                 break
             # Sorting keeps the order of equal losses.
             ranking = tuple(sorted(come, key=lambda name: _loss_at(progress[name], i)))
-            found.append(Rung(step, ranking, min(self.kept(i), len(ranking))))
-            come = tuple(name for name in come if name in ranking[: found[-1].kept])
-        return found
+            decided.append(Rung(step, ranking, min(self.kept(i), len(ranking))))
+            come = tuple(name for name in come if name in ranking[: decided[-1].kept])
+        return decided
 
 
 def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -> None:
-    """Checks that tasks can be compared.
-
-    Args:
-      brackets: the brackets.
-      measured: by name of a task, whether it has held-out samples.
+    """Checks that tasks can be compared. `measured` tells, by name of a task, whether it has
+    held-out samples.
 
     Raises:
       TaskError: a task has no held-out samples.
@@ -105,12 +97,7 @@ def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -
 
 
 def reason_to_stop(rungs: Sequence[Rung], name: str) -> str | None:
-    """Why a task stops; None if it goes on.
-
-    Args:
-      rungs: the rungs that are decided.
-      name: name of the task.
-    """
+    """Why a task stops at one of the decided rungs; None if it continues."""
     for number, rung in enumerate(rungs, start=1):
         if name in rung.ranking[rung.kept :]:
             place = rung.ranking.index(name) + 1
@@ -122,14 +109,10 @@ def reason_to_stop(rungs: Sequence[Rung], name: str) -> str | None:
 
 
 def rung_of(reason: str | None) -> int | None:
-    """The number of the rung at which a task has stopped, from 1; None if it has not stopped at
-    one.
-
-    Args:
-      reason: `TaskProgress.stopped_early` of the task.
-    """
-    found = re.match(r"at rung (\d+) ", reason or "")
-    return int(found[1]) if found else None
+    """The number, from 1, of the rung at which a task has stopped, given its
+    `TaskProgress.stopped_early`; None if it has not stopped at a rung."""
+    match = re.match(r"at rung (\d+) ", reason or "")
+    return int(match[1]) if match else None
 
 
 def _is_measured(progress: TaskProgress, rung: int, awaited: bool) -> bool:
@@ -137,8 +120,8 @@ def _is_measured(progress: TaskProgress, rung: int, awaited: bool) -> bool:
 
 
 def _loss_at(progress: TaskProgress, rung: int) -> float:
-    """The loss by which a task is ranked: that at the rung, or the last one of a task that has
-    ended before."""
+    """The loss by which a task is ranked: that at the rung, or the last one if the task ended
+    before."""
     loss = progress.eval_loss
     if len(progress.rung_losses) > rung:
         loss = progress.rung_losses[rung]
@@ -152,23 +135,24 @@ def _ordinal(n: int) -> str:
     return f"{n}{'th' if n % 100 in (11, 12, 13) else ending}"
 
 
-# Programs of another size are compiled only if a task has so many steps left to train with them.
+# Programs of another size are compiled only if a task has at least this number of steps left.
 _LEAST_STEPS = 8
-# And only if microbatches get at most this fraction of their rows.
+# They are compiled only if microbatches get at most this fraction of their present rows.
 _MOST_ROWS = 0.75
 
 
 class Shrinking(NamedTuple):
-    """When an engine gets fewer slots, and microbatches of fewer rows, because tasks have ended.
+    """Decides when an engine gets fewer slots, and microbatches of fewer rows, because tasks have
+    ended.
 
     The size depends only on the numbers of steps after which tasks have ended, so a run that was
-    interrupted goes on with the size that it would have had.
+    interrupted continues with the size that it would have had.
 
     Attributes:
       first: the size with which the run begins.
       places: number of tasks that train at the same time at first.
-      shape_of: function from the names of tasks to the shape class in which they train fastest,
-        which has at most the rows of the first one and differs from it in nothing else.
+      shape_of: function from the names of tasks to the shape class in which they train fastest. The
+        shape class has at most the rows of the first one, and is otherwise the same.
       steps: by name, the number of steps of every task of the run.
     """
 
@@ -178,12 +162,8 @@ class Shrinking(NamedTuple):
     steps: Mapping[str, int]
 
     def size(self, ended: Mapping[str, int]) -> EngineSize:
-        """The size of the engine.
-
-        Args:
-          ended: by name of every task that trains no more, the number of steps after which it
-            ended.
-        """
+        """The size of the engine. `ended` has, by name of every task that does not train any more,
+        the number of steps after which it ended."""
         size = self.first
         for step, left in self._phases(ended):
             if max(self.steps[name] for name in left) - step < _LEAST_STEPS:
@@ -194,10 +174,10 @@ class Shrinking(NamedTuple):
         return size
 
     def _phases(self, ended: Mapping[str, int]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """The tasks that were left after others had ended, with the number of steps that they had
-        trained then."""
+        """Yields, for each time at which tasks have ended, the number of steps of the remaining
+        tasks and their names."""
         if ended and len(self.steps) > self.places:
-            # Tasks that wait for a place begin late, so their steps do not tell which ended first.
+            # Tasks that wait for a slot begin late, so their steps do not tell which ended first.
             left = {0: tuple(name for name in self.steps if name not in ended)}
         else:
             left = {
@@ -207,12 +187,8 @@ class Shrinking(NamedTuple):
         return ((step, names) for step, names in left.items() if names)
 
     def expected(self, brackets: Sequence[Bracket]) -> Iterator["ExpectedSize"]:
-        """The sizes that the engine will get if no task ends otherwise than at its last step or a
-        rung, and the first tasks of each bracket go on.
-
-        Args:
-          brackets: the tasks that compete in successive halving.
-        """
+        """Yields the sizes that the engine will get if every task ends at its last step or at a
+        rung, and the first tasks of each bracket continue."""
         rungs = {step for bracket in brackets for step in bracket.rungs}
         ended: dict[str, int] = {}
         size = self.first
@@ -248,13 +224,13 @@ _log = logging.getLogger("jaxmux")
 
 
 class QueuedEngine(Engine):
-    """An engine that also knows tasks without a place. They begin in the order of their
+    """An engine that also knows tasks without a slot. They begin in the order of their
     registration, when another task has ended or waits at a rung. A task gets the same bits as with
-    a place from the beginning (on CPU; see "Why a task's adapter does not depend on its
-    neighbours" in docs/design.md).
+    a slot from the beginning (on CPU; see "Why a task's adapter does not depend on its neighbours"
+    in docs/design.md).
 
-    All methods treat tasks with and without a place alike. A task that has ended keeps its place
-    until another one needs it, or until there are fewer slots. `options.reserved` has to have room
+    All methods treat tasks with and without a slot alike. A task that has ended keeps its slot
+    until another one needs it, or until there are fewer slots. `options.reserved` must have room
     for every task in any slot, so that programs are compiled once for each size.
     """
 
@@ -271,8 +247,8 @@ class QueuedEngine(Engine):
         Args:
           *arguments, **keywords: as for `Engine`.
           places: number of tasks that train at the same time, at most `options.reserved.slots`.
-          brackets: tasks that compete in successive halving. Each of them has to be registered
-            before training begins.
+          brackets: tasks that compete in successive halving. Each of them must be registered before
+            training begins.
           shrinking: decides when the engine gets smaller; None keeps its size.
         """
         super().__init__(*arguments, **keywords)
@@ -280,14 +256,14 @@ class QueuedEngine(Engine):
         self._places = places
         self._shrinking = shrinking
         self._ahead: SizeAhead | None = None
-        # By name, the tasks without a place; and the names of all tasks, in their order.
+        # By name, the tasks without a slot; and the names of all tasks, in their order.
         self._outside: dict[str, SuspendedTask] = {}
         self._order: list[str] = []
-        # The tasks that have never had a place.
+        # The tasks that have never had a slot.
         self._new: set[str] = set()
 
     def register_tasks(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
-        """Adds tasks, which get places when the next round begins. `begin` has no effect, because
+        """Adds tasks, which get slots when the next round begins. `begin` has no effect, because
         initial adapters are made only then."""
         self._refuse_stages({f"task {p.task.name!r}": p.pool for p in tasks})
         refuse_brackets(self._brackets, {p.task.name: bool(p.eval_samples) for p in tasks})
@@ -303,16 +279,15 @@ class QueuedEngine(Engine):
         self._slots.coming = {slot.kind.optimizer for slot in map(self._slot, self._order)}
 
     def begin_tasks(self) -> None:
-        """Does nothing: initial adapters are made when tasks get their places."""
+        """Does nothing, because initial adapters are made when tasks get their slots."""
 
     def begin_evaluation(self, names: Sequence[str]) -> None:
-        """Measures held-out losses as `Engine` does, of tasks with a place. Those before training
-        are measured when a task gets its first place."""
+        """Measures held-out losses as `Engine` does, but only of tasks with a slot. A task is
+        measured before training when it gets its first slot."""
         super().begin_evaluation([name for name in names if name not in self._outside])
 
     @property
     def finished(self) -> bool:
-        """True if every task has ended or has had its last step and measurement dispatched."""
         return super().finished and not any(
             slot.running and (slot.steps_dispatched < slot.steps or slot.measuring)
             for slot in map(self._slot, self._order)
@@ -321,14 +296,14 @@ class QueuedEngine(Engine):
     def train_round(
         self, stop: Callable[[], bool] = lambda: False, stream: bool = True
     ) -> list[TaskUpdate]:
-        """Decides the rungs that all their tasks have reached, gets smaller if few tasks are left,
-        gives places to tasks that wait, and trains a round as `Engine` does."""
+        """Decides the rungs that all their tasks have reached, shrinks the engine if few tasks are
+        left, gives slots to waiting tasks, and trains a round as `Engine` does."""
         if self._is_between_rounds:
             self._decide_rungs()
             self._shrink()
             self._give_places()
         following = self._expected_size()
-        # What has begun of the next round would end before the state moves.
+        # Before the state moves, started microbatches of the next round would have to end.
         stream = stream and (following == self.size or not self._some_end_now())
         updates = super().train_round(stop, stream)
         if self._is_between_rounds:
@@ -337,7 +312,6 @@ class QueuedEngine(Engine):
 
     @property
     def names(self) -> list[str]:
-        """Names of all tasks, in the order of their registration."""
         return list(self._order)
 
     def prepared(self, name: str) -> PreparedTask:
@@ -365,15 +339,15 @@ class QueuedEngine(Engine):
     ) -> Callable[[], Adapter]:
         if name not in self._outside:
             return super().result(name, snapshot)
-        own = self._outside[name]
-        return lambda: self._adapter_of(name, (own.slot.best or own.arrays)())
+        suspended = self._outside[name]
+        return lambda: self._adapter_of(name, (suspended.slot.best or suspended.arrays)())
 
     def task_arrays(self, name: str) -> SlotArrays:
         if name not in self._outside:
             return super().task_arrays(name)
-        own, specs = self._outside[name], named_leaves(self.task_specs(name))
+        suspended, specs = self._outside[name], named_leaves(self.task_specs(name))
         empty = {path: np.zeros(spec.shape, spec.dtype) for path, spec in specs.items()}
-        return empty | own.arrays() | best_arrays(own.slot)()
+        return empty | suspended.arrays() | best_arrays(suspended.slot)()
 
     def task_specs(self, name: str) -> SlotState:
         return self._slots.specs_of(self._slot(name))
@@ -385,12 +359,12 @@ class QueuedEngine(Engine):
         progress: TaskProgress,
         accumulated: Sequence[int] = (),
     ) -> None:
-        """Puts a registered task without a place back to the moment at which its checkpoint was
-        taken. It gets a place when the next round begins."""
+        """Puts a registered task without a slot back to the moment at which its checkpoint was
+        taken. It gets a slot when the next round begins."""
         slot = self._outside[name].slot
         slot.restore(progress)
-        own, slot.best = without_best(arrays)
-        self._outside[name] = SuspendedTask(slot, lambda: own, accumulated)
+        current, slot.best = without_best(arrays)
+        self._outside[name] = SuspendedTask(slot, lambda: current, accumulated)
         self._new.discard(name)
 
     def _slot(self, name: str) -> Slot:
@@ -405,7 +379,7 @@ class QueuedEngine(Engine):
             slots = {name: self._slot(name) for name in bracket.tasks}
             running = [slot for slot in slots.values() if slot.running]
             if running and not any(map(self._has_steps, running)):
-                # Nothing of the bracket can go on before these results are known.
+                # No task of the bracket can continue before these results are known.
                 self._fetch()
             progress = {name: slot.progress for name, slot in slots.items()}
             rungs = bracket.decided(progress, self._results.awaited)
@@ -421,7 +395,7 @@ class QueuedEngine(Engine):
         return self._position.current is None or self._position.begun_ahead
 
     def _ended(self) -> dict[str, int]:
-        """By name of every task that trains no more, its number of steps."""
+        """By name of every task that does not train any more, its number of steps."""
         slots = {name: self._slot(name) for name in self._order}
         return {
             name: slot.steps if slot.running else slot.progress.step
@@ -430,7 +404,7 @@ class QueuedEngine(Engine):
         }
 
     def _shrink(self) -> None:
-        """Takes the size that suffices for the tasks that are left."""
+        """Gives the engine the size that suffices for the remaining tasks."""
         if self._shrinking is None:
             return
         ended = self._ended()
@@ -445,7 +419,7 @@ class QueuedEngine(Engine):
         try:
             self.resize(size, fitting)
         except OutOfDeviceMemory as e:
-            # To move an array, a device holds it twice.
+            # A device holds an array twice while it is moved, so even shrinking takes memory.
             _log.warning("%s; the engine keeps its size", e)
             self._shrinking = None
             return
@@ -454,7 +428,7 @@ class QueuedEngine(Engine):
 
     def _expected_size(self) -> EngineSize:
         """The size after the next rung or the next last step, if the tasks that have the lowest
-        losses now go on at the rung and no other task ends."""
+        losses now continue at the rung and no other task ends."""
         ended = self._ended()
         left = {name: self._slot(name) for name in self._order if name not in ended}
         if self._shrinking is None or not left:
@@ -474,13 +448,11 @@ class QueuedEngine(Engine):
         return math.inf if loss is None or math.isnan(loss) else loss
 
     def _some_end_now(self) -> bool:
-        """Whether tasks train their last step before they end, or wait at a rung, in the next
-        round."""
+        """Whether a task ends or waits at a rung after the next round."""
         slots = [slot for _, slot in self._slots if slot.running]
         return any(slot.steps_dispatched + 1 == slot.steps_for_now for slot in slots)
 
     def _compile_ahead(self, size: EngineSize) -> None:
-        """Begins to compile the programs for the next size beside training."""
         sizes = self.size, size
         if size == self.size or jax.process_count() > 1:
             return
@@ -488,16 +460,15 @@ class QueuedEngine(Engine):
             self._ahead = self.compile_ahead(size)
 
     def _has_steps(self, slot: Slot) -> bool:
-        """Whether a task has something to train before it has to wait."""
         return slot.running and slot.steps_dispatched < slot.steps_for_now
 
     def _is_unmeasured(self, slot: Slot) -> bool:
-        """Whether a task has come to a rung, and its loss there is neither known nor awaited. So it
-        is if a run was stopped within the round before, or if a task that had ended there has got
-        more steps."""
+        """Whether a task has reached a rung, and its loss there is neither known nor awaited. This
+        happens if a run was stopped within the round before, or if a task that had ended there has
+        been extended."""
         if not slot.running or slot.pause_after != slot.steps_dispatched:
             return False
-        (bracket,) = (own for own in self._brackets if slot.name in own.tasks)
+        (bracket,) = (each for each in self._brackets if slot.name in each.tasks)
         known = len(slot.progress.rung_losses) > bracket.rungs.index(slot.pause_after)
         return not (known or slot.measuring or self._results.awaits(slot))
 
@@ -506,8 +477,8 @@ class QueuedEngine(Engine):
         return self._has_steps(slot) or measured or self._is_unmeasured(slot)
 
     def _give_places(self) -> None:
-        """Gives places to waiting tasks: free ones, then those of tasks that have nothing to train
-        for now."""
+        """Gives slots to waiting tasks: first free slots, then those of tasks that have nothing to
+        train now."""
         inside = [slot for _, slot in self._slots]
         idle = [slot.name for slot in inside if not self._wants_place(slot)]
         free = self._places - len(inside)
@@ -536,8 +507,8 @@ class QueuedEngine(Engine):
 
 
 def _initial(prepared: PreparedTask, specs: SlotState) -> Callable[[], SlotArrays]:
-    """A function that makes the arrays with which a task begins, by path. Those that are left out
-    are empty."""
+    """A function that makes the initial arrays of a task, by path. Arrays that are left out are
+    empty."""
 
     def make() -> SlotArrays:
         described = named_leaves(specs).items()

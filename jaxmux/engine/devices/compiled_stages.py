@@ -1,4 +1,4 @@
-"""The compiled programs of all pipeline stages, and the arrays that they work on."""
+"""The compiled programs of all pipeline stages, and their arrays."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -54,10 +54,11 @@ class StagePrograms(NamedTuple):
 
 
 class CompiledStages:
-    """Compiles the programs of a pipeline's parts, and dispatches them.
+    """Compiles the programs of a pipeline's parts, and dispatches them. `part` is the index of a
+    part, and `dropout` tells whether any task has dropout.
 
     Attributes:
-      stages: the meshes of the stages. With S stages, part v lies on stage v mod S.
+      stages: the meshes of the stages. With S stages, part v is on stage v mod S.
       programs: the programs of the parts; None before they are chosen.
     """
 
@@ -72,9 +73,6 @@ class CompiledStages:
         """Creates the stages; nothing is compiled yet.
 
         Args:
-          backbone: the frozen backbone.
-          options: the options of the engine.
-          stored: the train state, in the parts of the backbone.
           ahead: programs that have been compiled; None if there are none.
           replicas: number of replicas, which exchange gradients and adapters.
         """
@@ -86,28 +84,25 @@ class CompiledStages:
         self._has_run = False
         # How often a device ran out of memory.
         self._leaner_by = 0
-        # For each part, residuals that no pass will read.
+        # For each part, residuals whose memory the next forward pass reuses.
         self._spent: list[list[list[jax.Array]]] = [[] for _ in backbone.parts]
         self._released = True
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        """The remat policy of every layer, or one for all; None before programs are compiled."""
         if not self._has_run or self.programs.made_for[0] != self._stored.layout:
             return None
         policies = [options.forward.remat for options in self.programs.options]
         if all(isinstance(policy, str) for policy in policies):
             return policies[0]
-        return tuple(policy for own in policies for policy in own)
+        return tuple(policy for of_part in policies for policy in of_part)
 
     @property
     def shards(self) -> int:
-        """Number of data shards of each stage."""
         return self.stages[0].shards
 
     @property
     def slots(self) -> int:
-        """Number of slots of the state."""
         return self._stored.layout.tree.loss.shape[0]
 
     def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
@@ -118,16 +113,11 @@ class CompiledStages:
     def forward(
         self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
     ) -> tuple[Passed, Any]:
-        """Dispatches the forward pass of a part, whose losses are added to the state.
-
-        Args:
-          part: index of the part.
-          microbatch: the microbatches of the data shards, on the part's stage.
-          slots: scale and dropout of every slot, on the part's stage.
-          passed: what the part before has passed, on the part's stage; None for the first part.
+        """Dispatches the forward pass of a part, whose losses are added to the state. All arrays
+        are on the part's stage. `passed` comes from the part before; the first part gets None.
 
         Returns:
-          What is passed to the next part, and the residuals for `backward`.
+          The values for the next part, and the residuals for `backward`.
         """
         spent, programs = self._spent[part], self.programs
         out, loss, residuals = self._backbone.homes[part].run(
@@ -141,18 +131,13 @@ class CompiledStages:
 
     def backward(self, part: int, residuals: Any, gradient: jax.Array) -> jax.Array | None:
         """Dispatches the backward pass of a part, whose gradients are added to the state.
-
-        Args:
-          part: index of the part.
-          residuals: from `forward`.
-          gradient: gradient of the part's output, on the part's stage.
-
-        Returns:
-          The gradient of the part's input; None from the first part.
-        """
-        home, options = self._backbone.homes[part], self.programs.options[part]
-        arguments = self._backward_arguments(part, residuals, gradient)
-        dx, accumulators = home.run(backward, options, *arguments)
+        `gradient` is that of the part's output, on the part's stage. Returns the gradient of the
+        part's input; None from the first part."""
+        dx, accumulators = self._backbone.homes[part].run(
+            backward,
+            self.programs.options[part],
+            *self._backward_arguments(part, residuals, gradient),
+        )
         state = self._stored.states[part]
         self._stored.states[part] = state._replace(accumulators=accumulators)
         self._spent[part].append(jax.tree.leaves(residuals))
@@ -163,12 +148,17 @@ class CompiledStages:
     ) -> tuple[Any, ...]:
         """The arguments of `forward` after the options."""
         state = self._stored.states[part]
-        weights = self._backbone.weights[part]
-        tasks = weights, state.adapters, state.accumulators, state.loss
-        return *tasks, microbatch, slots, passed
+        return (
+            self._backbone.weights[part],
+            state.adapters,
+            state.accumulators,
+            state.loss,
+            microbatch,
+            slots,
+            passed,
+        )
 
     def _backward_arguments(self, part: int, residuals: Any, gradient: Any) -> tuple[Any, ...]:
-        """The arguments of `backward` after the options."""
         state = self._stored.states[part]
         weights = self._backbone.weights[part]
         return residuals, weights, state.adapters, state.accumulators, gradient
@@ -182,14 +172,11 @@ class CompiledStages:
 
     def compile(self, dropout: bool) -> None:
         """Allocates the memory of residuals, then compiles the programs of all parts and runs each
-        once; does only what has not been done.
+        once; skips what has been done.
 
-        This memory suffices for as many microbatches as are in flight; with GPipe it grows in the
-        first round. So a device that has too little of it fails here, before a round begins, and
-        before programs are compiled, which takes most of the time.
-
-        Args:
-          dropout: whether any task has dropout.
+        The memory suffices for the microbatches in flight; with GPipe it grows in the first round.
+        It is allocated first, so that a device that has too little fails before programs are
+        compiled, which takes most of the time.
 
         Raises:
           OutOfDeviceMemory: all layers recompute everything, and it was not enough.
@@ -209,17 +196,14 @@ class CompiledStages:
             self._has_run = True
 
     def serves(self, dropout: bool) -> bool:
-        """Whether the programs are made for the state as it is.
-
-        Args:
-          dropout: whether any task has dropout.
-        """
+        """Whether the programs are made for the present layout of the state."""
         wanted = self._stored.layout, dropout
         return self.programs is not None and self.programs.made_for == wanted
 
     def _call_with_parts(self, call: Callable[[int], None]) -> None:
         """Calls a function with the index of every part, in a thread for each stage. The parts of a
-        stage keep their order, because the collectives of a mesh are always dispatched in one."""
+        stage keep their order, because the collectives of a mesh must always be dispatched in the
+        same order."""
 
         def call_with_parts_of(stage: int) -> None:
             for part in range(stage, len(self._backbone.parts), len(self.stages)):
@@ -228,7 +212,7 @@ class CompiledStages:
         in_threads(call_with_parts_of, range(len(self.stages)))
 
     def _allocate(self, part: int) -> None:
-        """Allocates the memory of a part's residuals, for the microbatches in flight."""
+        """Allocates a part's residuals for the microbatches in flight."""
         options, residuals = self.programs.options[part], self.programs.residuals
         if part not in residuals:
             arguments = self.forward_arguments(part, *self.empty_inputs(part))
@@ -247,14 +231,13 @@ class CompiledStages:
             compiled(forward_into.lower(options, spent, *self.forward_arguments(part, *inputs)))
         out, residuals = self.forward(part, *inputs)
         if is_missing:
-            arguments = self._backward_arguments(part, residuals, out.x)
-            compiled(backward.lower(options, *arguments))
+            compiled(backward.lower(options, *self._backward_arguments(part, residuals, out.x)))
         self.backward(part, residuals, out.x)
         jax.block_until_ready(self._stored.states[part])
 
     def warm_moves(self) -> None:
-        """Moves empty arrays between neighbouring parts once. Between processes, programs do it,
-        and nothing may be compiled while stages exchange arrays."""
+        """Moves empty arrays between neighbouring parts once. Between processes, programs move
+        them, and nothing may be compiled while stages exchange arrays."""
         homes = self._backbone.homes
         for one, other in zip(homes, homes[1:], strict=False):
             moved = one.move(self._empty_passed(one), other, P(DATA))
@@ -276,40 +259,36 @@ class CompiledStages:
         )
 
     def recompute_more(self) -> None:
-        """Prepares for another call of `compile` after a device ran out of memory in one. All
-        stages recompute more, because it is not known which one ran out. Accumulators may be lost.
-        """
+        """Prepares for another call of `compile` after a device ran out of memory. All stages
+        recompute more, because it is not known which one ran out. Accumulators may be lost."""
         self._leaner_by += 1
         self.programs, self._ahead, self._has_run = None, None, False
         self.release()
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        """For each part, the most microbatches between their passes in a long round. With GPipe
-        that is all of a round, of which one counts here."""
+        """For each part, the most microbatches between their passes in a long round. GPipe holds
+        all microbatches of a round, of which one counts here."""
         stages, parts = len(self.stages), len(self._backbone.parts)
         return list(residuals_in_flight(self._options.schedule, stages, parts // stages))
 
     def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
         """The remat policy of each part.
 
-        Args:
-          dropout: whether any task has dropout.
-
         Raises:
           OutOfDeviceMemory: all layers recompute everything, and it was not enough.
         """
-        found = self._first_choice(dropout)
+        policies = self._first_choice(dropout)
         for _ in range(self._leaner_by):
-            layers = [part.layers for part in self._backbone.parts]
-            before = [per_layer(own, count) for own, count in zip(found, layers, strict=True)]
-            found = [leaner(own) or own for own in before]
-            if found == before:
+            pairs = zip(policies, self._backbone.parts, strict=True)
+            before = [per_layer(of_part, part.layers) for of_part, part in pairs]
+            policies = [leaner(of_part) or of_part for of_part in before]
+            if policies == before:
                 raise microbatch_too_large(self._options.shape.tokens)
-        return found
+        return policies
 
     def _first_choice(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part, as long as no device has run out of memory."""
+        """The remat policy of each part before any device has run out of memory."""
         backbone, remat = self._backbone, self._options.remat
         memory = self._options.memory or device_memory()
         if remat != "auto":
@@ -325,30 +304,41 @@ class CompiledStages:
         forward = forward_options(backbone, self._options, adapters, dropout)
         stages, parts, in_flight = len(self.stages), len(backbone.parts), self._in_flight
         held = [self._held(i) for i in range(parts)]
-        microbatch, found = empty_microbatch(self._options.shape), []
+        microbatch, policies = empty_microbatch(self._options.shape), []
         for i, (part, home) in enumerate(zip(backbone.parts, backbone.homes, strict=True)):
             weights, pools = zip(*held[i % stages :: stages], strict=True)
             config = home.device_config(backbone.config, part.layers)
-            own = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
+            of_device = Backbone(config, abstract_weights(config, backbone.compute_dtype), "")
             room = step_room(weights, pools, memory)
             room -= size_of(config, backbone.compute_dtype).decoded_bytes
             room -= int(exchanged_bytes(self._gradient_bytes(i % stages, stages), self._replicas))
             if home.weights.fsdp > 1:
-                # One layer's weights are gathered while another one's are used; so is the head.
+                # One layer's weights are gathered while another layer's are used. The last part
+                # gathers the head too.
                 head = config.vocab_size * config.hidden_size * backbone.compute_dtype.itemsize
-                layer = bytes_of(own.weights["layers"]) // part.layers
+                layer = bytes_of(of_device.weights["layers"]) // part.layers
                 room -= max(2 * layer, head * part.is_last)
             adapters = home.device_adapters(
                 held[i][1], self._stored.layouts[i].tree.adapters, config
             )
-            given = own, forward, adapters, microbatch, self._empty_table(), room
-            found.append(choose_remat(*given, sum(in_flight[i % stages :: stages])))
-        return found
+            policies.append(
+                choose_remat(
+                    of_device,
+                    forward,
+                    adapters,
+                    microbatch,
+                    slots=self._empty_table(),
+                    room=room,
+                    in_flight=sum(in_flight[i % stages :: stages]),
+                )
+            )
+        return policies
 
     def _gradient_bytes(self, first: int, stages: int) -> int:
-        """Bytes of the gradients of all parts of a stage, as if no device divided them."""
-        own = [layout.tree.accumulators for layout in self._stored.summed[first::stages]]
-        return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(own))
+        """Bytes of the gradients of all parts of a stage, as if they were not divided among
+        devices."""
+        specs = [layout.tree.accumulators for layout in self._stored.summed[first::stages]]
+        return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(specs))
 
     def _held(self, part: int) -> tuple[Any, Any]:
         """Shapes and dtypes of a part's weights and pools on one device."""
@@ -358,14 +348,13 @@ class CompiledStages:
         return home.of_one_device((weights, pools), divided)
 
     def empty_inputs(self, part: int) -> tuple[Microbatch, SlotTable, Passed | None]:
-        """A microbatch without samples, and what else the forward pass of a part takes with it."""
+        """The inputs of a part's forward pass, without samples."""
         home = self._backbone.homes[part]
         microbatch = _stacked([empty_microbatch(self._options.shape)] * self.shards)
         passed = self._empty_passed(home) if part > 0 else None
         return home.put(microbatch, P(DATA)), home.put(self._empty_table(), P()), passed
 
     def _empty_passed(self, home: StageMesh) -> Passed:
-        """What a part passes to the next one, without values, on the mesh of either."""
         shape, width = self._options.shape, self._backbone.config.hidden_size
         x = (self.shards, shape.tokens, width), self._backbone.compute_dtype
         finite = np.ones((self.shards, shape.chunks), bool)
@@ -376,20 +365,19 @@ class CompiledStages:
 
 
 def _stacked(microbatches: Sequence[Microbatch]) -> Microbatch:
-    """The microbatches of all data shards as one, on the host."""
     return jax.tree.map(lambda *shards: np.stack(shards), *microbatches)
 
 
 def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:
-    """A function that makes arrays of zeros with the shapes and dtypes of residuals, on the
-    devices of a stage."""
+    """A function that makes zeros with the shapes and dtypes of residuals on the devices of a
+    stage."""
     shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(residuals))
     return partial(home.run, _zeros(shapes, AXES, home))
 
 
 @cache
 def _zeros(shapes: tuple[tuple[Any, ...], ...], axes: tuple[str, ...], home: StageMesh) -> Any:
-    """The program that makes arrays of zeros, whose first axis the devices of a stage divide."""
+    """A program that makes zeros, whose first axis is divided among the devices of a stage."""
 
     @partial(jax.jit, out_shardings=home.shardings([P(axes)] * len(shapes)))
     def zeros() -> list[jax.Array]:

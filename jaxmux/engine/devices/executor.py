@@ -1,4 +1,4 @@
-"""What an engine needs of its devices, and the executor of one device."""
+"""The interface between the engine and its devices, and the executor of one device."""
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ from .size_ahead import DeviceSizeAhead, ProgramsAhead
 
 
 class RoundOutcome(NamedTuple):
-    """How far a call of `Executor.run` came.
+    """The result of a call of `Executor.run`.
 
     Attributes:
       updates: by the slots of an update that was due, its results on the device.
@@ -76,14 +76,14 @@ class Measurement(NamedTuple):
 
 
 class Executor(Protocol):
-    """Runs the compiled programs. The engine decides what is trained, an executor where and when.
-
-    The state of the tasks lies in the `StoredState` that the executor was created with.
+    """Runs the compiled programs. The engine decides what is trained; an executor decides where and
+    when. The state of the tasks is in the `StoredState` that the executor was created with.
+    `dropout` tells whether the pool has dropout.
 
     Attributes:
       remat: the remat policy of every layer, or one policy for all layers, with which the training
         programs are compiled; None before they are.
-      replicas: what each replica trains at a time.
+      replicas: the form in which each replica takes microbatches.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
     """
 
@@ -95,9 +95,6 @@ class Executor(Protocol):
 
     def refuse_implementations(self, dropout: bool) -> None:
         """Checks that the implementations that the options name can serve the state.
-
-        Args:
-          dropout: whether the pool has dropout.
 
         Raises:
           PlanningError: an implementation cannot serve this device, these dtypes or sizes.
@@ -115,12 +112,11 @@ class Executor(Protocol):
         """Dispatches microbatches and updates of a round, and returns before they are finished.
 
         Args:
-          plan: the round.
           done: indices of its microbatches that earlier calls have dispatched. The call appends
-            those that it dispatches, also if it ends in an exception.
+            those that it dispatches, even if it ends in an exception.
           stop: function that is called after every microbatch. Once it returns True, no further
             microbatch begins and no further update is dispatched.
-          due: function that returns an update's numbers for the given slots, of which there may be
+          due: function that returns an update's arrays for the given slots, of which there may be
             none. It may wait for the results of earlier rounds.
           following: function that returns the round after this one, or None if there is none. The
             call may begin its microbatches. If it was not stopped, the next call is given this
@@ -129,8 +125,8 @@ class Executor(Protocol):
         ...
 
     def marker(self) -> Any:
-        """Small arrays that are ready when the dispatched microbatches have ended on the devices of
-        the last part of every replica."""
+        """Small arrays that are ready when the devices of the last part of every replica have
+        finished all dispatched microbatches."""
         ...
 
     def take_passes(self) -> list[DispatchedPass]:
@@ -138,12 +134,9 @@ class Executor(Protocol):
         ...
 
     def settle(self) -> tuple[int, ...]:
-        """Ends the microbatches of the following round that have begun, so that tasks can be
-        changed. The round itself is forgotten.
-
-        Returns:
-          The indices of its microbatches that have ended, in this call and before.
-        """
+        """Finishes the microbatches of the following round that have begun, so that tasks can be
+        changed, and discards the round. Returns the indices of its microbatches that have ended, in
+        this call and before."""
         ...
 
     def collect(self) -> None:
@@ -152,27 +145,19 @@ class Executor(Protocol):
         ...
 
     def recover(self) -> None:
-        """Prepares for another try after a call of `run` whose outcome was `lost`: the accumulators
-        become empty, and from now on layers recompute more."""
+        """Prepares for another try after the outcome of `run` was `lost`: empties the accumulators,
+        and lets layers recompute more from now on."""
         ...
 
     def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
-        """Dispatches a measurement of the losses of held-out samples of tasks, with their current
-        adapters, without dropout.
-
-        Args:
-          tasks: by slot, the tasks.
-          samples: by slot, the indices of the held-out samples that are measured.
-        """
+        """Dispatches a measurement of the losses of tasks on some of their held-out samples, with
+        their current adapters and without dropout."""
         ...
 
     def try_memory(self, dropout: bool) -> bool:
-        """Tries whether there is memory for the programs that have been compiled ahead for the
-        state. Those of several devices are run once, because none may be loaded while stages
-        exchange arrays.
-
-        Args:
-          dropout: whether the pool has dropout.
+        """Tries whether the programs that have been compiled ahead for the state get their memory.
+        On several devices they are run once, because none may be loaded while stages exchange
+        arrays.
 
         Returns:
           False if no programs have been compiled ahead for this state, or those of several devices
@@ -189,7 +174,6 @@ class Executor(Protocol):
 
         Args:
           none_due: no update, with all optimizer kinds that tasks may have.
-          dropout: whether the pool has dropout.
 
         Returns:
           True if the state keeps its bits; False if accumulators and losses are empty, because the
@@ -199,11 +183,11 @@ class Executor(Protocol):
 
     def release(self) -> None:
         """Frees the memory that the executor keeps from round to round besides the state. The next
-        round takes it again. Between two rounds only, after `settle`."""
+        round allocates it again. Call it only between two rounds, after `settle`."""
         ...
 
 
-# Rounds after a compilation in which the host waits for the device before each update.
+# Number of rounds after a compilation in which the host waits for the device before each update.
 _TRIAL_ROUNDS = 8
 
 
@@ -224,8 +208,6 @@ class SingleDevice:
         """Creates an executor; nothing is compiled yet.
 
         Args:
-          backbone: the frozen backbone, on the default device.
-          options: the options of the engine.
           stored: the train state, in one part.
           programs: programs that are being compiled for the tasks that will be trained; None
             compiles programs when they are needed.
@@ -234,10 +216,10 @@ class SingleDevice:
         self._options = options
         self._stored = stored
         self._programs = programs
-        # The compiled training step, and for which state it is compiled.
+        # The compiled training step, and the layout and dropout for which it is compiled.
         self._step: TrainingStep | None = None
         self._compiled_for: tuple[Layout, bool] | None = None
-        # How often the device ran out of memory, and the rounds until the program counts as tried.
+        # How often the device ran out of memory, and the number of remaining trial rounds.
         self._leaner_by = 0
         self._trial_rounds = 0
         self._guard: jax.Array | None = None
@@ -277,8 +259,8 @@ class SingleDevice:
         for i in range(len(done), len(plan.microbatches) + 1):
             while left and left[0].after < i:
                 numbers = due(left[0].slots)
-                # A GPU says only afterwards that it ran out of memory. Before the update it is not
-                # too late.
+                # A GPU reports only afterwards that it ran out of memory. Before the update, the
+                # round can still be repeated.
                 if self._trial_rounds and not fits(jax.block_until_ready, self._state.loss):
                     return outcome._replace(lost=True)
                 state, stats = update(self._state, self._stored.layout, numbers, self._layers)
@@ -301,7 +283,7 @@ class SingleDevice:
         return self._stored.marker()
 
     def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
-        """Dispatches one microbatch; compiles the program first if it does not fit the tasks."""
+        """Dispatches one microbatch; first compiles the program if it does not fit the state."""
         wanted = self._stored.layout, dropout
         if self._step is None or self._compiled_for != wanted:
             self._trial_rounds = _TRIAL_ROUNDS
@@ -328,7 +310,6 @@ class SingleDevice:
         self._stored.states = [self._state._replace(accumulators=accumulators, loss=loss)]
 
     def _compiled_ahead(self, dropout: bool) -> TrainingStep | None:
-        """The training step that has been compiled ahead."""
         if self._programs is None or self._leaner_by:
             return None
         return self._programs.training_step(self._stored.layout, dropout)
@@ -358,11 +339,11 @@ class SingleDevice:
         shares = shares_of_replicas(batches, samples, self.dispatch)
         for microbatch in fill_microbatches(batches, self.replicas, shares):
             weights, adapters = backbone.weights, self._state.adapters
-            arguments = weights, adapters, losses, _placed(microbatch.arrays), table
+            config, arrays = backbone.config, _placed(microbatch.arrays)
             if self._measured_for != self._stored.layout:
-                compiled(evaluate.lower(backbone.config, forward, *arguments))
+                compiled(evaluate.lower(config, forward, weights, adapters, losses, arrays, table))
                 self._measured_for = self._stored.layout
-            losses = evaluate(backbone.config, forward, *arguments)
+            losses = evaluate(config, forward, weights, adapters, losses, arrays, table)
             tokens.update(microbatch.tokens)
         return Measurement(lambda: jax.device_get(losses), tokens)
 
@@ -384,8 +365,8 @@ class SingleDevice:
         self.marker()
         forward = forward_options(self._backbone, self._options, state.adapters)
         none = np.zeros(len(none_due.due), np.float32)
-        arguments = state.adapters, none, microbatch, table
-        evaluate(self._backbone.config, forward, self._backbone.weights, *arguments)
+        weights = self._backbone.weights
+        evaluate(self._backbone.config, forward, weights, state.adapters, none, microbatch, table)
         return not self._leaner_by
 
     def release(self) -> None:

@@ -1,5 +1,5 @@
-"""The compiled programs of one device, and how they are prepared: the options of the forward pass,
-and the remat policy of every layer, chosen by the memory that is free for kept values.
+"""The compiled programs of one device, and their preparation: the options of the forward pass, and
+the remat policy of every layer, chosen by the memory that is free for kept values.
 
 The training step of an engine on one GPU is kept in JAX's cache folder, under a name that is
 computed without tracing. JAX's own cache saves a later process only the compilation by XLA; this
@@ -67,8 +67,8 @@ def step_room(weights: Any, adapters: Any, memory: int) -> int:
       memory: bytes that everything on the device may take together.
     """
     weight_bytes, master_bytes = bytes_of(weights), bytes_of(adapters)
-    # Masters, accumulators and the two moments of the optimizer with most moments, so that the
-    # policies do not depend on the optimizers in use.
+    # Four arrays each: masters, accumulators and two moments. Two is the most that an optimizer
+    # has, so that the policies do not depend on the optimizers in use.
     return int(USABLE * memory) - weight_bytes - 4 * master_bytes
 
 
@@ -88,22 +88,19 @@ def choose_remat(
 ) -> tuple[str, ...]:
     """The remat policy of every layer: the least recomputation that fits into `room` bytes.
 
-    The function logs its choice, and a warning if even the most recomputation does not fit.
+    Logs the choice, and a warning if even the most recomputation does not fit. Only shapes and
+    dtypes of the arrays are read, and `options.remat` is not read.
 
     Args:
-      backbone: the frozen backbone.
-      options: static options of the forward pass; `options.remat` is not read.
-      adapters: adapters of all slots; only shapes and dtypes are read.
-      microbatch: a microbatch of the training run's shape class; only shapes and dtypes are read.
-      slots: scale and dropout of every slot.
+      microbatch: a microbatch of the training run's shape class.
       room: bytes for the forward and backward pass of a microbatch (`step_room`).
       in_flight: number of microbatches between their forward and their backward pass, which all
         keep values.
     """
     config, weights = backbone.config, backbone.weights
-    # Plain XLA is traced fastest, and every implementation keeps nearly the same values: softmax
-    # totals and padded ranks differ by less than 1%. Only cuDNN's attention keeps more, in rows of
-    # several sequences.
+    # Plain XLA is traced fastest, and all implementations keep nearly the same values: softmax
+    # totals and padded ranks make a difference of less than 1%. Only cuDNN's attention keeps more,
+    # in rows of several sequences.
     plain = options._replace(attention="xla", grouped_lora="xla", unroll=False)
     chunks = len(microbatch.chunk_slot)
     chunk_len = microbatch.tokens.size // chunks
@@ -149,17 +146,17 @@ def _packed_attention(
         return 0.0, 0.0
     config, itemsize = backbone.config, backbone.compute_dtype.itemsize
     packed = PackedBytes.of(config.num_heads, config.num_kv_heads, config.head_dim, itemsize)
-    size = microbatch.tokens.size, options.max_sequences
-    return packed.kept_by(*size), packed.needed_by(*size)
+    tokens, sequences = microbatch.tokens.size, options.max_sequences
+    return packed.kept_by(tokens, sequences), packed.needed_by(tokens, sequences)
 
 
-# What XLA puts into CUDA graphs: its defaults, and loops. The host need not wait for each of their
-# turns then.
+# Operations that XLA puts into CUDA graphs: its defaults, and loops, so that the host need not wait
+# for each iteration.
 _GRAPHS = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,WHILE"
 _XLA_OPTIONS = {
     "xla_gpu_enable_command_buffer": _GRAPHS,
-    # XLA compiles an 8B model's step in 18 s instead of 26 s if it leaves out its own Triton
-    # products, and the step takes as long.
+    # Without its own Triton products, XLA compiles an 8B model's step in 18 s instead of 26 s, and
+    # the step is as fast.
     "xla_gpu_enable_triton_gemm": False,
 }
 
@@ -183,13 +180,9 @@ def accumulate(
     """Runs the forward and backward pass of one microbatch and adds its gradients and losses.
 
     Args:
-      config: configuration of the backbone.
-      options: static options of the forward pass.
-      weights: the frozen weights.
       adapters: adapters of all slots, as in `TrainState`.
       accumulators: gradients accumulated so far, as in `TrainState`; donated.
       loss: float32 [T], losses accumulated so far; donated.
-      microbatch: the samples.
       slots: scale and dropout of every slot.
 
     Returns:
@@ -237,20 +230,8 @@ def evaluate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> Float[Array, " T"]:
-    """Runs the forward pass of one microbatch and adds its losses, without gradients.
-
-    Args:
-      config: configuration of the backbone.
-      options: static options of the forward pass.
-      weights: the frozen weights.
-      adapters: adapters of all slots, as in `TrainState`.
-      losses: float32 [T], losses accumulated so far.
-      microbatch: the samples.
-      slots: scale and dropout of every slot.
-
-    Returns:
-      The losses, float32 [T], with the losses of the microbatch added.
-    """
+    """Runs the forward pass of one microbatch and adds its losses, float32 [T], without gradients.
+    Arguments are as for `accumulate`."""
     chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
     return add_to_slots(losses, chunk, microbatch.chunk_slot)
 
@@ -259,8 +240,10 @@ def _losses(
     config, options, weights, adapters, accumulators, microbatch, slots
 ) -> tuple[Float[Array, " chunks"], Any]:
     """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators."""
-    given = adapters, accumulators, microbatch.chunk_slot, dropout_of(microbatch, slots, options)
-    at_head, accumulators = head_adapters(options.adapter_ops, *given)
+    dropout = dropout_of(microbatch, slots, options)
+    at_head, accumulators = head_adapters(
+        options.adapter_ops, adapters, accumulators, microbatch.chunk_slot, dropout
+    )
     hidden, accumulators, finite = hidden_states(
         config, weights, adapters, accumulators, microbatch, slots, options, at_head
     )
@@ -269,7 +252,7 @@ def _losses(
 
 
 _log = logging.getLogger("jaxmux")
-# Training steps that are kept; that of an 8B model takes 50 MB.
+# Most training steps that are kept on disk; that of an 8B model takes 50 MB.
 _MOST_STEPS = 16
 
 
@@ -279,8 +262,6 @@ def forward_options(
     """The options of the forward pass, except the remat policy, which keeps its default.
 
     Args:
-      backbone: the frozen backbone.
-      options: the options of the engine.
       adapters: by adapter kind, the pool of its arrays, or their descriptions.
       dropout: whether any task has dropout.
 
@@ -289,11 +270,12 @@ def forward_options(
         dtype or shape class.
     """
     unroll, shape = options.unroll, options.shape
-    given = backbone.config, backbone.compute_dtype, shape.row_len
-    if options.attention and (reason := attention.refusal(options.attention, *given)):
-        raise PlanningError(f"attention={options.attention!r} {reason}")
+    config, dtype, row_len = backbone.config, backbone.compute_dtype, shape.row_len
+    if name := options.attention:
+        if reason := attention.refusal(name, config, dtype, row_len):
+            raise PlanningError(f"attention={name!r} {reason}")
     return ForwardOptions(
-        attention=options.attention or pick_implementation(*given),
+        attention=options.attention or pick_implementation(config, dtype, row_len),
         grouped_lora=options.grouped_lora,
         unroll=jax.default_backend() == "gpu" if unroll is None else unroll,
         dropout=dropout,
@@ -306,13 +288,7 @@ def refuse_implementations(
     backbone: Backbone, options: EngineOptions, dropout: bool, state: TrainState
 ) -> None:
     """Checks that the implementations that `options` names can serve the training step, by tracing
-    it. If it names none, nothing is traced.
-
-    Args:
-      backbone: the frozen backbone.
-      options: the options of the engine.
-      dropout: whether any task has dropout.
-      state: the train state; only shapes and dtypes are read.
+    it. If it names none, nothing is traced. Only shapes and dtypes of `state` are read.
 
     Raises:
       PlanningError: an implementation cannot serve this device, these dtypes or sizes.
@@ -360,16 +336,12 @@ def compile_accumulate(
     leaner_by: int = 0,
 ) -> TrainingStep:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
-    shape.
+    shape. Only shapes and dtypes of `state`, `microbatch` and `slots` are read.
 
     Args:
-      backbone: the frozen backbone.
-      options: the options of the engine.
       dropout: whether any task has dropout.
-      state: the train state; only shapes and dtypes are read.
-      microbatch: a microbatch of the engine's shape class; only shapes and dtypes are read.
-      slots: scale and dropout of every slot; only shapes and dtypes are read.
-      leaner_by: how often the choice ran out of memory; each time, layers recompute more.
+      leaner_by: how often the device ran out of memory with earlier choices; each time, layers
+        recompute more.
 
     Raises:
       OutOfDeviceMemory: all layers recompute everything, and it was not enough.
@@ -404,7 +376,7 @@ def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
 
     Args:
       arguments: those of `accumulate`, with a forward pass whose remat policy is not yet chosen.
-      *choices: what else decides the remat policies.
+      *choices: further values on which the choice of remat policies depends.
 
     Returns:
       The file, which need not exist; None where the step is not kept.
@@ -413,7 +385,7 @@ def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
     if folder is None:
         return None
     config, forward, *arrays = arguments
-    # An op is described by its kind's name and the source code.
+    # The name of an op's kind suffices, because the source code is part of the digest.
     forward = forward._replace(adapter_ops=tuple(name for name, _ in forward.adapter_ops))
     leaves, tree = jax.tree.flatten(arrays)
     described = (
@@ -432,7 +404,7 @@ def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
     )
     text = repr(described)
     if " at 0x" in text:
-        # Another process would not find the step, and another object might get the same address.
+        # The address differs in other processes, and a different object might get the same one.
         _log.warning("the compiled training step is not kept: an argument is described by address")
         return None
     return folder / xxhash.xxh3_128_hexdigest(text.encode())
@@ -450,9 +422,9 @@ def _sources() -> str:
 
 
 def _step_folder() -> Path | None:
-    """The folder of kept training steps; None if none are kept. That is so on a CPU, where programs
-    of one machine may not run on another with the same folder, and if JAX has no cache in a local
-    folder."""
+    """The folder of kept training steps; None if none are kept. This is the case on a CPU, because
+    programs of one machine may not run on another one with the same folder, and if JAX has no cache
+    in a local folder."""
     cache = jax.config.jax_compilation_cache_dir
     if jax.default_backend() != "gpu" or not cache or "://" in cache:
         return None
@@ -463,7 +435,7 @@ def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
     """The training step that was kept in a file; None if there is none."""
     if not path.exists():
         return None
-    # Kernels find the runtime of Mosaic GPU only after this import, which lowering them does too.
+    # Loaded kernels need the runtime of Mosaic GPU. Lowering them would import it.
     import jax.experimental.mosaic.gpu  # noqa: F401
 
     _, forward, *arrays = arguments
@@ -484,7 +456,7 @@ def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
 
 
 def _keep_step(path: Path, step: TrainingStep) -> None:
-    """Keeps a training step in a file, and deletes those that were not used for longest."""
+    """Saves a training step in a file, and deletes the least recently used files."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.

@@ -36,7 +36,6 @@ class Queued(NamedTuple):
     """A microbatch that has not ended.
 
     Attributes:
-      plan: its round.
       index: its index in the round.
       tables: the round's `SlotTable` on each stage.
     """
@@ -51,16 +50,15 @@ class Queued(NamedTuple):
 
 
 class ReplicaPipeline:
-    """The stages of a `PlacedBackbone`, and the microbatches that are on their way through them.
+    """The stages of a `PlacedBackbone`, and the microbatches that pass through them.
 
-    The stages take the parts in turn: with S stages, part v lies on stage v mod S. The host
-    dispatches the passes of a schedule; a stage runs what it was given in order, at its own pace.
-    With 1F1B and LoRAPP, rounds follow each other without a gap: with 1F1B in the order of the
-    round, with LoRAPP a microbatch that waits for an update is passed over (mLoRA 3.2). With other
-    schedules the pipeline is empty between two rounds.
+    With S stages, part v is on stage v mod S. The host dispatches the passes of a schedule; each
+    stage runs its passes in order, at its own pace. With 1F1B and LoRAPP, rounds follow each other
+    without a gap: 1F1B keeps the order of the round, and LoRAPP skips a microbatch that waits for
+    an update (mLoRA 3.2). With other schedules the pipeline is empty between two rounds.
 
     Attributes:
-      input: what the replica trains at a time.
+      input: the form in which the replica takes microbatches.
       state: the part of the train state that this replica works on.
     """
 
@@ -76,16 +74,14 @@ class ReplicaPipeline:
         """Creates a pipeline; nothing is compiled yet.
 
         Args:
-          backbone: the frozen backbone.
           options: the options of the engine, with the shape class of this replica.
-          state: the state that the replica works on, in the parts of the backbone.
           number: index of the replica.
           ahead: programs that have been compiled; None if there are none.
           replicas: number of replicas, which exchange gradients and adapters.
 
         Raises:
-          PlanningError: the parts do not lie on the stages in turn, the stages have different
-            numbers of data shards, or `options.schedule` is unknown or does not suit them.
+          PlanningError: the parts are not on the stages in turn, the stages have different numbers
+            of data shards, or `options.schedule` is unknown or does not suit them.
         """
         self.state = state
         self._number = number
@@ -103,22 +99,21 @@ class ReplicaPipeline:
             self._compiled.place,
         )
         # Microbatches that have not begun; and those that have, by their number. Numbers are never
-        # used again. Those of a table have a number before they begin.
+        # reused. Microbatches of a table get a number before they begin.
         self._waiting: list[Queued] = []
         self._running: dict[int, Queued] = {}
         self._numbered = 0
-        # The order of passes: an endless one, or that of a table for a round.
+        # The order of passes: without end, or from a table for one round.
         streams = options.schedule in STREAMING
         self._order = StreamOrder(len(self._stages)) if streams else None
         self._tabled: Iterator[Pass | Sent] = iter(())
-        # What is to be sent; and what passes use, by part and number of the microbatch.
+        # Results that are to be sent; and inputs of passes, by part and number of the microbatch.
         self._results: dict[Pass, Any] = {}
         self._passed: dict[tuple[int, int], Passed] = {}
         self._residuals: dict[tuple[int, int], Any] = {}
         self._gradients: dict[tuple[int, int], jax.Array] = {}
 
     def _refuse_schedule(self) -> None:
-        """PlanningError if the schedule does not suit the parts and stages."""
         schedule, homes = self._options.schedule, self._backbone.homes
         stages, parts = len(self._stages), len(homes)
         if [self._stages[part % stages] for part in range(parts)] != list(homes) or parts % stages:
@@ -141,12 +136,10 @@ class ReplicaPipeline:
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        """The remat policy of every layer, or one for all; None before programs are compiled."""
         return self._compiled.remat
 
     @property
     def programs(self) -> StagePrograms | None:
-        """The programs of the parts; None before they are chosen."""
         return self._compiled.programs
 
     @property
@@ -155,24 +148,18 @@ class ReplicaPipeline:
         return self._order is not None and not self._waiting
 
     def compile(self, dropout: bool) -> None:
-        """Compiles the programs and allocates the memory of residuals, if that has not been done
-        for the state as it is."""
         self._compiled.compile(dropout)
 
     def serves(self, dropout: bool) -> bool:
-        """Whether the programs are made for the state as it is."""
         return self._compiled.serves(dropout)
 
     def recompute_more(self) -> None:
-        """Prepares for another call of `compile` after a device ran out of memory in one."""
         self._compiled.recompute_more()
 
     def warm_moves(self) -> None:
-        """Moves empty arrays between neighbouring stages once."""
         self._compiled.warm_moves()
 
     def refuse_implementations(self, dropout: bool) -> None:
-        """PlanningError if an implementation that the options name cannot serve the state."""
         compiled = self._compiled
         arguments = compiled.forward_arguments(0, *compiled.empty_inputs(0))
         try:
@@ -181,12 +168,7 @@ class ReplicaPipeline:
             raise PlanningError(str(e)) from None
 
     def add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
-        """Puts microbatches of a round behind those that are known.
-
-        Args:
-          plan: the round.
-          indices: indices of the microbatches in the round.
-        """
+        """Appends the microbatches of a round with these indices."""
         tables = [stage.put(plan.slots, P()) for stage in self._stages]
         added = [Queued(plan, index, tables) for index in indices]
         if self._order:
@@ -208,23 +190,20 @@ class ReplicaPipeline:
             self._tabled = (_renumbered(step, first) for step in walk(table))
 
     def forget(self) -> None:
-        """Forgets the microbatches that have not begun. All others must have ended."""
+        """Drops the microbatches that have not begun. All others must have ended."""
         self._waiting.clear()
         self._running.clear()
         self._compiled.release()
 
     def release(self) -> None:
-        """Frees the memory that the pipeline keeps from round to round besides the state."""
         self._compiled.release()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
-        """Dispatches the next pass, or sends a result, or ends a microbatch, if there is one.
-
-        Args:
-          may_begin: function that tells whether a microbatch may begin.
+        """Dispatches the next pass, sends a result, or ends a microbatch, if one of these is
+        possible. `may_begin` tells whether a microbatch may begin.
 
         Returns:
-          Whether there was one; and the microbatch that has ended, None if none has.
+          Whether one was possible; and the microbatch that has ended, None if none has.
         """
         step = self._next(may_begin)
         if step is None:
@@ -239,14 +218,13 @@ class ReplicaPipeline:
         return True, self._running.pop(step.microbatch) if ends else None
 
     def take_passes(self) -> list[DispatchedPass]:
-        """The passes that have been dispatched since the last call."""
         taken, self._passes = self._passes, []
         return taken
 
     def _next(self, may_begin: Callable[[Queued], bool]) -> Pass | Sent | Ended | None:
         if self._order:
             candidates = self._waiting if self._options.schedule == "lorapp" else self._waiting[:1]
-            first = next((i for i, own in enumerate(candidates) if may_begin(own)), None)
+            first = next((i for i, queued in enumerate(candidates) if may_begin(queued)), None)
             step = self._order.next(self._order.begun + (first is not None))
             if isinstance(step, Pass) and step.forward and step.virtual_stage == 0:
                 self._running[step.microbatch] = self._waiting.pop(first)
@@ -265,11 +243,19 @@ class ReplicaPipeline:
         return None
 
     def _run_pass(self, step: Pass) -> None:
-        """Dispatches a pass."""
         part, m = at = step.virtual_stage, step.microbatch
         queued, stage = self._running[m], part % len(self._stages)
-        given = self._number, stage, part, queued.index, step.forward, queued.plan.steps
-        self._passes.append(DispatchedPass(time.perf_counter(), *given))
+        self._passes.append(
+            DispatchedPass(
+                time.perf_counter(),
+                self._number,
+                stage,
+                part,
+                microbatch=queued.index,
+                forward=step.forward,
+                steps=queued.plan.steps,
+            )
+        )
         if step.forward:
             arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
             out, self._residuals[at] = self._compiled.forward(
@@ -285,22 +271,18 @@ class ReplicaPipeline:
                 self._results[step] = dx
 
     def _send(self, step: Pass) -> None:
-        """Sends the result of a pass to the next part or the one before."""
+        """Sends the result of a pass to the next or the previous part."""
         part, homes = step.virtual_stage, self._backbone.homes
         target, arrived = (part + 1, self._passed) if step.forward else (part - 1, self._gradients)
         result = self._results.pop(step)
         arrived[target, step.microbatch] = homes[part].move(result, homes[target], P(DATA))
 
     def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
-        """Dispatches the forward passes of held-out samples.
-
-        Args:
-          microbatches: the microbatches of this replica.
-          slots: scales of the slots, without dropout.
+        """Dispatches the forward passes of held-out samples. `slots` must have no dropout.
 
         Returns:
-          The losses by data shard and slot, float32 [D, T], which every process can read; what
-          counts is their sum over D.
+          The losses by data shard and slot, float32 [D, T], which every process can read. The loss
+          of a slot is their sum over D.
         """
         homes, stages = self._backbone.homes, len(self._stages)
         programs = [self._compiled.program(part, False) for part in range(len(homes))]
@@ -327,7 +309,7 @@ class ReplicaPipeline:
 
 
 def _renumbered(step: Pass | Sent, first: int) -> Pass | Sent:
-    """A step with the numbers of microbatches `first` larger."""
+    """A step whose microbatch has a number that is larger by `first`."""
     if isinstance(step, Sent):
         return Sent(_renumbered(step.result_of, first))
     return step._replace(microbatch=first + step.microbatch)

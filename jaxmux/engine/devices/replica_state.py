@@ -1,13 +1,13 @@
-"""The adapters and accumulators of the replicas besides the first one.
+"""The adapters and accumulators of the replicas other than the first one.
 
 The first replica has the train state: adapters, accumulators and optimizer states of all slots.
-Each other replica has a copy of the adapters, and accumulators of its own. Before an update, the
-gradients of the slots that are due move to the first replica; after it, what the update has changed
-of the adapters comes back. So the copies always have the bits of the first replica's adapters.
+Each other replica has a copy of the adapters, and its own accumulators. Before an update, the
+gradients of the due slots move to the first replica; after it, the adapter arrays that the update
+has changed come back. So the copies always have the bits of the first replica's adapters.
 
-Replicas may divide the layers among other parts, and the arrays among other meshes. An array
-travels in pieces, one for each pair of parts that have layers in common. A piece has the same value
-on all devices of a mesh: other transfers between meshes would wait for the host.
+Replicas may divide the layers and the arrays differently. An array travels in pieces, one for each
+pair of parts that have layers in common. A piece has the same value on all devices of a mesh,
+because other transfers between meshes would wait for the host.
 """
 
 import dataclasses
@@ -36,13 +36,13 @@ class _Common(NamedTuple):
     """Consecutive layers that a part of a replica has in common with a part of the first replica.
 
     Attributes:
-      part: index of the replica's own part.
-      begin: where these layers begin in this part.
+      part: index of the replica's part.
+      begin: index of the first of these layers within that part.
       first_part: index of the first replica's part.
-      first_begin: where these layers begin in that part.
+      first_begin: index of the first of these layers within that part.
       layers: number of these layers.
-      to_end: whether the last of them is the last one of the replica's own part.
-      first_to_end: whether it is the last one of the first replica's part.
+      to_end: whether the layers reach the end of the replica's part.
+      first_to_end: whether they reach the end of the first replica's part.
     """
 
     part: int
@@ -58,9 +58,8 @@ class _Piece(NamedTuple):
     """Arrays that travel to a part of another replica.
 
     Attributes:
-      home: the mesh on which they lie, with the same values on all its devices.
+      home: the mesh that holds them, with the same values on all its devices.
       part: index of the part to which they travel.
-      arrays: the tree of arrays.
     """
 
     home: StageMesh
@@ -69,22 +68,17 @@ class _Piece(NamedTuple):
 
 
 class ReplicaState:
-    """What a replica besides the first one keeps of the train state.
+    """The copy of the train state that a replica other than the first one has.
 
-    Arrays travel for some slots at a time. Their numbers are given as int32 [K], filled up with T,
-    the number of slots, which stands for no slot; so few programs serve all numbers of slots.
+    Arrays travel for some slots at a time. The argument `slots` has their numbers as int32 [K],
+    filled up with T, the number of slots, which stands for no slot; so few programs serve all
+    numbers of slots.
 
     Attributes:
       own: adapters, accumulators and losses of this replica; it has no optimizer states.
     """
 
     def __init__(self, own: StoredState, first: StoredState):
-        """Creates a state without arrays.
-
-        Args:
-          own: the state of this replica, without arrays.
-          first: the train state, which the first replica has.
-        """
         self.own, self._first = own, first
         self._change = 0
         self._common = tuple(_common_layers(own, first))
@@ -92,12 +86,12 @@ class ReplicaState:
     def refresh(self) -> None:
         """Brings the copy up to date after slots of the train state have been changed.
 
-        The accumulators of these slots become empty: what still counts of them is in the train
-        state, and the gradients of a task that has left are not to reach the next task in its slot.
+        The accumulators of these slots become empty: valid gradients are in the train state, and
+        the gradients of a task that has left must not reach the next task in its slot.
         """
-        own, first = self.own, self._first
-        before = self._change if own.states else -1
-        own.make_room(first.layout.tree._replace(moments=()))
+        other, first = self.own, self._first
+        before = self._change if other.states else -1
+        other.make_room(first.layout.tree._replace(moments=()))
         capacity = first.layout.tree.loss.shape[0]
         changed = [slot for slot in range(capacity) if first.changes.get(slot, 0) > before]
         self._change = max(first.changes.values(), default=0)
@@ -105,8 +99,8 @@ class ReplicaState:
             self._renew(filled_up(changed, capacity))
 
     def warm_up(self) -> None:
-        """Runs every program without a slot, because nothing may be compiled or loaded while
-        stages exchange arrays."""
+        """Runs every program without a slot, because nothing may be compiled or loaded while stages
+        exchange arrays."""
         capacity = self._first.layout.tree.loss.shape[0]
         for size in {len(filled_up(range(n), capacity)) for n in (1, capacity)}:
             none = np.full(size, capacity, np.int32)
@@ -115,63 +109,56 @@ class ReplicaState:
             self.receive_adapters(none)
 
     def _renew(self, slots: Int[np.ndarray, " K"]) -> None:
-        """Empties the accumulators of slots, and replaces their adapters."""
-        own = self.own
-        own.states = [
+        other = self.own
+        other.states = [
             home.run(_emptied, home, layout, state, slots)
-            for home, layout, state in zip(own.homes, own.layouts, own.states, strict=True)
+            for home, layout, state in zip(other.homes, other.layouts, other.states, strict=True)
         ]
         self._receive(slots, whole=True)
 
     def send_gradients(self, slots: Int[np.ndarray, " K"]) -> None:
-        """Adds gradients and losses to those of the first replica, and empties their places here.
-
-        Args:
-          slots: numbers of the slots.
-        """
-        own, first = self.own, self._first
+        """Adds gradients and losses to those of the first replica, and empties them here."""
+        other, first = self.own, self._first
         pieces: list[_Piece] = []
-        for i, home in enumerate(own.homes):
+        for i, home in enumerate(other.homes):
             cuts = tuple(c for c in self._common if c.part == i)
-            arguments = home, own.layouts[i], own.summed[i], cuts, own.states[i], slots
-            own.states[i], found = home.run(_taken, *arguments)
-            pieces += (_Piece(home, c.first_part, x) for c, x in zip(cuts, found, strict=True))
+            other.states[i], taken = home.run(
+                _taken,
+                home,
+                other.layouts[i],
+                other.summed[i],
+                cuts,
+                other.states[i],
+                slots,
+            )
+            pieces += (_Piece(home, c.first_part, x) for c, x in zip(cuts, taken, strict=True))
         for j, arrived in _arrived(pieces, first.homes).items():
             home, layout = first.homes[j], first.layouts[j]
             first.states[j] = home.run(_added, home, layout, first.states[j], arrived, slots)
 
     def receive_adapters(self, slots: Int[np.ndarray, " K"]) -> None:
-        """Replaces what an update has changed of adapters by that of the first replica.
-
-        Args:
-          slots: numbers of the slots.
-        """
+        """Replaces the adapter arrays that an update has changed by those of the first replica."""
         self._receive(slots, whole=False)
 
     def _receive(self, slots: Int[np.ndarray, " K"], whole: bool) -> None:
-        own, first = self.own, self._first
+        other, first = self.own, self._first
         specs = first.layout.tree.adapters
-        # Without constants both are one program.
+        # If updates change all arrays, one program serves both values of `whole`.
         whole |= changed_by_updates(specs, specs) == specs
         pieces: list[_Piece] = []
         for j, home in enumerate(first.homes):
             cuts = tuple(c for c in self._common if c.first_part == j)
-            arguments = home, first.layouts[j], cuts, whole, first.states[j].adapters, slots
-            found = home.run(_cut, *arguments)
-            pieces += (_Piece(home, c.part, x) for c, x in zip(cuts, found, strict=True))
-        for i, arrived in _arrived(pieces, own.homes).items():
-            home, layout = own.homes[i], own.layouts[i]
-            own.states[i] = home.run(_joined, home, layout, own.states[i], arrived, slots)
+            adapters = first.states[j].adapters
+            arrays = home.run(_cut, home, first.layouts[j], cuts, whole, adapters, slots)
+            pieces += (_Piece(home, c.part, x) for c, x in zip(cuts, arrays, strict=True))
+        for i, arrived in _arrived(pieces, other.homes).items():
+            home, layout = other.homes[i], other.layouts[i]
+            other.states[i] = home.run(_joined, home, layout, other.states[i], arrived, slots)
 
 
 def filled_up(slots: Sequence[int], capacity: int) -> Int[np.ndarray, " K"]:
     """The numbers of slots for `ReplicaState`. K is the half of `capacity` for few slots, as in a
-    round of two groups, and else `capacity`: other sizes would take time to compile.
-
-    Args:
-      slots: numbers of slots, at least one.
-      capacity: number of slots T.
-    """
+    round of two groups, and else `capacity`; more sizes would take time to compile."""
     half = -(-capacity // 2)
     few = capacity > _FEW and len(slots) <= half
     numbers = np.full(half if few else capacity, capacity, np.int32)
@@ -179,24 +166,25 @@ def filled_up(slots: Sequence[int], capacity: int) -> Int[np.ndarray, " K"]:
     return numbers
 
 
-def _common_layers(own: StoredState, first: StoredState) -> Iterator[_Common]:
-    """The layers that each part has in common with each part of the first replica, in order."""
-    for i, part in enumerate(own.parts):
+def _common_layers(replica: StoredState, first: StoredState) -> Iterator[_Common]:
+    for i, part in enumerate(replica.parts):
         for j, other in enumerate(first.parts):
             begin = max(part.slice.start, other.slice.start)
             end = min(part.slice.stop, other.slice.stop)
             if (layers := end - begin) > 0:
-                begins = i, begin - part.first_layer, j, begin - other.first_layer
-                yield _Common(*begins, layers, end == part.slice.stop, end == other.slice.stop)
+                yield _Common(
+                    part=i,
+                    begin=begin - part.first_layer,
+                    first_part=j,
+                    first_begin=begin - other.first_layer,
+                    layers=layers,
+                    to_end=end == part.slice.stop,
+                    first_to_end=end == other.slice.stop,
+                )
 
 
 def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
-    """By part, the arrays that are sent to it, on its mesh.
-
-    Args:
-      pieces: what is sent.
-      homes: the mesh of each part.
-    """
+    """By part, the pieces that are sent to it, on its mesh."""
     arrived: dict[int, list[Any]] = {}
     for piece in pieces:
         moved = piece.home.move(piece.arrays, homes[piece.part], P())
@@ -208,8 +196,6 @@ def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, 
 def _emptied(
     home: StageMesh, layout: Layout, state: TrainState, slots: Int[Array, " K"]
 ) -> TrainState:
-    """The state without the gradients and losses of the slots."""
-
     return _like(home, layout, _without_gradients(layout, state, slots))
 
 
@@ -232,8 +218,8 @@ def _taken(
 
     totals = jax.tree.map(total, specs, held)
     state = _like(home, layout, _without_gradients(layout, state, slots))
-    own = summed.tree.accumulators, summed.tree.loss
-    pieces = (_layers(own, totals, c.begin, c.layers, c.to_end) for c in cuts)
+    sum_specs = summed.tree.accumulators, summed.tree.loss
+    pieces = (_layers(sum_specs, totals, c.begin, c.layers, c.to_end) for c in cuts)
     return state, [_everywhere(home, piece) for piece in pieces]
 
 
@@ -249,11 +235,11 @@ def _added(
     and losses."""
     specs = layout.tree.accumulators, layout.tree.loss
 
-    def add(spec: LeafSpec, copies: Array, *own: Array) -> Array:
-        # The pieces have no axis of copies, which is the first one here.
+    def add(spec: LeafSpec, copies: Array, *arrived: Array) -> Array:
+        # The axis of copies is the first one here; the pieces have none.
         of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
         joined = spec.divides_layers
-        piece = of_pieces.joined(own, jnp.concatenate) if joined else sum(own)
+        piece = of_pieces.joined(arrived, jnp.concatenate) if joined else sum(arrived)
         # The axis of copies is divided among devices. An indexed update of its first place would
         # move all copies to one device.
         is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
@@ -274,12 +260,12 @@ def _cut(
     adapters: Any,
     slots: Int[Array, " K"],
 ) -> list[Any]:
-    """The adapters of the slots, or what updates change of them, in pieces."""
+    """The adapters of the slots in pieces; without `whole`, only the arrays that updates change."""
     specs = layout.tree.adapters
     if not whole:
         specs, adapters = (changed_by_updates(specs, tree) for tree in (specs, adapters))
-    own = jax.tree.map(lambda spec, x: _of_slots(spec, x, slots), specs, adapters)
-    pieces = (_layers(specs, own, c.first_begin, c.layers, c.first_to_end) for c in cuts)
+    of_slots = jax.tree.map(lambda spec, x: _of_slots(spec, x, slots), specs, adapters)
+    pieces = (_layers(specs, of_slots, c.first_begin, c.layers, c.first_to_end) for c in cuts)
     return [_everywhere(home, piece) for piece in pieces]
 
 
@@ -291,13 +277,13 @@ def _joined(
     pieces: Sequence[Any],
     slots: Int[Array, " K"],
 ) -> TrainState:
-    """The state with the adapters of the slots from their pieces, in the order of the layers. What
-    the pieces lack stays."""
+    """The state with the adapters of the slots from their pieces, in the order of the layers.
+    Arrays that the pieces lack stay."""
 
-    def join(spec: LeafSpec, old: Array, *own: Array | None) -> Array:
-        if own[0] is None:
+    def join(spec: LeafSpec, old: Array, *arrived: Array | None) -> Array:
+        if arrived[0] is None:
             return old
-        new = spec.joined(own, jnp.concatenate)
+        new = spec.joined(arrived, jnp.concatenate)
         return old.at[_at(spec, slots)].set(new, mode="drop")
 
     adapters = jax.tree.map(join, layout.tree.adapters, state.adapters, *pieces)
@@ -305,8 +291,6 @@ def _joined(
 
 
 def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"]) -> TrainState:
-    """The state in which the accumulators and losses of the slots are empty."""
-
     def rest(spec: LeafSpec, copies: Array) -> Array:
         return copies.at[_at(spec, slots)].set(0, mode="drop")
 
@@ -316,7 +300,6 @@ def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"
 
 
 def _layers(specs: Any, values: Any, first: int, layers: int, to_end: bool) -> Any:
-    """What some layers have of the arrays."""
     return jax.tree.map(lambda spec, value: spec.cut(value, first, layers, to_end), specs, values)
 
 
@@ -326,7 +309,6 @@ def _of_slots(spec: LeafSpec, values: Array, slots: Int[Array, " K"]) -> Array:
 
 
 def _at(spec: LeafSpec, slots: Int[Array, " K"]) -> tuple[slice | Array, ...]:
-    """The index of the slots in an array."""
     return (*(slice(None),) * spec.slot_axis, slots)
 
 
@@ -336,6 +318,6 @@ def _everywhere(home: StageMesh, tree: Any) -> Any:
 
 
 def _like(home: StageMesh, layout: Layout, state: TrainState) -> TrainState:
-    """The state, divided as its description says."""
+    """The state with the shardings of its description."""
     shardings = home.shardings(home.leaf_specs(layout.tree))
     return jax.lax.with_sharding_constraint(state, shardings)

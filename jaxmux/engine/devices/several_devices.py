@@ -1,5 +1,5 @@
-"""The executor of several devices: replicas, each a pipeline of stages. Also the programs
-of another size of an engine on several devices, compiled ahead."""
+"""The executor of several devices, whose replicas are pipelines of stages; and the programs for
+another size of an engine on several devices, compiled ahead."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -44,7 +44,6 @@ class _Waiting(NamedTuple):
     """An update that has not been dispatched.
 
     Attributes:
-      slots: the slots that are updated.
       microbatches: indices of the microbatches with samples of these slots that have not ended.
     """
 
@@ -53,8 +52,10 @@ class _Waiting(NamedTuple):
 
     @classmethod
     def of(cls, slots: tuple[int, ...], plan: RoundPlan, done: Sequence[int]) -> "_Waiting":
-        own = {i for i, m in enumerate(plan.microbatches) if not m.samples.keys().isdisjoint(slots)}
-        return cls(slots, own - {*done})
+        with_samples = {
+            i for i, m in enumerate(plan.microbatches) if not m.samples.keys().isdisjoint(slots)
+        }
+        return cls(slots, with_samples - {*done})
 
 
 class SeveralDevices:
@@ -62,7 +63,7 @@ class SeveralDevices:
 
     The first replica has the train state; the others have copies of the adapters, see
     `replica_state`. With 1F1B and LoRAPP, rounds follow each other without a gap: a microbatch
-    begins as soon as the tasks in it have been updated in the round before.
+    begins as soon as its tasks have had their updates of the round before.
     """
 
     def __init__(
@@ -76,7 +77,6 @@ class SeveralDevices:
 
         Args:
           backbones: for each replica, the frozen backbone on its devices.
-          options: the options of the engine.
           stored: the train state, in the parts of the first replica's backbone.
           ahead: for each replica, programs that have been compiled (`programs` of another
             executor); None if there are none.
@@ -114,8 +114,7 @@ class SeveralDevices:
         # The round that has begun before the current one has ended, and its ended microbatches.
         self._ahead: RoundPlan | None = None
         self._ahead_done: list[int] = []
-        # The layout of the state, the dropout and the optimizer kinds for which all programs have
-        # run.
+        # All programs have run for this layout of the state, dropout and these optimizer kinds.
         self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
         # The layout of the state for which held-out losses have been measured.
         self._measured_for: Layout | None = None
@@ -123,9 +122,9 @@ class SeveralDevices:
         self._kept = True
         # Replicas whose devices have run out of memory.
         self._full: list[ReplicaPipeline] = []
-        # Whether other replicas than the first one have no gradients.
+        # Whether all replicas other than the first one have no gradients.
         self._collected = True
-        # True if a round ended in an exception, with microbatches between two parts.
+        # True if a round ended in an exception, which may leave microbatches between two parts.
         self._broken = False
 
     @property
@@ -195,9 +194,10 @@ class SeveralDevices:
             for replica in self._replicas:
                 if replica.begun_all and not asked and not stopped:
                     asked, self._ahead_done = True, []
-                    found = following()
+                    next_plan = following()
                     # While stages exchange arrays nothing may be compiled.
-                    self._ahead = found if found and self._is_warm_for(found) else None
+                    is_warm = next_plan and self._is_warm_for(next_plan)
+                    self._ahead = next_plan if is_warm else None
                     if self._ahead:
                         self._add(self._ahead, range(len(self._ahead.microbatches)))
                 dispatched, ended = replica.advance(may_begin)
@@ -218,8 +218,8 @@ class SeveralDevices:
         return RoundOutcome(updates, ahead=ahead)
 
     def _compile(self, dropout: bool) -> bool:
-        """Prepares all replicas for rounds; returns whether they fit into memory. Several processes
-        cannot tell each other so, and the exception of one ends them all."""
+        """Prepares all replicas for rounds; returns whether they fit into memory. With several
+        processes it raises instead, because one process cannot tell the others to continue."""
 
         def compiled(replica: ReplicaPipeline) -> bool:
             if jax.process_count() == 1:
@@ -235,8 +235,8 @@ class SeveralDevices:
         return [state.marker() for state in (self._stored, *(copy.own for copy in self._copies))]
 
     def take_passes(self) -> list[DispatchedPass]:
-        passes = [own for replica in self._replicas for own in replica.take_passes()]
-        return sorted(passes, key=lambda own: own.seconds)
+        passes = [each for replica in self._replicas for each in replica.take_passes()]
+        return sorted(passes, key=lambda each: each.seconds)
 
     def settle(self) -> tuple[int, ...]:
         if not self._ahead:
@@ -263,7 +263,7 @@ class SeveralDevices:
     def recover(self) -> None:
         for replica in self._full:
             replica.recompute_more()
-        # The whole round begins again, so what any replica has accumulated no longer counts.
+        # The whole round begins again, so the gradients of all replicas are dropped.
         for state in (self._stored, *(copy.own for copy in self._copies)):
             state.empty_accumulators()
 
@@ -272,12 +272,11 @@ class SeveralDevices:
             copy.refresh()
 
     def _add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
-        """Gives microbatches of a round to their replicas."""
-        own: list[list[int]] = [[] for _ in self._replicas]
+        of_replicas: list[list[int]] = [[] for _ in self._replicas]
         for index in indices:
-            own[plan.microbatches[index].replica].append(index)
-        for replica, each in zip(self._replicas, own, strict=True):
-            replica.add(plan, each)
+            of_replicas[plan.microbatches[index].replica].append(index)
+        for replica, of_replica in zip(self._replicas, of_replicas, strict=True):
+            replica.add(plan, of_replica)
 
     def _update(self, updates: DueUpdates) -> UpdateStats:
         if not updates.due.any():
@@ -291,7 +290,6 @@ class SeveralDevices:
         return stats
 
     def _is_warm_for(self, plan: RoundPlan) -> bool:
-        """Whether all programs of a round have run for the state as it is."""
         layout, dropout, optimizers = self._warm_for
         same = (layout, dropout) == (self._stored.layout, plan.dropout)
         return same and plan.optimizers <= optimizers
@@ -302,8 +300,8 @@ class SeveralDevices:
         self._wait()
         for replica in self._replicas:
             replica.warm_moves()
-        # What a program returns may be described otherwise than what was first put on the devices:
-        # only the second time, all arguments are results of programs.
+        # Results of programs may have other shardings than arrays that were put on the devices, and
+        # only in the second run all arguments are results of programs.
         for _ in range(2):
             for copy in self._copies:
                 copy.warm_up()
@@ -312,12 +310,12 @@ class SeveralDevices:
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 
     def _wait(self) -> None:
-        """Returns when the devices have ended what has been dispatched."""
+        """Returns when the devices have finished all dispatched work."""
         for replica in self._replicas:
             replica.state.wait()
 
     def _forget(self) -> None:
-        """Forgets the microbatches that have not begun."""
+        """Drops the microbatches that have not begun."""
         for replica in self._replicas:
             replica.forget()
         self._ahead, self._ahead_done = None, []
@@ -339,8 +337,8 @@ class SeveralDevices:
 
         table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
         losses = [
-            self._replicas[i].evaluate(own, table)
-            for i, own in groupby(microbatches(), key=lambda microbatch: microbatch.replica)
+            self._replicas[i].evaluate(of_replica, table)
+            for i, of_replica in groupby(microbatches(), key=lambda each: each.replica)
         ]
         return Measurement(
             lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses)), tokens
@@ -352,7 +350,7 @@ class SeveralDevices:
             return False
         if self._compile(dropout):
             return True
-        # The programs that failed may have taken the accumulators with them.
+        # Accumulators that were donated to the failed programs are lost.
         self.recover()
         self._kept = False
         return False
@@ -377,8 +375,8 @@ class SeveralDevices:
 
 
 class MeshSizeAhead(SizeAhead):
-    """The programs of an engine on several devices. Its thread does what the engine will do when
-    its size changes, but only compiles: see `sharding.only_compiling`."""
+    """The programs of an engine on several devices. Its thread does the same as the engine when its
+    size changes, but only compiles: see `sharding.only_compiling`."""
 
     def __init__(
         self,
@@ -393,19 +391,17 @@ class MeshSizeAhead(SizeAhead):
 
         Args:
           sizes: the present size of the engine, and the other size.
-          backbones: for each replica, the frozen backbone.
-          options: the options of an engine of the other size.
-          pool: the pool of an engine of the other size.
+          options, pool: those of an engine of the other size.
           kinds: the optimizer kinds that tasks may have.
           stored: the present state.
         """
-        given = backbones, options, pool, kinds, stored.without_arrays()
-        super().__init__(sizes, partial(_compile, *given))
+        shapes = stored.without_arrays()
+        super().__init__(sizes, partial(_compile, backbones, options, pool, kinds, shapes))
 
     @property
     def programs(self) -> list[StagePrograms] | None:
-        """For each replica, the programs of its parts; waits for them. None if they could not be
-        compiled."""
+        """For each replica, the programs of its parts; waits for them. None if compilation
+        failed."""
         return None if self._compiled.exception() else self._compiled.result()
 
 

@@ -1,5 +1,5 @@
 """Programs that are compiled before their arrays exist: those of a training run, in a thread beside
-what comes before training, and those of another size of a running engine."""
+the work before training, and those for another size of a running engine."""
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -59,14 +59,7 @@ class ProgramsOfShapes:
     def __init__(
         self, backbone: Backbone, options: EngineOptions, pool: PoolSpec, kinds: Sequence[str]
     ):
-        """Compiles nothing yet.
-
-        Args:
-          backbone: the frozen backbone; of its weights, only shapes and dtypes are read.
-          options: the options of the engine, with the shape class.
-          pool: sizes of the pool.
-          kinds: the optimizer kinds of the tasks.
-        """
+        """Compiles nothing yet. Only shapes and dtypes of the backbone's weights are read."""
         self.pool, specs = pool_of(backbone.config, [], pool, keep_moments=True)
         self.layout, self.kinds = Layout(specs), list(kinds)
         self._backbone, self._options = backbone, options
@@ -75,15 +68,22 @@ class ProgramsOfShapes:
         self._table = slot_table({}, None, self.pool.slots)
 
     def compile_evaluate(self) -> None:
-        """Compiles the measurement of held-out losses."""
         backbone, state = self._backbone, self._state
         forward = forward_options(backbone, self._options, state.adapters)
         losses = jax.ShapeDtypeStruct((self.pool.slots,), jnp.float32)
-        arguments = backbone.weights, state.adapters, losses, self._microbatch, self._table
-        compiled(evaluate.lower(backbone.config, forward, *arguments))
+        compiled(
+            evaluate.lower(
+                backbone.config,
+                forward,
+                backbone.weights,
+                state.adapters,
+                losses,
+                self._microbatch,
+                self._table,
+            )
+        )
 
     def compile_accumulate(self) -> TrainingStep:
-        """Compiles the training step."""
         return compile_accumulate(
             self._backbone,
             self._options,
@@ -94,24 +94,19 @@ class ProgramsOfShapes:
         )
 
     def compile_update(self, kind: str) -> None:
-        """Compiles the update of the tasks with one kind of optimizer."""
         leaves, slots = len(named_leaves(self.layout.tree.accumulators)), self.pool.slots
         rates = np.zeros((leaves, self._backbone.config.num_layers, slots), np.float32)
         none, paired = np.zeros(slots, np.float32), slots_with_pairs(self.layout, {})
         if has_foreign_gradients(self.layout):
-            own = none > 0, rates > 0, paired
-            without_foreign.lower(self.layout, self._state, *own).compile()
+            without_foreign.lower(self.layout, self._state, none > 0, rates > 0, paired).compile()
         hyper = dict.fromkeys(optimizer_class(kind)().hyperparameters(), none)
-        arguments = self._state, no_stats(slots), none > 0, rates, hyper, paired
-        update_kind.lower(kind, self.layout, *arguments).compile()
+        update_kind.lower(
+            kind, self.layout, self._state, no_stats(slots), none > 0, rates, hyper, paired
+        ).compile()
 
     def compile_slots(self, before: Layout) -> None:
-        """Compiles what reads, writes and clears a slot, and what continues a state of another
-        size.
-
-        Args:
-          before: the description of that state.
-        """
+        """Compiles the programs that read, write and clear a slot, and those that move a state with
+        the description `before` to this size."""
         state, layout = self._state, self.layout
         clear_slot.lower(state, layout, 0).compile()
         copied.lower(state.loss).compile()
@@ -130,21 +125,19 @@ class ProgramsOfShapes:
 
 
 def _arrays(specs: Any) -> Any:
-    """Shapes and dtypes of the arrays of a tree of `LeafSpec`."""
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs)
 
 
 class ProgramsAhead:
     """The programs that an engine will need for given tasks, compiled in a thread.
 
-    JAX keeps compiled programs by the shapes and dtypes of their arguments, so the engine finds
-    them although they are compiled without any array. Errors are not reported here: the engine
-    meets them again.
+    The engine finds them as described for `ProgramsOfShapes`. Errors are not reported here, because
+    the engine meets them again.
 
     The programs are compiled one after another. On a GPU nothing should run beside them, because
-    XLA chooses among implementations of a product by timing them. On a CPU loading is short, and
-    what traces programs would only slow it down; there the training programs are compiled while
-    held-out samples are evaluated.
+    XLA chooses among implementations of a product by timing them. On a CPU, loading the backbone is
+    short, and tracing in another thread would slow it down; there the training programs are
+    compiled while held-out samples are evaluated.
     """
 
     def __init__(
@@ -154,14 +147,7 @@ class ProgramsAhead:
         options: EngineOptions,
         tasks: Sequence[PreparedTask],
     ):
-        """Starts the thread.
-
-        Args:
-          config: configuration of the backbone.
-          dtype: dtype of the backbone's weights.
-          options: the options of the engine.
-          tasks: the tasks that the engine will train.
-        """
+        """Starts the thread. `dtype` is that of the backbone's weights."""
         self._on_gpu = jax.default_backend() == "gpu"
         self._thread = ThreadPoolExecutor(1)
         backbone = Backbone(config, abstract_weights(config, dtype), "")
@@ -189,17 +175,8 @@ class ProgramsAhead:
         self._compile_training()
 
     def training_step(self, layout: Layout, dropout: bool) -> TrainingStep | None:
-        """The compiled training step.
-
-        Returns when all programs are compiled.
-
-        Args:
-          layout: the description of the train state.
-          dropout: whether any task has dropout.
-
-        Returns:
-          The training step; None if it is compiled for another layout or could not be compiled.
-        """
+        """Waits for all programs, and returns the training step; None if it is compiled for another
+        layout or could not be compiled. `dropout` tells whether any task has dropout."""
         self._compile_training()
         wait([*self._evaluation, *self._training])
         compiled_for = self._programs.layout, self._programs.pool.dropout
@@ -208,25 +185,19 @@ class ProgramsAhead:
         return self._training[0].result()
 
     def close(self) -> None:
-        """Compiles no further program."""
+        """Cancels the compilation of programs that has not begun."""
         self._thread.shutdown(wait=False, cancel_futures=True)
 
 
 class SizeAhead:
     """The programs of an engine for another size, compiled in a thread beside training. Errors are
-    not reported here: the engine meets them again.
+    not reported here, because the engine meets them again.
 
     Attributes:
       sizes: the size of the engine when the thread was started, and the other size.
     """
 
     def __init__(self, sizes: tuple[EngineSize, EngineSize], compile_all: Callable[[], Any]):
-        """Starts the thread.
-
-        Args:
-          sizes: the present size of the engine, and the other size.
-          compile_all: function that compiles the programs.
-        """
         self.sizes = sizes
         threads = ThreadPoolExecutor(1)
         self._compiled: Future = threads.submit(compile_all)
@@ -234,12 +205,12 @@ class SizeAhead:
 
     @property
     def ready(self) -> bool:
-        """Whether all programs are compiled, or could not be."""
+        """Whether all programs are compiled, or compilation has failed."""
         return self._compiled.done()
 
 
 class _Compiled(NamedTuple):
-    """The training step, and a program that only takes the memory which it needs."""
+    """The training step, and a program that only allocates the memory that the step needs."""
 
     step: TrainingStep
     scratch: jax.stages.Compiled
@@ -261,9 +232,7 @@ class DeviceSizeAhead(SizeAhead):
 
         Args:
           sizes: the present size of the engine, and the other size.
-          backbone: the frozen backbone.
-          options: the options of an engine of the other size.
-          pool: the pool of an engine of the other size.
+          options, pool: those of an engine of the other size.
           kinds: the optimizer kinds that tasks may have.
           before: the description of the present state.
         """
@@ -271,19 +240,15 @@ class DeviceSizeAhead(SizeAhead):
         super().__init__(sizes, partial(self._compile, before))
 
     def training_step(self, layout: Layout, dropout: bool) -> TrainingStep | None:
-        """The compiled training step, like that of `ProgramsAhead`."""
+        """The compiled training step, as from `ProgramsAhead.training_step`."""
         return self._compiled.result().step if self._serve(layout, dropout) else None
 
     def wait_for_evaluation(self) -> None:
-        """Returns when held-out samples can be evaluated, as `ProgramsAhead` does."""
+        """Returns when held-out samples can be evaluated."""
         self._compiled.exception()
 
     def try_memory(self, layout: Layout, dropout: bool) -> bool:
-        """Takes as much memory as the training step needs, and frees it again.
-
-        Args:
-          layout: the description of the train state.
-          dropout: whether any task has dropout.
+        """Allocates as much memory as the training step needs, and frees it again.
 
         Returns:
           False if the training step is compiled for another state or could not be compiled.
@@ -297,7 +262,7 @@ class DeviceSizeAhead(SizeAhead):
         return True
 
     def _serve(self, layout: Layout, dropout: bool) -> bool:
-        """Whether the training step is compiled for this state; waits for it."""
+        """Waits for the training step; returns whether it is compiled for this state."""
         compiled_for = self._programs.layout, self._programs.pool.dropout
         return (layout, dropout) == compiled_for and not self._compiled.exception()
 
