@@ -53,11 +53,9 @@ class Engine(RoundLoop):
 
     Attributes:
       backbone: the frozen backbone; with several replicas, the first one.
-      options: `resize` changes the sizes in it.
       admission: predicts whether a new task fits into memory; None without such a check. The engine
         replaces it when rounds show how much memory they need.
-      rounds: number of rounds dispatched so far.
-      microbatches: number of microbatches dispatched so far, summed over data shards.
+      rounds, microbatches: numbers dispatched so far, the latter summed over data shards.
       computed_tokens: number of tokens of these microbatches, with padding.
     """
 
@@ -75,11 +73,10 @@ class Engine(RoundLoop):
           backbone: the frozen backbone, from `load_backbone`, or, for several devices, from
             `sharding.load_placed_backbone`. A list of the latter are replicas, which train
             different samples; the first one has the optimizer states.
-          options: sizes of the microbatches, and other settings.
           admission: predicts whether a round of all tasks fits into the device's memory.
             `register_tasks` refuses tasks that do not fit. None admits every task.
-          programs: programs that are being compiled for the tasks that will be registered. The
-            engine waits for them when it needs them. None lets the engine compile them then.
+          programs: programs that are being compiled for the tasks that will be registered. None
+            compiles them when they are needed.
           more_admissions: the same as `admission`, for the memory of further replicas.
         """
         super().__init__(backbone, options, programs, self._observe_memory)
@@ -89,11 +86,9 @@ class Engine(RoundLoop):
         self._refuse_stages({"reserved_adapters": options.reserved})
 
     def register_tasks(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
-        """Adds tasks to be trained from their first step.
-
-        Call it between two rounds. The training of the registered tasks is not disturbed. If the
-        new tasks do not fit into the arrays, the devices finish their work, the arrays are enlarged
-        and the programs are compiled again. If there is an error, no task is added.
+        """Adds tasks to be trained from their first step, between two rounds. If they do not fit
+        into the arrays, the devices finish their work, the arrays are enlarged and the programs are
+        compiled again. If there is an error, no task is added.
 
         Args:
           begin: False leaves out the initial adapters, until `restore_task` puts the tasks back or
@@ -110,23 +105,14 @@ class Engine(RoundLoop):
         self._slots.add(tasks, begin)
 
     def begin_tasks(self) -> None:
-        """Writes the initial adapters of all tasks, none of which may have been trained.
-
-        Raises:
-          TaskError: a task cannot make its adapter.
-        """
+        """Writes the initial adapters of all tasks, none of which may have been trained. TaskError
+        if a task cannot make its adapter."""
         self._slots.begin()
 
     def warm_up(self) -> None:
         """Allocates the pool of `options.reserved`, and compiles and runs all programs once.
         Afterwards nothing is compiled when tasks that fit into the pool come and go. Call it before
-        any task is registered.
-
-        Raises:
-          PlanningError, ValueError: as for `train_round`.
-          OutOfDeviceMemory: the device has too little memory for a microbatch.
-          RuntimeError: a task is registered.
-        """
+        any task is registered. Errors are those of `train_round`."""
         slots = self._slots
         if slots.names or slots.left:
             raise RuntimeError("an engine can be warmed up only before tasks are registered")
@@ -139,12 +125,8 @@ class Engine(RoundLoop):
         return EngineSize(self._slots.pool.slots, self.options.shape.rows)
 
     def compile_ahead(self, size: EngineSize) -> SizeAhead:
-        """Begins to compile the programs for another size in a thread, for `resize`.
-
-        Raises:
-          PlanningError: the replicas have different shapes, or the engine trains in several
-            processes.
-        """
+        """Begins to compile the programs for another size in a thread, for `resize`. PlanningError
+        if the replicas have different shapes, or the engine trains in several processes."""
         if jax.process_count() > 1:
             raise PlanningError("programs for another size are compiled ahead in one process only")
         slots, options = self._slots, self.options.of_size(size)
@@ -183,7 +165,7 @@ class Engine(RoundLoop):
 
         Args:
           size: the new size, with at least as many slots as there are tasks.
-          programs: from `compile_ahead`; None compiles missing programs now, and runs them once.
+          programs: from `compile_ahead` for this size; None compiles missing programs now.
 
         Raises:
           ValueError: there are more tasks, or `programs` are for another size.
@@ -218,12 +200,9 @@ class Engine(RoundLoop):
         self._take_options(options, self._slots.resize(size.slots), programs)
 
     def refuse_implementations(self) -> None:
-        """Checks that the configured implementations of attention and of the linears with adapters
-        can serve the registered tasks. Without this call, the first round raises the error.
-
-        Raises:
-          PlanningError: an implementation cannot serve this device, these dtypes or sizes.
-        """
+        """Raises PlanningError if the configured implementations of attention or of the linears
+        with adapters cannot serve the registered tasks. Without this call, the first round raises
+        the error."""
         self._executor.refuse_implementations(self._slots.pool.dropout)
 
     def release(self, name: str) -> None:
@@ -241,8 +220,8 @@ class Engine(RoundLoop):
         memory for copies in flight is used up (`snapshot_waits`).
 
         Returns:
-          A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`.
-          The gradients accumulated since the last update are left out, and so is the best adapter.
+          A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`
+          but without accumulated gradients and the best adapter.
         """
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
         return self._copies.submit(lambda: after_last_update(copied())).result
@@ -254,31 +233,20 @@ class Engine(RoundLoop):
 
     def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
         """Adds the best adapter to a snapshot, so that `SuspendedTask.of` can continue the task.
-
-        Args:
-          snapshot: from `snapshot`; the results of all updates before it must have been fetched.
-
-        Returns:
-          A function that waits for the snapshot, and returns its arrays. If the task keeps its best
-          adapter, the one that was known when `with_best` was called is among them.
-        """
+        The results of all updates before the snapshot must have been fetched. The returned function
+        waits for the snapshot, and returns its arrays. If the task keeps its best adapter, the one
+        that was known when `with_best` was called is among them."""
         best = best_arrays(self._slots.named(name))
         return lambda: snapshot() | best()
 
     def result(
         self, name: str, snapshot: Callable[[], SlotArrays] | None = None
     ) -> Callable[[], Adapter]:
-        """Begins to copy the adapter that a task has trained so far to the host. If the task keeps
-        its best adapter, this is the one with the lowest held-out loss; else it is the one after
-        the last update that was dispatched. The devices do not wait for it.
-
-        Args:
-          snapshot: from `snapshot`, if it has just been called; its adapter need not be copied
-            again.
-
-        Returns:
-          A function that waits for the copy, and returns the adapter as `adapter` does.
-        """
+        """Begins to copy the adapter that a task has trained so far to the host: the one with the
+        lowest held-out loss if the task keeps it, else the one after the last update that was
+        dispatched. The devices do not wait for it. The returned function waits for the copy, and
+        returns the adapter as `adapter` does. With a recent `snapshot`, its adapter is used instead
+        of a new copy."""
         slot = self._slots.named(name)
         copied = slot.best or snapshot or self._slots.copy_to_host(name, ("adapter",))
         spec = slot.prepared.task.adapter
@@ -287,14 +255,11 @@ class Engine(RoundLoop):
     def suspend(self, name: str) -> SuspendedTask:
         """Removes a task and keeps everything that it needs to continue after its last update, or
         after its last turn if its global batch is not complete. Another task can then take its
-        slot.
+        slot. `resume` takes the result.
 
         On meshes with dp, fsdp or tp, and with several replicas, an incomplete global batch begins
         again. There a gradient is the sum of the accumulators of several devices, and adding them
         up now would change the order of later sums.
-
-        Returns:
-          The task, for `resume`.
         """
         self._refuse_unfinished_round()
         slot, number = self._slots.named(name), self._slots.number(name)
@@ -311,12 +276,9 @@ class Engine(RoundLoop):
         return suspended
 
     def resume(self, suspended: SuspendedTask) -> None:
-        """Continues a suspended task, with the bits that it would have had without the break. With
-        several replicas, its samples may go to other replicas than without the break, which changes
-        the order of sums.
-
-        Args:
-          suspended: from `suspend` of an engine with the same backbone.
+        """Continues a task that an engine with the same backbone has suspended, with the bits that
+        it would have had without the break. With several replicas, its samples may go to other
+        replicas than without the break, which changes the order of sums.
 
         Raises:
           TaskError: a task of this name is registered.
@@ -334,15 +296,9 @@ class Engine(RoundLoop):
         self._position.restore(self._slots.number(slot.name), suspended.accumulated)
 
     def extend(self, name: str, steps: int) -> None:
-        """Lets a task train more steps. The learning rates of all updates that have not been
-        dispatched follow a schedule over the new number of steps.
-
-        Args:
-          steps: the new number of steps, including those that the task has trained.
-
-        Raises:
-          TaskError: the task has ended, or it has at least as many steps already.
-        """
+        """Lets a task train up to `steps` steps, including those that it has trained. The learning
+        rates of all updates that have not been dispatched follow a schedule over the new number of
+        steps. TaskError if the task has ended, or has at least as many steps already."""
         slot = self._slots.named(name)
         if not slot.running or steps <= slot.prepared.steps:
             raise TaskError(
@@ -361,12 +317,8 @@ class Engine(RoundLoop):
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
         """Checks that a task fits into the present microbatches, and into one slot of the present
-        pool.
-
-        Raises:
-          TaskError: it does not fit; the message names the setting at fault.
-          PlanningError: a pipeline cannot train it (`refuse_stages`).
-        """
+        pool. TaskError names the setting at fault; PlanningError if a pipeline cannot train the
+        task."""
         prepared.refuse_rows_of(self.options.shape.row_len)
         self._refuse_stages({f"task {prepared.task.name!r}": prepared.pool})
         refuse_outgrowing(prepared.task.name, prepared.pool, self._slots.pool)
@@ -411,13 +363,9 @@ class Engine(RoundLoop):
             self.admission = self.admission.observe(pools, planned_remat(self.remat), peak)
 
     def adapter(self, name: str) -> Adapter:
-        """A task's current adapter, for `export_adapter` or a `Request`.
-
-        Returns:
-          By path of a linear within a layer ("mlp.up_proj"), `Factors` of the float32 NumPy arrays
-          a [L, k, r] and b [L, r, n], for L layers, input width k, output width n and the task's
-          rank r.
-        """
+        """A task's current adapter, for `export_adapter` or a `Request`: by path of a linear within
+        a layer ("mlp.up_proj"), `Factors` of the float32 NumPy arrays a [L, k, r] and b [L, r, n],
+        for L layers, input width k, output width n and the task's rank r."""
         copied = self._slots.copy_to_host(name, ("adapter",))
         return adapter_of(copied(), self.prepared(name).task.adapter, self.backbone.config)
 
@@ -436,13 +384,9 @@ class Engine(RoundLoop):
         return copied() | best_arrays(self._slots.named(name))()
 
     def task_specs(self, name: str) -> SlotState:
-        """Shapes and dtypes of `task_arrays`, without reading the arrays from the device.
-
-        Returns:
-          A tree with a `LeafSpec` (shape, dtype, names of axes) in place of each array: a
-          `SlotState` with the fields adapter, accumulators (gradients), loss and optimizer.
-          `peft.leaves.named_leaves` turns it into a dict with the paths of `task_arrays` as keys.
-        """
+        """Shapes, dtypes and axes of `task_arrays` without reading the arrays, as a `SlotState` of
+        `LeafSpec`. `peft.leaves.named_leaves` makes a dict of it with the paths of
+        `task_arrays`."""
         return self._slots.own_specs(name)
 
     def restore_task(

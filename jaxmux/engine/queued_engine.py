@@ -27,13 +27,8 @@ from .tasks.progress import TaskProgress, TaskUpdate, stop_early
 
 
 class Rung(NamedTuple):
-    """A rung whose tasks have all been measured.
-
-    Attributes:
-      step: the number of steps after which they are compared.
-      ranking: names of the tasks that reached the rung, the one with the lowest loss first.
-      kept: number of tasks, the first of the ranking, that continue.
-    """
+    """A rung whose tasks have all been measured after `step` steps. `ranking` has the names of the
+    tasks that reached it, the one with the lowest loss first. The first `kept` of them continue."""
 
     step: int
     ranking: tuple[str, ...]
@@ -64,12 +59,8 @@ class Bracket(NamedTuple):
     def decided(
         self, progress: Mapping[str, TaskProgress], awaited: Collection[str] = ()
     ) -> list[Rung]:
-        """The rungs that all their tasks have reached, in order.
-
-        Args:
-          progress: by name, the progress of the tasks.
-          awaited: names of tasks whose last results have not arrived.
-        """
+        """The rungs that all their tasks have reached, in order. `awaited` are the names of tasks
+        whose last results have not arrived."""
         decided, come = [], self.tasks
         for i, step in enumerate(self.rungs):
             if not all(_is_measured(progress[name], i, name in awaited) for name in come):
@@ -82,12 +73,8 @@ class Bracket(NamedTuple):
 
 
 def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -> None:
-    """Checks that tasks can be compared. `measured` tells, by name of a task, whether it has
-    held-out samples.
-
-    Raises:
-      TaskError: a task has no held-out samples.
-    """
+    """Raises TaskError if a task of a bracket has no held-out samples; `measured` tells by name
+    whether it has."""
     for bracket in brackets:
         for name in bracket.tasks:
             if bracket.rungs and not measured[name]:
@@ -207,13 +194,8 @@ class Shrinking(NamedTuple):
 
 
 class ExpectedSize(NamedTuple):
-    """A size that an engine is expected to get.
-
-    Attributes:
-      step: the number of steps after which tasks end.
-      tasks: number of tasks that still train.
-      shape: the shape class of their microbatches.
-    """
+    """The shape class that an engine is expected to get when tasks have ended after `step` steps,
+    and the number of tasks that still train then."""
 
     step: int
     tasks: int

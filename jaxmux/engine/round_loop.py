@@ -40,17 +40,7 @@ _log = logging.getLogger("jaxmux")
 
 
 class RoundLoop:
-    """Trains the tasks in the slots, round after round. `Engine` is the loop with tasks that come
-    and go.
-
-    Attributes:
-      backbone: the frozen backbone; of several replicas, the first one.
-      options: the settings.
-      rounds: number of rounds dispatched so far.
-      microbatches: number of microbatches dispatched so far, those of all data shards together.
-      computed_tokens: number of tokens of these microbatches, with padding.
-      device_time: where the time of the devices goes.
-    """
+    """Trains the tasks in the slots, round after round. `Engine` adds tasks that come and go."""
 
     def __init__(
         self,
@@ -59,13 +49,9 @@ class RoundLoop:
         programs: ProgramsAhead | None,
         observe: Callable[[Sequence[PoolSpec]], None],
     ):
-        """Creates a loop without tasks.
-
-        Args:
-          backbone, options, programs: as for `Engine`.
-          observe: function that is called after the results of a round have been fetched. Its
-            argument is, for each task of the round, the pool that would hold only this task.
-        """
+        """Creates a loop without tasks. After the results of a round have been fetched, `observe`
+        is called with the pool that each task of the round would need alone. The rest is as for
+        `Engine`."""
         self.options = options
         self.rounds = 0
         self.microbatches = 0
@@ -117,16 +103,10 @@ class RoundLoop:
     def _take_options(
         self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
     ) -> None:
-        """Continues with other options. The state has the sizes of these options already.
-
-        If the programs were not compiled ahead, they are compiled and run once. Programs that were
-        compiled ahead run for the first time when they are needed; here the executor only tries
-        whether their memory can be allocated.
-
-        Args:
-          numbers: maps the old number of every occupied slot to its new one.
-          programs: programs that have been compiled for `options`; None compiles them here.
-        """
+        """Continues with other options, for whose sizes the state is ready. Programs that were not
+        compiled ahead are compiled and run once. Programs that were compiled ahead run for the
+        first time when they are needed; here the executor only tries whether their memory can be
+        allocated. `numbers` maps the old number of every occupied slot to its new one."""
         self.options = options
         self._executor = self._make_executor(programs)
         self._stream = self._stream.resized(options, self._executor, numbers)
@@ -353,12 +333,8 @@ class RoundLoop:
 
     def drain(self) -> list[TaskUpdate]:
         """Waits for the last round whose update was dispatched, and records its results in the
-        `progress` of its tasks.
-
-        Returns:
-          One `TaskUpdate` for each task of that round, except tasks that had failed before its
-          update. Empty if all results have been fetched already.
-        """
+        `progress` of its tasks. Returns them as `train_round` does; none if they have been fetched
+        already."""
         self._settle()
         self._fetch()
         return self._results.take()
@@ -378,29 +354,17 @@ class RoundLoop:
 
     def accumulated(self, name: str) -> list[int]:
         """Indices of the samples in a task's current global batch whose gradients are already
-        accumulated, ascending; empty if the batch has not been started. A checkpoint within a
-        global batch stores this list for `restore_task`.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
+        accumulated, ascending. A checkpoint within a global batch stores this list for
+        `restore_task`."""
         return self._position.accumulated(self._slots.number(name))
 
     def begin_evaluation(self, names: Sequence[str]) -> None:
-        """Begins to measure the held-out losses of tasks with their current adapters. The results
-        arrive with those of the next round, or with `drain`. A measurement of more than
-        `options.round_tokens` tokens takes several rounds, one turn in each, and its task does not
-        train until it has ended. After a task's last step and every `Task.eval_every` steps, the
-        engine begins a measurement without this call.
-
-        Args:
-          names: tasks without held-out samples are left out.
-
-        Raises:
-          TaskError: a name is not registered.
-          PlanningError, ValueError: as for `evaluate`.
-          RuntimeError: a round is unfinished.
-        """
+        """Begins to measure the held-out losses of tasks with their current adapters; tasks without
+        held-out samples are left out. The results arrive with those of the next round, or with
+        `drain`. A measurement of more than `options.round_tokens` tokens takes several rounds, one
+        turn in each, and its task does not train until it has ended. After a task's last step and
+        every `Task.eval_every` steps, the engine begins a measurement without this call. Errors are
+        those of `evaluate`, and RuntimeError if a round is unfinished."""
         self._refuse_unfinished_round()
         self._held_out.measure([self._slots.number(name) for name in names], self.rounds)
         position = self._position
@@ -409,11 +373,8 @@ class RoundLoop:
             self._settle()
 
     def measures(self, name: str) -> bool:
-        """Whether a task has to wait for further turns of its measurement before it trains again.
-
-        Raises:
-          TaskError: no task of this name is registered.
-        """
+        """Whether a task has to wait for further turns of its measurement before it trains
+        again."""
         return self._slots.named(name).measuring is not None
 
     def take_evaluations(self) -> list[TaskEvaluation]:
@@ -441,7 +402,6 @@ class RoundLoop:
           NaN if the forward pass was not finite. Tasks without held-out samples are left out.
 
         Raises:
-          TaskError: a name is not registered.
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
           ValueError: `options.grouped_lora` is unknown or cannot serve these tasks on this device.
         """

@@ -70,12 +70,9 @@ class CompiledStages:
         ahead: StagePrograms | None = None,
         replicas: int = 1,
     ):
-        """Creates the stages; nothing is compiled yet.
-
-        Args:
-          ahead: programs that have been compiled; None if there are none.
-          replicas: number of replicas, which exchange gradients and adapters.
-        """
+        """Creates the stages; nothing is compiled yet. `ahead` are programs that have been
+        compiled, and `replicas` is the number of replicas, which exchange gradients and
+        adapters."""
         self._replicas = replicas
         self.stages = list(dict.fromkeys(backbone.homes))
         self._backbone, self._options, self._stored = backbone, options, stored
@@ -113,12 +110,9 @@ class CompiledStages:
     def forward(
         self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
     ) -> tuple[Passed, Any]:
-        """Dispatches the forward pass of a part, whose losses are added to the state. All arrays
-        are on the part's stage. `passed` comes from the part before; the first part gets None.
-
-        Returns:
-          The values for the next part, and the residuals for `backward`.
-        """
+        """Dispatches the forward pass of a part, whose losses are added to the state, and returns
+        the values for the next part and the residuals for `backward`. All arrays are on the part's
+        stage. `passed` comes from the part before; the first part gets None."""
         spent, programs = self._spent[part], self.programs
         out, loss, residuals = self._backbone.homes[part].run(
             forward_into,

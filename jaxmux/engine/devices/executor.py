@@ -94,11 +94,8 @@ class Executor(Protocol):
     def remat(self) -> str | tuple[str, ...] | None: ...
 
     def refuse_implementations(self, dropout: bool) -> None:
-        """Checks that the implementations that the options name can serve the state.
-
-        Raises:
-          PlanningError: an implementation cannot serve this device, these dtypes or sizes.
-        """
+        """Raises PlanningError if an implementation that the options name cannot serve the state on
+        this device."""
         ...
 
     def run(
@@ -157,28 +154,16 @@ class Executor(Protocol):
     def try_memory(self, dropout: bool) -> bool:
         """Tries whether the programs that have been compiled ahead for the state get their memory.
         On several devices they are run once, because none may be loaded while stages exchange
-        arrays.
-
-        Returns:
-          False if no programs have been compiled ahead for this state, or those of several devices
-          need too much; then `warm_up` prepares others.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the only device has too little memory.
-        """
+        arrays. Returns False if `warm_up` has to prepare programs: none have been compiled ahead
+        for this state, or those of several devices need too much. JaxRuntimeError if the only
+        device has too little."""
         ...
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
         """Compiles all programs and runs them once, so that no later round, update or measurement
-        compiles anything while the state keeps its size.
-
-        Args:
-          none_due: no update, with all optimizer kinds that tasks may have.
-
-        Returns:
-          True if the state keeps its bits; False if accumulators and losses are empty, because the
-          devices ran out of memory and layers recompute more now.
-        """
+        compiles anything while the state keeps its size. `none_due` has all optimizer kinds that
+        tasks may have. Returns False if accumulators and losses are empty now, because the devices
+        ran out of memory and layers recompute more."""
         ...
 
     def release(self) -> None:
@@ -205,13 +190,8 @@ class SingleDevice:
         stored: StoredState,
         programs: ProgramsAhead | DeviceSizeAhead | None = None,
     ):
-        """Creates an executor; nothing is compiled yet.
-
-        Args:
-          stored: the train state, in one part.
-          programs: programs that are being compiled for the tasks that will be trained; None
-            compiles programs when they are needed.
-        """
+        """Creates an executor; nothing is compiled yet. Without `programs`, programs are compiled
+        when they are needed."""
         self._backbone = backbone
         self._options = options
         self._stored = stored

@@ -59,13 +59,9 @@ from ..state.train_state import TrainState
 
 
 def step_room(weights: Any, adapters: Any, memory: int) -> int:
-    """Bytes that a microbatch's forward and backward pass may use, besides weights and train state.
-
-    Args:
-      weights: tree of the weights on the device.
-      adapters: tree of the float32 master weights of all slots on the device.
-      memory: bytes that everything on the device may take together.
-    """
+    """Bytes that a microbatch's forward and backward pass may use, besides weights and train state,
+    if everything on the device may take `memory` bytes. `adapters` are the float32 master weights
+    of all slots."""
     weight_bytes, master_bytes = bytes_of(weights), bytes_of(adapters)
     # Four arrays each: masters, accumulators and two moments. Two is the most that an optimizer
     # has, so that the policies do not depend on the optimizers in use.
@@ -86,16 +82,12 @@ def choose_remat(
     room: int,
     in_flight: int = 1,
 ) -> tuple[str, ...]:
-    """The remat policy of every layer: the least recomputation that fits into `room` bytes.
+    """The remat policy of every layer: the least recomputation that fits into `room` bytes for the
+    forward and backward pass of a microbatch (`step_room`), if the values of `in_flight`
+    microbatches are kept at the same time.
 
     Logs the choice, and a warning if even the most recomputation does not fit. Only shapes and
     dtypes of the arrays are read, and `options.remat` is not read.
-
-    Args:
-      microbatch: a microbatch of the training run's shape class.
-      room: bytes for the forward and backward pass of a microbatch (`step_room`).
-      in_flight: number of microbatches between their forward and their backward pass, which all
-        keep values.
     """
     config, weights = backbone.config, backbone.weights
     # Plain XLA is traced fastest, and all implementations keep nearly the same values: softmax
@@ -177,17 +169,9 @@ def accumulate(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> tuple[Any, Float[Array, " T"]]:
-    """Runs the forward and backward pass of one microbatch and adds its gradients and losses.
-
-    Args:
-      adapters: adapters of all slots, as in `TrainState`.
-      accumulators: gradients accumulated so far, as in `TrainState`; donated.
-      loss: float32 [T], losses accumulated so far; donated.
-      slots: scale and dropout of every slot.
-
-    Returns:
-      The accumulators and the losses with those of the microbatch added.
-    """
+    """Runs the forward and backward pass of one microbatch, and returns the accumulators and
+    losses, float32 [T], with its gradients and losses added; both are donated. `adapters` and
+    `accumulators` are as in `TrainState`, and `slots` has scale and dropout of every slot."""
 
     def forward(accumulators):
         return _losses(config, options, weights, adapters, accumulators, microbatch, slots)
@@ -259,11 +243,8 @@ _MOST_STEPS = 16
 def forward_options(
     backbone: Backbone, options: EngineOptions, adapters: Mapping[str, Any], dropout: bool = False
 ) -> ForwardOptions:
-    """The options of the forward pass, except the remat policy, which keeps its default.
-
-    Args:
-      adapters: by adapter kind, the pool of its arrays, or their descriptions.
-      dropout: whether any task has dropout.
+    """The options of the forward pass, except the remat policy, which keeps its default. `adapters`
+    has the pools, or their descriptions, by adapter kind.
 
     Raises:
       PlanningError: `options.attention` names an implementation that cannot serve this device,
@@ -287,12 +268,8 @@ def forward_options(
 def refuse_implementations(
     backbone: Backbone, options: EngineOptions, dropout: bool, state: TrainState
 ) -> None:
-    """Checks that the implementations that `options` names can serve the training step, by tracing
-    it. If it names none, nothing is traced. Only shapes and dtypes of `state` are read.
-
-    Raises:
-      PlanningError: an implementation cannot serve this device, these dtypes or sizes.
-    """
+    """Raises PlanningError if an implementation that `options` names cannot serve the training step
+    on this device, with these dtypes and sizes. Traces the step if `options` names any."""
     if not (options.attention or options.grouped_lora):
         return
     forward = forward_options(backbone, options, state.adapters, dropout)
@@ -305,14 +282,8 @@ def refuse_implementations(
 
 
 class TrainingStep(NamedTuple):
-    """A compiled `accumulate`.
-
-    Attributes:
-      forward: the options of its forward pass.
-      program: the program.
-      is_read: whether it was read from the cache. Then it has not been traced, and JAX does not
-        find it by its function and arguments.
-    """
+    """A compiled `accumulate`, with the options of its forward pass. If it was read from the cache
+    (`is_read`), it has not been traced, and JAX does not find it by its function and arguments."""
 
     forward: ForwardOptions
     program: jax.stages.Compiled
@@ -336,12 +307,8 @@ def compile_accumulate(
     leaner_by: int = 0,
 ) -> TrainingStep:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
-    shape. Only shapes and dtypes of `state`, `microbatch` and `slots` are read.
-
-    Args:
-      dropout: whether any task has dropout.
-      leaner_by: how often the device ran out of memory with earlier choices; each time, layers
-        recompute more.
+    shape. Only shapes and dtypes of `state`, `microbatch` and `slots` are read. Each time that the
+    device ran out of memory (`leaner_by`), layers recompute more.
 
     Raises:
       OutOfDeviceMemory: all layers recompute everything, and it was not enough.
@@ -370,17 +337,10 @@ def compile_accumulate(
 
 
 def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
-    """The file of a kept training step. Its name is a digest of everything on which the compiled
-    step depends: source code, packages, device, settings of JAX and XLA, static arguments, and
-    shapes and dtypes of the others.
-
-    Args:
-      arguments: those of `accumulate`, with a forward pass whose remat policy is not yet chosen.
-      *choices: further values on which the choice of remat policies depends.
-
-    Returns:
-      The file, which need not exist; None where the step is not kept.
-    """
+    """The file of a kept training step, which need not exist; None where the step is not kept. Its
+    name is a digest of everything on which the compiled step depends: source code, packages,
+    device, settings of JAX and XLA, static arguments, and shapes and dtypes of the others. In
+    `arguments`, the remat policy is not chosen yet; it depends on `choices`."""
     folder = _step_folder()
     if folder is None:
         return None

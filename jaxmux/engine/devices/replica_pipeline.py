@@ -33,12 +33,7 @@ from .compiled_stages import CompiledStages, StagePrograms
 
 
 class Queued(NamedTuple):
-    """A microbatch that has not ended.
-
-    Attributes:
-      index: its index in the round.
-      tables: the round's `SlotTable` on each stage.
-    """
+    """A microbatch that has not ended. `tables` has the round's `SlotTable` on each stage."""
 
     plan: RoundPlan
     index: int
@@ -71,13 +66,8 @@ class ReplicaPipeline:
         ahead: StagePrograms | None = None,
         replicas: int = 1,
     ):
-        """Creates a pipeline; nothing is compiled yet.
-
-        Args:
-          options: the options of the engine, with the shape class of this replica.
-          number: index of the replica.
-          ahead: programs that have been compiled; None if there are none.
-          replicas: number of replicas, which exchange gradients and adapters.
+        """Creates a pipeline; nothing is compiled yet. `ahead` are programs that have been
+        compiled, and `replicas` is the number of replicas, which exchange gradients and adapters.
 
         Raises:
           PlanningError: the parts are not on the stages in turn, the stages have different numbers
@@ -199,12 +189,9 @@ class ReplicaPipeline:
         self._compiled.release()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
-        """Dispatches the next pass, sends a result, or ends a microbatch, if one of these is
-        possible. `may_begin` tells whether a microbatch may begin.
-
-        Returns:
-          Whether one was possible; and the microbatch that has ended, None if none has.
-        """
+        """Dispatches the next pass, sends a result, or ends a microbatch. Returns whether one of
+        these was possible, and the microbatch that has ended or None. `may_begin` tells whether a
+        microbatch may begin."""
         step = self._next(may_begin)
         if step is None:
             return False, None
@@ -278,12 +265,9 @@ class ReplicaPipeline:
         arrived[target, step.microbatch] = homes[part].move(result, homes[target], P(DATA))
 
     def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
-        """Dispatches the forward passes of held-out samples. `slots` must have no dropout.
-
-        Returns:
-          The losses by data shard and slot, float32 [D, T], which every process can read. The loss
-          of a slot is their sum over D.
-        """
+        """Dispatches the forward passes of held-out samples. Returns the losses by data shard and
+        slot, float32 [D, T], which every process can read; the loss of a slot is their sum over
+        D."""
         homes, stages = self._backbone.homes, len(self._stages)
         programs = [self._compiled.program(part, False) for part in range(len(homes))]
         tables = [stage.put(slots, P()) for stage in self._stages]

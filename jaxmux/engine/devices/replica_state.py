@@ -34,16 +34,8 @@ _FEW = 4
 
 class _Common(NamedTuple):
     """Consecutive layers that a part of a replica has in common with a part of the first replica.
-
-    Attributes:
-      part: index of the replica's part.
-      begin: index of the first of these layers within that part.
-      first_part: index of the first replica's part.
-      first_begin: index of the first of these layers within that part.
-      layers: number of these layers.
-      to_end: whether the layers reach the end of the replica's part.
-      first_to_end: whether they reach the end of the first replica's part.
-    """
+    They begin at index `begin` within the part, and at `first_begin` within the first replica's
+    part. `to_end` and `first_to_end` tell whether they reach the end of the respective part."""
 
     part: int
     begin: int
@@ -55,12 +47,8 @@ class _Common(NamedTuple):
 
 
 class _Piece(NamedTuple):
-    """Arrays that travel to a part of another replica.
-
-    Attributes:
-      home: the mesh that holds them, with the same values on all its devices.
-      part: index of the part to which they travel.
-    """
+    """Arrays that travel to a part of another replica. All devices of `home` have the same
+    values."""
 
     home: StageMesh
     part: int

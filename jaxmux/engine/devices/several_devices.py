@@ -41,11 +41,8 @@ from .size_ahead import SizeAhead
 
 
 class _Waiting(NamedTuple):
-    """An update that has not been dispatched.
-
-    Attributes:
-      microbatches: indices of the microbatches with samples of these slots that have not ended.
-    """
+    """An update that has not been dispatched, and the indices of the microbatches with samples of
+    its slots that have not ended."""
 
     slots: tuple[int, ...]
     microbatches: set[int]
@@ -73,13 +70,9 @@ class SeveralDevices:
         stored: StoredState,
         ahead: Sequence[StagePrograms] | None = None,
     ):
-        """Creates an executor; nothing is compiled yet.
-
-        Args:
-          backbones: for each replica, the frozen backbone on its devices.
-          stored: the train state, in the parts of the first replica's backbone.
-          ahead: for each replica, programs that have been compiled (`programs` of another
-            executor); None if there are none.
+        """Creates an executor; nothing is compiled yet. `stored` has the parts of the first
+        replica's backbone. `ahead` are, for each replica, the compiled `programs` of another
+        executor.
 
         Raises:
           PlanningError: `options.schedule` is unknown or does not suit the parts of a backbone, or
@@ -387,14 +380,8 @@ class MeshSizeAhead(SizeAhead):
         kinds: Sequence[str],
         stored: StoredState,
     ):
-        """Starts the thread.
-
-        Args:
-          sizes: the present size of the engine, and the other size.
-          options, pool: those of an engine of the other size.
-          kinds: the optimizer kinds that tasks may have.
-          stored: the present state.
-        """
+        """Starts the thread. `sizes` are the present and the other size; `options` and `pool` are
+        those of an engine of the other size."""
         shapes = stored.without_arrays()
         super().__init__(sizes, partial(_compile, backbones, options, pool, kinds, shapes))
 

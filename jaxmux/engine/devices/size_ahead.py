@@ -45,15 +45,11 @@ from .programs import TrainingStep, compile_accumulate, evaluate, forward_option
 
 
 class ProgramsOfShapes:
-    """Compiles the programs of one device for a pool and a shape class.
+    """Compiles the programs of one device for a pool, a shape class and the optimizer kinds of
+    tasks.
 
     JAX keeps compiled programs by the shapes and dtypes of their arguments, so an engine finds them
     although they are compiled without any array.
-
-    Attributes:
-      pool: sizes of the pool.
-      layout: the description of the train state.
-      kinds: the optimizer kinds of the tasks.
     """
 
     def __init__(
@@ -228,14 +224,8 @@ class DeviceSizeAhead(SizeAhead):
         kinds: Sequence[str],
         before: Layout,
     ):
-        """Starts the thread.
-
-        Args:
-          sizes: the present size of the engine, and the other size.
-          options, pool: those of an engine of the other size.
-          kinds: the optimizer kinds that tasks may have.
-          before: the description of the present state.
-        """
+        """Starts the thread. `sizes` are the present and the other size; `options` and `pool` are
+        those of an engine of the other size, and `before` describes the present state."""
         self._programs = ProgramsOfShapes(backbone, options, pool, kinds)
         super().__init__(sizes, partial(self._compile, before))
 
@@ -248,14 +238,8 @@ class DeviceSizeAhead(SizeAhead):
         self._compiled.exception()
 
     def try_memory(self, layout: Layout, dropout: bool) -> bool:
-        """Allocates as much memory as the training step needs, and frees it again.
-
-        Returns:
-          False if the training step is compiled for another state or could not be compiled.
-
-        Raises:
-          jax.errors.JaxRuntimeError: the device has less memory.
-        """
+        """Allocates as much memory as the training step needs, and frees it again. Returns False if
+        no step is compiled for this state. JaxRuntimeError if the device has less memory."""
         if not self._serve(layout, dropout):
             return False
         jax.block_until_ready(self._compiled.result().scratch())

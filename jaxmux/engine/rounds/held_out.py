@@ -33,12 +33,6 @@ class HeldOut:
         most_tokens: int | None,
         device_time: DeviceTime,
     ):
-        """Starts without measurements.
-
-        Args:
-          copies: the thread that waits for copies to reach the host.
-          most_tokens: most tokens of a turn, as for `Turns`.
-        """
         self._slots, self._results = slots, results
         self._executor, self._copies = executor, copies
         self._most_tokens, self._device_time = most_tokens, device_time
@@ -61,12 +55,8 @@ class HeldOut:
 
     def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
         """After a round has been dispatched, stops tasks that have reached their time limit, begins
-        the measurements that are due, and continues those that have begun.
-
-        Args:
-          begun: the round after `plan`, if it has begun.
-          rounds: number of rounds that have been dispatched.
-        """
+        the measurements that are due, and continues those that have begun. `begun` is the round
+        after `plan`, if it has begun, and `rounds` the number of dispatched rounds."""
         trained = plan.steps | (begun.steps if begun else {})
         self._stop_in_time({n: step + 1 for n, step in trained.items()})
         updated = {n: plan.steps[n] for n in plan.steps if n in plan.ends and self._slots.runs(n)}
@@ -76,11 +66,7 @@ class HeldOut:
     def measure(self, numbers: Sequence[int], rounds: int) -> None:
         """Begins to measure the held-out losses of tasks, with the adapters after everything that
         has been dispatched, and dispatches the first turns. Tasks without held-out samples are left
-        out.
-
-        Args:
-          rounds: number of rounds that have been dispatched.
-        """
+        out."""
         self._begin(n for n in numbers if self._slots[n].prepared.eval_samples)
         self._dispatch([n for n in self.unfinished if n in numbers], rounds)
 
@@ -124,12 +110,8 @@ class HeldOut:
         return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
 
     def _stop_in_time(self, steps: Mapping[int, int]) -> None:
-        """Stops tasks that have reached their time limit.
-
-        Args:
-          steps: by slot, the number of steps after which its task can stop: all that have been
-            dispatched or begun.
-        """
+        """Stops tasks that have reached their time limit, after all steps that have been dispatched
+        or begun."""
         for number, step in steps.items():
             if not self._slots.runs(number):
                 continue

@@ -42,13 +42,9 @@ class RoundStream:
         return other
 
     def begin(self, live: Mapping[int, int], accumulated: SampleIndices) -> None:
-        """Has the thread pack the next rounds of the live tasks, if it does not already.
-
-        Args:
-          live: by slot, the next step of every live task.
-          accumulated: by slot, indices of the samples of these steps whose gradients are in the
-            accumulators already.
-        """
+        """Has the thread pack the next rounds of the live tasks, if it does not already. `live` has
+        the next step of every live task by slot, and `accumulated` the indices of the samples of
+        these steps whose gradients are in the accumulators already."""
         if self._rounds is not None and self._following == live.keys():
             return
         # Tasks that end as planned leave the stream by themselves; any other change needs a new
@@ -101,8 +97,8 @@ class RoundPosition:
       current: the current round; None between two rounds.
       done: indices of its microbatches that have been dispatched.
       following: the round after it, if the executor may have begun it.
-      begun_ahead: whether the executor may have begun the current round while the round before it
-        was trained, and has not been called for the current round since.
+      begun_ahead: whether the executor may have begun the current round during the round before,
+        and has not been called for it since.
     """
 
     def __init__(self, stream: RoundStream):
@@ -129,12 +125,8 @@ class RoundPosition:
         return self.current
 
     def plan_following(self, live: Mapping[int, int]) -> RoundPlan | None:
-        """The round after the current one; None if there is none, or if it may not begin yet.
-
-        Args:
-          live: by slot, the step after the current round of every task that will be live as far as
-            is known.
-        """
+        """The round after the current one, whose steps `live` has by slot as far as they are known;
+        None if there is none, or if it may not begin yet."""
         if self._accumulated_ahead:
             # Part of the following round was trained before a stop.
             return None
@@ -142,12 +134,8 @@ class RoundPosition:
         return self.following
 
     def stop(self, updates: tuple[Due, ...], ahead: Sequence[int]) -> None:
-        """Notes that the executor was stopped within the current round.
-
-        Args:
-          updates: the updates of the round that have not been dispatched.
-          ahead: indices of the microbatches of the following round that have been trained.
-        """
+        """Notes that the executor was stopped within the current round, before it dispatched these
+        updates. It has trained the microbatches `ahead` of the following round."""
         self.current = self.current._replace(updates=updates)
         self._forget_following(ahead)
 

@@ -34,11 +34,9 @@ class ComputedTurn(NamedTuple):
     chunks, with padding.
 
     Attributes:
-      task: name of the task.
       step: index of the global batch, from 0.
       before: number of tokens of the global batch that earlier rounds had computed. The count
         starts at 0 again if gradients are lost and the batch begins again.
-      tokens: number of tokens that the round has computed of it.
     """
 
     task: str
@@ -115,15 +113,12 @@ class ComputedTokens:
 
 
 class DispatchedPass(NamedTuple):
-    """A pass that the host has given to a stage.
+    """A forward or backward pass that the host has given to a stage. Indices are those of the
+    replica, the stage, the part of the backbone, of which a stage may have several, and the
+    microbatch in its round.
 
     Attributes:
       seconds: time of dispatch on `time.perf_counter`. The stage may run the pass later.
-      replica: index of the replica.
-      stage: index of the stage.
-      part: index of the part of the backbone; several parts may lie on a stage.
-      microbatch: index of the microbatch in its round.
-      forward: True for a forward pass, False for a backward pass.
       steps: the `RoundPlan.steps` of the round, which tell the rounds apart.
     """
 
@@ -137,25 +132,17 @@ class DispatchedPass(NamedTuple):
 
 
 class TaskTokens(NamedTuple):
-    """The tokens of a task in a microbatch.
-
-    Attributes:
-      chunks: tokens of the task's chunks, with padding.
-      read: tokens that the model reads, without padding.
-    """
+    """The tokens of a task in a microbatch: those of its chunks, with padding, and those that the
+    model reads, without padding."""
 
     chunks: int
     read: int
 
 
 class MicrobatchRecord(NamedTuple):
-    """The contents of a microbatch.
-
-    Attributes:
-      replica: index of the replica that trained it.
-      capacity: tokens of the microbatches of all data shards together, with padding.
-      tasks: by name, the tokens of each task in it.
-    """
+    """The contents of a microbatch of the replica with this index. `capacity` is the tokens of the
+    microbatches of all data shards together, with padding; `tasks` has each task's tokens by
+    name."""
 
     replica: int
     capacity: int
@@ -233,13 +220,9 @@ class DeviceTime:
         self._ended = -math.inf
 
     def add(self, kind: str, begin: float, wait: Callable[[], Any]) -> Future[Any]:
-        """Records work that has been dispatched, and returns a future of the result of `wait`.
-
-        Args:
-          kind: "training" or "evaluation".
-          begin: time on `time.monotonic` at which the dispatch began.
-          wait: function that returns when the work has ended. It must not dispatch work.
-        """
+        """Records work of the kind "training" or "evaluation" that has been dispatched, and returns
+        a future of the result of `wait`. The dispatch began at `begin` on `time.monotonic`. `wait`
+        returns when the work has ended, and must not dispatch work."""
         span = _Span(kind, begin)
         with self._lock:
             self._work.append(span)
@@ -262,11 +245,8 @@ class DeviceTime:
 
     @contextmanager
     def waiting(self, kind: str) -> Iterator[None]:
-        """Records that the host does work within this context for which the devices may wait.
-
-        Args:
-          kind: "compiling" or "checkpoints".
-        """
+        """Records that the host compiles or writes checkpoints within this context (`kind`), for
+        which the devices may wait."""
         span = _Span(kind, time.monotonic())
         self._waits.append(span)
         try:
@@ -313,9 +293,7 @@ class DispatchedUpdate:
 
     Attributes:
       index: number of the round, from 0.
-      plan: the round.
-      tasks: by slot number, the tasks that are updated. A task may have left its slot since.
-      learning_rates: by slot number, the learning rate of the update.
+      tasks, learning_rates: by slot number. A task may have left its slot since.
       pools: for each task of the round, the pool that would hold only this task.
       stats: losses and gradient norms, on the device.
     """
@@ -334,8 +312,7 @@ class DispatchedTurns:
     next round, or the plan of the round has been discarded.
 
     Attributes:
-      plan: the round.
-      tasks: by slot number, the tasks.
+      tasks: the tasks by slot number.
       left: by slot number, the tasks that had left when the round had begun.
       marker: arrays that are ready when the round has ended, from `Executor.marker`.
       ended: for a discarded plan, indices of its trained microbatches; else None.
@@ -350,17 +327,17 @@ class DispatchedTurns:
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedEvaluation:
-    """Turns of measurements of held-out losses whose results have not been fetched.
+    """Turns of measurements of held-out losses whose results have not been fetched. Keys are slot
+    numbers.
 
     Attributes:
       index: number of rounds that have been dispatched.
-      tasks: by slot number, the tasks.
-      measured: by slot number, the measurement to which the turn belongs.
+      measured: the measurements to which the turns belong.
       ended: the slots whose measurements end with these turns.
-      adapters: by slot number, function that waits for the measured adapter and returns its arrays
-        by path, for tasks of `ended` that keep their best adapter.
+      adapters: functions that wait for the measured adapter and return its arrays by path, for
+        tasks of `ended` that keep their best adapter.
       losses: function that waits for the losses by slot, as in `Measurement`.
-      tokens: by slot number, number of tokens of the chunks with held-out samples.
+      tokens: numbers of tokens of the chunks with held-out samples.
     """
 
     index: int
@@ -414,11 +391,7 @@ class Results:
 
     def fetch(self) -> Iterator[DispatchedUpdate]:
         """Waits for everything that has been added and records the results. Yields each update once
-        it is recorded.
-
-        Raises:
-          jax.errors.JaxRuntimeError: a round has failed on the device.
-        """
+        it is recorded. Raises JaxRuntimeError if a round has failed on the device."""
         while self._dispatched:
             first = self._dispatched[0]
             if isinstance(first, DispatchedTurns):

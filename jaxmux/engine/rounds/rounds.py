@@ -67,11 +67,10 @@ Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
 
 
 class PackedMicrobatch(NamedTuple):
-    """The microbatches that the data shards of a replica train at the same time, one each.
+    """The microbatches that the data shards of the replica with this index train at the same time,
+    one each. The forward pass reads `arrays`.
 
     Attributes:
-      replica: index of the replica.
-      arrays: the arrays that the forward pass reads.
       samples: by slot, indices of the samples in the task's global batch.
       tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
       trained_tokens: by slot, the tokens of those chunks in which at least one sample is trained.
@@ -87,12 +86,8 @@ class PackedMicrobatch(NamedTuple):
 
 
 class Due(NamedTuple):
-    """An update of some slots in a round.
-
-    Attributes:
-      after: index of the microbatch with which the global batches of the slots are complete; -1 if
-        they are complete before the round.
-    """
+    """An update of some slots in a round. `after` is the index of the microbatch with which their
+    global batches are complete; -1 if they are complete before the round."""
 
     after: int
     slots: tuple[int, ...]
@@ -110,11 +105,9 @@ class RoundPlan(NamedTuple):
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
       optimizers: the optimizer kinds of the tasks.
-      tokens: by slot, number of tokens in the task's global batch, without padding and virtual
-        tokens.
-      target_tokens: by slot, number of tokens in the task's global batch that count in the loss.
-      computed_tokens: by slot, number of tokens of the chunks that hold the task's turn, with
-        padding.
+      tokens, target_tokens: by slot, number of tokens in the task's global batch, without padding
+        and virtual tokens, and number of those that count in the loss.
+      computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
     """
 
     steps: dict[int, int]
@@ -242,17 +235,10 @@ def _lengths(task: PreparedTask) -> BatchLengths:
 def pack_tightly(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass, groups: Groups = ()
 ) -> Sequence[Sequence[Placement]]:
-    """Packs a round into few microbatches. The engine uses this packing unless its options name
-    another.
-
-    Args:
-      lengths: by slot, the stream lengths in tokens of the samples in the task's global batch.
-      groups: groups of tasks that follow each other and share no more than the microbatch in which
-        one group ends and the next begins; empty if all tasks share microbatches.
-
-    Returns:
-      For each microbatch, the placements of its samples.
-    """
+    """Packs a round into few microbatches, for which it returns the placements of their samples.
+    The engine uses this packing unless its options name another. `lengths` are stream lengths in
+    tokens. Groups of tasks follow each other and share no more than the microbatch in which one
+    group ends and the next begins; without groups, all tasks share microbatches."""
     if len(groups) < 2:
         return pack_round(lengths, shape).microbatches()
     from jaxmux.planner.pipeline import pack_in_groups
@@ -274,10 +260,7 @@ def training_rounds(
     """Yields the remaining rounds, until every task has trained its last step.
 
     Args:
-      tasks: by slot, the live tasks.
       steps: by slot, index of the task's next global batch, from 0.
-      replicas: if one of them is a pipeline in which rounds follow each other, the tasks of a round
-        may form groups that are updated one after another, see `TaskGroups`.
       packing: lays out the samples of a group of tasks; None for `pack_tightly`, by which groups
         may share a microbatch.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
@@ -367,15 +350,10 @@ def fill_microbatches(
     """Packs global batches and yields their microbatches, replica after replica. `arrays` is a list
     with one `Microbatch` of NumPy arrays for each data shard. Every sample occurs once.
 
-    A replica's samples go to its data shards in turn. With one replica, the sum of a task's
-    gradients on a shard therefore does not depend on the other tasks.
-
-    Args:
-      batches: by slot, the samples of the task's global batch.
-      shares: the samples of each replica.
-      packing, groups: as for `training_rounds` and `pack_tightly`.
-      left_out: by slot, indices of samples that are packed like the others but left out of the
-        arrays. A microbatch that holds only such samples has no samples.
+    A replica's samples, its share, go to its data shards in turn. With one replica, the sum of a
+    task's gradients on a shard therefore does not depend on the other tasks. Samples in `left_out`
+    are packed like the others but left out of the arrays. `packing` and `groups` are as for
+    `training_rounds` and `pack_tightly`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
@@ -455,13 +433,8 @@ def empty_microbatch(shape: ShapeClass) -> Microbatch:
 def slot_table(
     tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
 ) -> SlotTable:
-    """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task.
-
-    Args:
-      steps: by slot, index of the global batch that is trained, on which the dropout key depends;
-        None turns dropout off.
-      slots: number of slots T.
-    """
+    """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task. A dropout
+    key depends on the index of the global batch in `steps`; without `steps`, dropout is off."""
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     key = np.zeros(slots, np.uint32)
     for slot, prepared in tasks.items():
@@ -473,7 +446,7 @@ def slot_table(
 
 
 class Turn(NamedTuple):
-    """The samples of a task that are trained in a round.
+    """The samples of a global batch that are trained in a round.
 
     Attributes:
       step: index of the task's global batch, from 0.
@@ -549,12 +522,9 @@ class Turns:
 
 
 def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:
-    """Divides a global batch into turns, each with the indices of its samples.
-
-    Args:
-      lengths: the number of tokens that each sample counts.
-      most_tokens: most tokens of a turn; a longer sample is a turn of its own. None for one turn.
-    """
+    """Divides a global batch into turns, each with the indices of its samples. `lengths` are the
+    numbers of tokens that the samples count. A sample with more than `most_tokens` is a turn of its
+    own; None gives one turn."""
     turns, begin = [], 0
     while begin < len(lengths):
         turns.append(turn_from(begin, lengths, most_tokens))

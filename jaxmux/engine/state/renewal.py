@@ -220,14 +220,9 @@ def renewed(
     slots: Mapping[str, Int[np.ndarray, " T"]],
     applied: Bool[Array, " T"],
 ) -> TrainState:
-    """The state on one device with derived arrays computed from the present trained arrays.
-
-    Args:
-      state: the pools of the kinds in `slots` are donated.
-      layers: weights of the layers of the backbone.
-      slots: from `slots_to_renew`, the slots that were due.
-      applied: whether the update of a slot was applied; other slots keep their bits.
-    """
+    """The state on one device with derived arrays computed from the present trained arrays, for
+    `slots` that were due (from `slots_to_renew`). Slots whose update was not applied keep their
+    bits. The pools of the renewed kinds are donated."""
     for name, numbers in slots.items():
         factors, derived = state.adapters[LOW_RANK_KIND], state.adapters[name]
         derived = _renew(KINDS[name].op, UNDIVIDED, layers, factors, derived, numbers, applied)

@@ -37,12 +37,10 @@ from .updates import DueUpdates, Hyperparameters, SlotsByOptimizer
 
 
 class TrainedTask(NamedTuple):
-    """A task that has been trained, without its data.
+    """A task that has been trained, without its data. Its progress does not change any more.
 
     Attributes:
-      progress: does not change any more.
-      samples: number of training samples.
-      held_out_samples: number of held-out samples.
+      samples, held_out_samples: numbers of training and held-out samples.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
       rendering: how the records of its training data became text.
     """
@@ -173,11 +171,8 @@ class Slot:
         self.part_of_turn = 0
 
     def count_seconds(self, begins: bool = False) -> None:
-        """Adds the time since the last call to the seconds of the task.
-
-        Args:
-          begins: whether the clock of a task starts that has had no results so far.
-        """
+        """Adds the time since the last call to the seconds of the task. `begins` starts the clock
+        of a task that has had no results so far."""
         now = time.monotonic()
         if self.timed_since is not None:
             self.progress.seconds += now - self.timed_since
@@ -216,12 +211,8 @@ class SuspendedTask(NamedTuple):
     def of(
         cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
     ) -> "SuspendedTask":
-        """A task that another engine has suspended.
-
-        Args:
-          arrays: function that returns the arrays of `with_best` at this progress, as NumPy arrays
-            on the host.
-        """
+        """A task that another engine has suspended. `arrays` returns the arrays of `with_best` at
+        this progress, as NumPy arrays on the host."""
         current, best = without_best(arrays())
         slot = Slot(prepared, TaskProgress(), best=best)
         slot.restore(progress)
@@ -261,13 +252,9 @@ def pool_of(
     reserved: PoolSpec,
     keep_moments: bool = False,
 ) -> tuple[PoolSpec, TrainState]:
-    """The pool that holds tasks, and the description of its arrays.
-
-    Args:
-      tasks: for each task, the pool that would hold only this task.
-      reserved: smallest sizes of the pool.
-      keep_moments: whether the pool has room for the moments of `reserved.optimizer`.
-    """
+    """The pool that holds tasks, and the description of its arrays. Each task is given by the pool
+    that would hold only this task, and `reserved` has the smallest sizes. `keep_moments` tells
+    whether the pool has room for the moments of `reserved.optimizer`."""
     pool = merge_pool_specs(tasks, reserved)
     if keep_moments and moments_of(reserved) > moments_of(pool):
         pool = pool._replace(optimizer=reserved.optimizer)
@@ -278,14 +265,8 @@ def pool_of(
 
 
 def refuse_outgrowing(name: str, needed: PoolSpec, pool: PoolSpec) -> None:
-    """Checks that a task fits into a pool.
-
-    Args:
-      needed: the pool that would hold only this task.
-
-    Raises:
-      TaskError: the task needs another rank, linear, dropout or optimizer than the pool has.
-    """
+    """Raises TaskError if a task, for which the pool `needed` would suffice, needs another rank,
+    linear, dropout or optimizer than `pool` has."""
     modules = MODULES if pool.modules is None else pool.modules
     missing = ", ".join(sorted({*needed.modules} - {*modules}))
     lacking = "; ".join(_missing_kinds(needed, pool))
@@ -408,14 +389,9 @@ class Slots:
         after: RoundPlan | None,
         takes_turns: Callable[[Slot], bool],
     ) -> dict[int, int]:
-        """By slot, the next step of every task that has one.
-
-        Args:
-          after: a round that is being dispatched, whose steps count as trained; None if there is
-            none.
-          takes_turns: whether the measurement of a task's held-out loss takes several turns, so
-            that its task waits for it.
-        """
+        """By slot, the next step of every task that has one. The steps of the round `after`, which
+        is being dispatched, count as trained. `takes_turns` tells whether the measurement of a
+        task's held-out loss takes several turns, so that its task waits for it."""
         steps, ends = (after.steps, after.ends) if after else ({}, frozenset())
         live = {}
         for number, slot in self._slots.items():
@@ -480,11 +456,7 @@ class Slots:
         return number in self._slots and self._slots[number].running
 
     def number(self, name: str) -> int:
-        """The slot number of a task.
-
-        Raises:
-          TaskError: no slot has this task.
-        """
+        """The slot number of a task. TaskError if no slot has this task."""
         for number, slot in self:
             if slot.name == name:
                 return number
@@ -496,11 +468,8 @@ class Slots:
     def add(self, tasks: Sequence[PreparedTask], begin: bool = True) -> None:
         """Gives each task the free slot with the lowest number, and writes its initial adapter
         there. The state is enlarged if the tasks do not fit. If a task cannot make its adapter,
-        none gets a slot.
-
-        Args:
-          begin: False leaves the slots empty until `begin` or `write`.
-        """
+        none gets a slot. Without `begin`, the slots stay empty until `begin` or `write` is
+        called."""
         self._make_room(tasks)
         self._constants = None
         added: list[str] = []
@@ -569,15 +538,12 @@ class Slots:
         del self.left[number]
 
     def resize(self, slots: int) -> dict[int, int]:
-        """Gives the state another number of slots. A task keeps its slot if there still is one of
-        this number; else it moves to the free one with the lowest number. No slot may be waiting
-        for `clear`.
-
-        Returns:
-          By old number, the new number of every occupied slot.
+        """Gives the state another number of slots, at least as many as there are tasks. A task
+        keeps its slot if there still is one of this number; else it moves to the free one with the
+        lowest number. No slot may be waiting for `clear`. Returns, by old number, the new number of
+        every occupied slot.
 
         Raises:
-          ValueError: there are more tasks than slots.
           jax.errors.JaxRuntimeError: a device has too little memory; nothing has changed.
         """
         if slots < len(self._slots):
@@ -608,12 +574,9 @@ class Slots:
     def copy_to_host(
         self, name: str, fields: tuple[str, ...] = SlotState._fields
     ) -> Callable[[], SlotArrays]:
-        """Begins to copy the given fields of a task's `SlotState` to the host.
-
-        Returns:
-          A function that waits for the copy, and returns the arrays by path, at the task's own rank
-          and modules.
-        """
+        """Begins to copy the given fields of a task's `SlotState` to the host. The returned
+        function waits for the copy, and returns the arrays by path, at the task's own rank and
+        modules."""
         number, slot = self.number(name), self.named(name)
         task_specs = {field: getattr(self.own_specs(name), field) for field in fields}
         specs = slot_specs(self.layout.tree, slot.kind)
@@ -625,15 +588,9 @@ class Slots:
         return self.stored.copy_waits(self.named(name).kind, fields)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
-        """Replaces all arrays of a task.
-
-        Args:
-          arrays: arrays from `copy_to_host`, of a state of any size. Those that are left out become
-            empty.
-
-        Raises:
-          ValueError: an array of the adapter or a scalar is missing, or the pool has no such array.
-        """
+        """Replaces all arrays of a task by arrays from `copy_to_host`, of a state of any size.
+        Arrays that are left out become empty. ValueError if an array of the adapter or a scalar is
+        missing, or the pool has no such array."""
         number, slot = self.number(name), self.named(name)
         self._refuse_incomplete(slot, arrays)
         leaves = self._missing_in_empty(slot, arrays)

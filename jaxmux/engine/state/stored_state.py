@@ -90,13 +90,9 @@ class HostCopies:
     def begin(
         self, key: Hashable, read: Callable[[], Any], wait_for_devices: Callable[[], None]
     ) -> HostCopy:
-        """Begins a copy when there is room for it.
-
-        Args:
-          key: copies with equal keys have about the same size.
-          read: function that has the devices write the arrays, which nobody else uses.
-          wait_for_devices: function that returns when the devices have finished all dispatched
-            work, so that its memory is free.
+        """Begins a copy when there is room for it. Copies with equal keys have about the same size.
+        `read` has the devices write the arrays, which nobody else uses. `wait_for_devices` returns
+        when the devices have finished all dispatched work, so that its memory is free.
 
         Raises:
           OutOfDeviceMemory: a device has too little memory even if it does nothing else.
@@ -155,14 +151,12 @@ class StoredState:
     them.
 
     Attributes:
-      parts: the layers of each part, together all layers of the backbone.
       homes: the mesh of each part; None for the default device.
       states: the state of each part, on its devices; empty until `make_room` is called.
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
       summed: the same without the axis "copy".
       layout: the description of the whole state; None until `make_room` is called.
-      changes: by slot, the number of the last change of this slot, except by training. Changes are
-        numbered from 1.
+      changes: by slot, the number of the last change of this slot, except by training.
       measured: by part, the held-out losses that are measured with this state. An executor sets
         them, so that `wait` includes them.
     """
@@ -198,18 +192,11 @@ class StoredState:
         self._ran = set()
 
     def resize(self, specs: TrainState, sources: Int[np.ndarray, " T"]) -> None:
-        """Gives the state another number of slots.
+        """Gives the state another number of slots. `sources` has, for every new slot, the number of
+        the old slot that it continues; the old number of slots stands for an empty one.
 
         The devices hold only one array twice at any time. If one of them has too little memory, the
-        state stays as it was.
-
-        Args:
-          specs: the description of the whole new state, which differs only in the number of slots.
-          sources: for every new slot, the number of the old slot that it continues; the old number
-            of slots for an empty one.
-
-        Raises:
-          jax.errors.JaxRuntimeError: a device has too little memory.
+        state stays as it was, and JaxRuntimeError is raised.
         """
         if Layout(specs) == self.layout:
             return
@@ -254,14 +241,10 @@ class StoredState:
         self.clear(slot)
 
     def write(self, kind: SlotKind, slot: int, leaves: Mapping[str, np.ndarray]) -> None:
-        """Replaces arrays of one slot in place.
-
-        Every array has its own program, so that only arrays with new values need be sent.
-
-        Args:
-          leaves: by path in a `SlotState`, NumPy arrays of all layers, of sizes from
-            `written_specs`. Arrays that are left out, and higher ranks, stay as they are.
-        """
+        """Replaces arrays of one slot in place. `leaves` has, by path in a `SlotState`, NumPy
+        arrays of all layers, of sizes from `written_specs`. Arrays that are left out, and higher
+        ranks, stay as they are. Every array has its own program, so that only arrays with new
+        values need be sent."""
         self._note_change(slot)
         whole = named_leaves(slot_specs(self.layout.tree, kind))
         described = [self._sharded_specs(i, kind) for i in range(len(self.parts))]
@@ -314,11 +297,8 @@ class StoredState:
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
     ) -> Callable[[], dict[str, Any]]:
         """Begins to copy fields of one slot to the host, with their values after everything that
-        has been dispatched. Waits first if too many bytes are in flight already.
-
-        Returns:
-          A function that waits for the copy and returns, by field, the slot's NumPy arrays.
-        """
+        has been dispatched. Waits first if too many bytes are in flight already. The returned
+        function waits for the copy and returns, by field, the slot's NumPy arrays."""
         read = partial(self._read, kind, slot, fields)
         copy = self._copies.begin((kind, fields), read, self.wait)
 

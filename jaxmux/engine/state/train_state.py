@@ -46,14 +46,9 @@ class TrainState(NamedTuple):
 
 
 class SlotState(NamedTuple):
-    """The arrays of one slot, without the slot axis.
-
-    Attributes:
-      adapter: the pool's arrays of the slot's adapter kind.
-      accumulators: gradients of the current global batch.
-      loss: float32 scalar, accumulated over the current global batch.
-      optimizer: the optax state of the slot's optimizer kind.
-    """
+    """The arrays of one slot, without the slot axis: those of its adapter kind, the gradients and
+    the loss accumulated over the current global batch, and the optax state of its optimizer
+    kind."""
 
     adapter: Any
     accumulators: Any
@@ -112,15 +107,9 @@ def empty_state(layout: Layout) -> TrainState:
 
 
 def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = None) -> TrainState:
-    """A larger state with the values of a smaller one and empty new slots and ranks.
-
-    The state is made array by array, so that the device holds only one array twice at any time.
-
-    Args:
-      leaves: the smaller state's arrays by path; each is removed from this dict when it is used.
-      specs: the description of the larger state.
-      home: the mesh of the state; None for the default device.
-    """
+    """A larger state with the values of a smaller one and empty new slots and ranks. It is made
+    array by array, so that the device holds only one array twice at any time. `leaves` are the
+    smaller state's arrays by path; each is removed from this dict when it is used."""
     shardings = None if home is None else home.shardings(home.leaf_specs(specs))
     places = named_leaves(shardings)
 
@@ -221,13 +210,9 @@ def read_slot(
     to_host: bool = False,
 ) -> dict[str, Any]:
     """The arrays of one slot by field of `SlotState`. An array with an axis of copies is summed
-    over them.
-
-    Args:
-      to_host: whether the program writes the result to pinned memory of the host. A copy that is
-        started outside of a program blocks the thread that starts it, or the next call of the
-        driver, until the devices are ready.
-    """
+    over them. With `to_host`, the program itself writes the result to pinned memory of the host: a
+    copy that is started outside of a program blocks the thread that starts it, or the next call of
+    the driver, until the devices are ready."""
 
     def take(spec: LeafSpec, leaf: Array) -> Array:
         value = jax.lax.dynamic_index_in_dim(leaf, slot, spec.slot_axis, keepdims=False)

@@ -141,17 +141,13 @@ def update(
     warm: bool = False,
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
+    `state` is donated; only `updates.renewed` needs `layers`, the weights of the backbone's layers.
 
     A due slot whose loss, gradient or new parameters are not finite keeps its parameters, moments
     and update count. Each optimizer kind has its own program, which updates all slots at once and
     in place. In one pool, a task's bits therefore do not depend on the number of the other tasks or
-    on their optimizers. On a GPU the program's temporaries are far smaller than a slot.
-
-    Args:
-      state: the train state; it is donated.
-      layers: weights of the layers of the backbone; only `updates.renewed` needs them.
-      warm: True runs the programs of all optimizer kinds, so that they are compiled. Without due
-        updates the state keeps its bits.
+    on their optimizers. On a GPU the program's temporaries are far smaller than a slot. `warm` runs
+    the programs of all optimizer kinds, so that they are compiled.
     """
     stats = no_stats(len(updates.due))
     if drops_foreign(layout, updates) and (warm or updates.due.any()):
@@ -284,12 +280,9 @@ def norm_of_layers(squares: Sequence[Float[Array, "_ T"]]) -> Float[Array, " T"]
 
 @partial(jax.jit, static_argnums=(0, 1))
 def finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
-    """Whether all new parameters of a slot would be finite, for all slots.
-
-    Args:
-      rates, hyper, paired: as in `DueUpdates`, `hyper` with one value for each slot.
-      norm: float32 [T], global norm of each gradient.
-    """
+    """Whether all new parameters of a slot would be finite, for all slots. `rates`, `hyper` and
+    `paired` are as in `DueUpdates`, `hyper` with one value for each slot; `norm` is the global norm
+    of each gradient."""
     specs: TrainState = layout.tree
     if paired is None:
         return _finite_in(kind, specs, state, rates, hyper, None, norm)
@@ -325,13 +318,9 @@ def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bo
 
 @jax.jit
 def decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T"]]) -> UpdateStats:
-    """The results of the due slots; other slots keep theirs.
-
-    Args:
-      loss, norm: float32 [T], losses and norms of the gradients.
-      finite: for each part of the layers, whether the new parameters are finite. An update is
-        applied if they are finite in all parts, and its loss and norm are finite.
-    """
+    """The results of the due slots; other slots keep theirs. `finite` tells, for each part of the
+    layers, whether the new parameters are finite. An update is applied if they are finite in all
+    parts, and its loss and norm are finite."""
     applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
     for part in finite:
         applied &= part

@@ -50,12 +50,9 @@ _LENGTHS: WeakKeyDictionary[GlobalBatches, dict[int, list[int]]] = WeakKeyDictio
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples of a task's global batch.
-
-    The stream length of a sample is its number of tokens minus 1, because the model does not read
-    the last token. A global batch is read only when its lengths are requested. `steps` is the
-    number of steps that the task trains.
-    """
+    """By step, the stream lengths in tokens of the samples of a task's global batch. The stream
+    length is the number of tokens minus 1, because the model does not read the last token. A global
+    batch is read only when its lengths are requested."""
 
     def __init__(self, batches: GlobalBatches, steps: int):
         self.batches, self.steps = batches, steps
@@ -139,12 +136,8 @@ def _nbytes(tree) -> int:
 
 
 class EarlierLength(NamedTuple):
-    """The number of steps of a task before it was extended.
-
-    Attributes:
-      until: number of updates that had been dispatched when it was extended.
-      steps: its number of steps before.
-    """
+    """The number of steps that a task had before it was extended, when `until` updates had been
+    dispatched."""
 
     until: int
     steps: int
@@ -210,12 +203,8 @@ class PreparedTask:
         return pool_of_task(self.task, self.targets, self.size)
 
     def refuse_rows_of(self, row_len: int) -> None:
-        """Checks that every training and held-out sample fits into a row of `row_len` tokens. A
-        sample takes its stream length.
-
-        Raises:
-          TaskError: the longest sample does not fit.
-        """
+        """Raises TaskError if the longest training or held-out sample does not fit into a row of
+        `row_len` tokens. A sample takes its stream length."""
         if self.longest > row_len:
             raise TaskError(
                 f"task {self.task.name!r}: its longest sample takes {self.longest} places in a "
@@ -256,14 +245,9 @@ class PreparedTask:
         return dataclasses.replace(self, make_adapter=make_adapter)
 
     def extended(self, steps: int, at: int) -> "PreparedTask":
-        """Returns a prepared task with another number of steps. From update `at` on, its
-        learning-rate schedule covers all of them. Earlier extensions that would take effect after
-        `at` are dropped.
-
-        Args:
-          steps: the new number of global batches.
-          at: number of updates that have been dispatched when the task is extended.
-        """
+        """Returns a prepared task with another number of steps. It is extended when `at` updates
+        have been dispatched; from then on, its learning-rate schedule covers all of the new steps.
+        Earlier extensions that would take effect after `at` are dropped."""
         task = dataclasses.replace(self.task, steps=steps, epochs=None)
         batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
         earlier = tuple(length for length in self.earlier if length.until < at)
@@ -277,12 +261,9 @@ class PreparedTask:
         return next((each.steps for each in self.earlier if step < each.until), self.steps)
 
     def learning_rate(self, updates: int, step: int) -> float:
-        """The learning rate of an update of the task, by the schedule of its optimizer.
-
-        Args:
-          updates: number of updates that the task has applied before; skipped updates do not count.
-          step: index of the update's global batch, from 0.
-        """
+        """The learning rate of the update of global batch `step` (from 0), by the schedule of the
+        task's optimizer. Skipped updates do not count in `updates`, the number of updates applied
+        before."""
         optimizer = self.task.optimizer
         return optimizer.learning_rate * optimizer.schedule.factor(updates, self.steps_at(step))
 
@@ -301,13 +282,8 @@ def pool_of_task(task: Task, targets: Mapping[str, LayerMask], size: KindSize | 
 
 
 def pool_of_adapter(adapter: Any, targets: Iterable[str], size: KindSize | None) -> PoolSpec:
-    """The sizes of a pool that holds only one adapter.
-
-    Args:
-      adapter: the specification of the adapter.
-      targets: the points of `PreparedTask.targets`.
-      size: as in `PreparedTask`.
-    """
+    """The sizes of a pool that holds only one adapter, which `adapter` specifies. `targets` are the
+    points of `PreparedTask.targets`, and `size` is as there."""
     others = () if size is None else (size,)
     kind = kind_of(adapter)
     if size is not None and not kind.low_rank:

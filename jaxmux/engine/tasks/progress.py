@@ -14,7 +14,7 @@ class TaskProgress:
 
     A *step* of a task is one global batch (the samples of one optimizer update). A step either
     applies its update or skips it. Losses are in nats per target token (token that counts in the
-    loss).
+    loss), and None before they are known.
 
     Attributes:
       step: number of global batches consumed, which is also the index of the next one.
@@ -23,20 +23,16 @@ class TaskProgress:
       skipped: number of updates skipped so far because a loss, gradient or new parameter was not
         finite.
       bad_streak: number of consecutive updates skipped up to now; 0 after an applied update.
-      tokens: number of tokens trained so far, without padding.
-      target_tokens: number of target tokens trained so far.
-      train_loss_first: loss of the first applied update; None before it.
-      train_loss_last: loss of the last applied update; None before the first.
+      tokens, target_tokens: numbers trained so far, without padding.
+      train_loss_first, train_loss_last: losses of the first and the last applied update.
       eval_loss_first: loss of the held-out data before training; None without held-out data or if
         the loss is not finite.
       eval_loss: loss of the held-out data at the last measurement after a step; once training has
         ended, the loss of the resulting adapter. None as for `eval_loss_first`.
-      eval_step: number of steps after which the loss of the held-out data was measured last; None
-        before the first measurement after a step.
+      eval_step: number of steps after which `eval_loss` was measured.
       eval_target_tokens: number of target tokens in the held-out data.
-      best_loss: lowest loss of the held-out data that was measured after a step; None before the
-        first.
-      best_step: number of steps after which it was measured; None before the first.
+      best_loss: lowest loss of the held-out data that was measured after a step.
+      best_step: number of steps after which it was measured.
       evaluations_since_best: number of measurements since then.
       seconds: seconds for which the task has been trained.
       status: "running", "succeeded" (all steps are trained and the held-out loss is measured, or
@@ -144,15 +140,9 @@ def record_evaluation(
     progress: TaskProgress, done: TaskEvaluation, patience: int | None, keep_best: bool
 ) -> None:
     """Enters a loss of held-out data into its task's progress, and decides whether the task stops
-    early or has failed.
-
-    Args:
-      progress: the task's progress; it is changed.
-      patience: number of measurements without a lower loss after which the task stops; None never
-        stops it.
-      keep_best: whether the result of training is the adapter with the lowest loss, not the last
-        one.
-    """
+    early or has failed. After `patience` measurements without a lower loss the task stops; None
+    never stops it. `keep_best` tells whether training gives the adapter with the lowest loss, not
+    the last one."""
     loss = done.loss if math.isfinite(done.loss) else None
     progress.eval_target_tokens = done.target_tokens
     if done.task_step == 0:
@@ -214,14 +204,8 @@ def _stop_if_patience_ended(progress: TaskProgress, patience: int | None) -> Non
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
-    """Enters the result of a global batch into its task's progress, and decides whether the task
-    has failed.
-
-    Args:
-      progress: the task's progress; it is changed.
-      steps: number of global batches that the task trains.
-      max_bad_steps: number of consecutive skipped updates after which the task has failed.
-    """
+    """Enters the result of a global batch into the progress of a task with `steps` steps. The task
+    has failed after `max_bad_steps` consecutive skipped updates."""
     progress.step = done.task_step
     progress.tokens += done.tokens
     progress.target_tokens += done.target_tokens

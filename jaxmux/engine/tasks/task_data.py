@@ -28,12 +28,8 @@ _ID_STRIDE = 0x9E3779B1
 
 
 class TaskData(NamedTuple):
-    """The data of a task.
-
-    Attributes:
-      samples, batches, steps, eval_samples: as in `PreparedTask`.
-      sources: for each source of the training data, its part of `samples` with its own counts.
-    """
+    """The data of a task as in `PreparedTask`, and for each source of the training data, its part
+    of `samples` with its own counts."""
 
     samples: Samples
     batches: GlobalBatches
@@ -54,12 +50,8 @@ class Loaded:
 def read_data(
     task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
 ) -> TaskData:
-    """Reads and tokenizes a task's training and held-out data.
-
-    Args:
-      tokenizer: the backbone's tokenizer, from `load_tokenizer`.
-      loaded: cache of the data of tasks with the same backbone; the data of this task are added.
-        None reads everything.
+    """Reads and tokenizes a task's training and held-out data. `loaded` is a cache of the data of
+    tasks with the same backbone, to which the data of this task are added; None reads everything.
 
     Raises:
       TaskError: the data cannot be read or has no sample. The message names the task.
