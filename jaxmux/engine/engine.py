@@ -121,7 +121,6 @@ class Engine(RoundLoop):
 
     @property
     def size(self) -> EngineSize:
-        """Number of slots of the pool and of rows of a microbatch, as they are now."""
         return EngineSize(self._slots.pool.slots, self.options.shape.rows)
 
     def compile_ahead(self, size: EngineSize) -> SizeAhead:
@@ -217,12 +216,9 @@ class Engine(RoundLoop):
     def snapshot(self, name: str) -> Callable[[], SlotArrays]:
         """Begins to copy a task's adapter and optimizer state to the host, as they are after the
         last update that was dispatched. The devices do not wait for the copy. The host waits if the
-        memory for copies in flight is used up (`snapshot_waits`).
-
-        Returns:
-          A function that waits for the copy, and returns NumPy arrays by path, like `task_arrays`
-          but without accumulated gradients and the best adapter.
-        """
+        memory for copies in flight is used up (`snapshot_waits`). The returned function waits for
+        the copy, and returns NumPy arrays by path, like `task_arrays` but without accumulated
+        gradients and the best adapter."""
         copied = self._slots.copy_to_host(name, ("adapter", "optimizer"))
         return self._copies.submit(lambda: after_last_update(copied())).result
 
@@ -372,13 +368,10 @@ class Engine(RoundLoop):
     def task_arrays(self, name: str) -> SlotArrays:
         """All arrays of a task that a checkpoint must hold: its adapter, the gradients and the loss
         accumulated over the current global batch, and its optimizer state. Call `drain` before, so
-        that `progress` belongs to the same moment.
-
-        Returns:
-          NumPy arrays by path, at the task's own rank and for its own linears, for example
-          "adapter/mlp.up_proj/a" [L, k, r] (layers, input width, rank). `restore_task` takes them,
-          also in an engine with other tasks or other sizes.
-        """
+        that `progress` belongs to the same moment. The result has NumPy arrays by path, at the
+        task's own rank and for its own linears, for example "adapter/mlp.up_proj/a" [L, k, r]
+        (layers, input width, rank). `restore_task` takes them, also in an engine with other tasks
+        or other sizes."""
         self._executor.collect()
         copied = self._slots.copy_to_host(name)
         return copied() | best_arrays(self._slots.named(name))()
@@ -451,13 +444,12 @@ class Engine(RoundLoop):
 
     @property
     def _admissions(self) -> tuple[Admission, ...]:
-        """One predictor of memory use for each kind of replica."""
         return (*filter(None, [self.admission]), *self._more_admissions)
 
     def _make_room(self, tasks: Sequence[PreparedTask]) -> None:
-        """Prepares for new tasks: discards planned rounds that have not begun. If the only free
-        slots are those of tasks that have just left, the devices first finish their work; if the
-        state has to grow, they also free memory."""
+        """Prepares for new tasks: discards planned rounds that have not begun. If only slots of
+        tasks that have just left are free, the devices first finish their work; if the state has to
+        grow, they also free memory."""
         if not self._slots.have_room_for(tasks):
             self._settle()
             self._clear_left_slots()

@@ -37,13 +37,11 @@ class Rung(NamedTuple):
 
 class Bracket(NamedTuple):
     """Tasks that compete in successive halving. At each rung, those with the highest held-out
-    losses stop.
-
-    Decisions at a rung depend only on the tasks' progress. Therefore a continued run, and every
-    process, decides in the same way.
+    losses stop. Of equal losses, that of the earlier task is better. Decisions depend only on the
+    tasks' progress, so a continued run, and every process, decides in the same way.
 
     Attributes:
-      tasks: names of the tasks. Of equal losses, that of the earlier task is better.
+      tasks: names of the tasks.
       rungs: for each rung, the number of steps after which tasks are compared, ascending.
       factor: at each rung, the number of tasks is divided by this factor.
     """
@@ -130,10 +128,8 @@ _MOST_ROWS = 0.75
 
 class Shrinking(NamedTuple):
     """Decides when an engine gets fewer slots, and microbatches of fewer rows, because tasks have
-    ended.
-
-    The size depends only on the numbers of steps after which tasks have ended, so a run that was
-    interrupted continues with the size that it would have had.
+    ended. The size depends only on the numbers of steps after which tasks have ended, so a run that
+    was interrupted continues with the size that it would have had.
 
     Attributes:
       first: the size with which the run begins.
@@ -386,7 +382,6 @@ class QueuedEngine(Engine):
         }
 
     def _shrink(self) -> None:
-        """Gives the engine the size that suffices for the remaining tasks."""
         if self._shrinking is None:
             return
         ended = self._ended()

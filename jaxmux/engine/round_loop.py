@@ -117,7 +117,6 @@ class RoundLoop:
             self._warm_up()
 
     def _warm_up(self) -> None:
-        """Compiles all programs for the present state, and runs each once."""
         slots, layers = self._slots, self.backbone.config.num_layers
         with self.device_time.waiting(COMPILING):
             slots.warm_up()
@@ -155,11 +154,10 @@ class RoundLoop:
         held-out losses continue, the call still counts as a round.
 
         Args:
-          stop: function that is called after every microbatch, for example to react to a signal.
-            Once it returns True, `train_round` fetches the results of the round before and returns,
-            although this round is unfinished. The next call continues with the remaining
-            microbatches. If the fetched results end a task of this round, the round is finished
-            nevertheless.
+          stop: function that is called after every microbatch. Once it returns True, `train_round`
+            fetches the results of the round before and returns, although this round is unfinished.
+            The next call continues with the remaining microbatches. If the fetched results end a
+            task of this round, the round is finished nevertheless.
           stream: whether a pipeline may begin the next round before this one has ended. With False,
             no gradients of the next round exist after this call, so a checkpoint taken then is
             restored to the same bits on the same devices.
@@ -265,8 +263,7 @@ class RoundLoop:
         return taken
 
     def _end_turns(self, plan: RoundPlan) -> None:
-        """Has the results count the turns of tasks that are not updated in this round or have
-        left."""
+        """Records the turns of this round that no update follows, or whose tasks have left."""
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
         left = self._left_in(plan)
         if not plan.ends:
@@ -299,7 +296,7 @@ class RoundLoop:
             position.settle(ended)
 
     def _count_ended(self, plan: RoundPlan | None, ended: Sequence[int]) -> None:
-        """Has the results count the trained microbatches of a plan that is discarded."""
+        """Records the trained microbatches of a plan that is discarded."""
         if ended:
             tasks = {n: self._slots[n] for n in plan.steps if n in self._slots}
             self._results.add(DispatchedTurns(plan, tasks, self._left_in(plan), ended=ended))

@@ -44,7 +44,6 @@ class StagePrograms(NamedTuple):
 
     Attributes:
       made_for: the layout of the train state, and whether any task has dropout.
-      options: for each part, the static choices of its programs.
       residuals: by part, a function that makes empty residuals.
     """
 
@@ -54,13 +53,8 @@ class StagePrograms(NamedTuple):
 
 
 class CompiledStages:
-    """Compiles the programs of a pipeline's parts, and dispatches them. `part` is the index of a
-    part, and `dropout` tells whether any task has dropout.
-
-    Attributes:
-      stages: the meshes of the stages. With S stages, part v is on stage v mod S.
-      programs: the programs of the parts; None before they are chosen.
-    """
+    """Compiles the programs of a pipeline's parts, and dispatches them. With S stages, part v is on
+    stage v mod S. `programs` is None before the programs are chosen."""
 
     def __init__(
         self,
@@ -103,7 +97,6 @@ class CompiledStages:
         return self._stored.layout.tree.loss.shape[0]
 
     def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
-        """The microbatches of all data shards, stacked, on each stage."""
         stacked = _stacked(microbatches)
         return [stage.put(stacked, P(DATA)) for stage in self.stages]
 
@@ -140,7 +133,6 @@ class CompiledStages:
     def forward_arguments(
         self, part: int, microbatch: Microbatch, slots: SlotTable, passed: Passed | None
     ) -> tuple[Any, ...]:
-        """The arguments of `forward` after the options."""
         state = self._stored.states[part]
         return (
             self._backbone.weights[part],
@@ -206,7 +198,6 @@ class CompiledStages:
         in_threads(call_with_parts_of, range(len(self.stages)))
 
     def _allocate(self, part: int) -> None:
-        """Allocates a part's residuals for the microbatches in flight."""
         options, residuals = self.programs.options[part], self.programs.residuals
         if part not in residuals:
             arguments = self.forward_arguments(part, *self.empty_inputs(part))
@@ -240,7 +231,6 @@ class CompiledStages:
     def program(
         self, part: int, dropout: bool, remat: str | tuple[str, ...] = "full"
     ) -> StageOptions:
-        """The static choices of a part's programs."""
         backbone = self._backbone
         adapters = self._stored.layout.tree.adapters
         options = forward_options(backbone, self._options, adapters, dropout)
@@ -267,11 +257,8 @@ class CompiledStages:
         return list(residuals_in_flight(self._options.schedule, stages, parts // stages))
 
     def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part.
-
-        Raises:
-          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
-        """
+        """The remat policy of each part. OutOfDeviceMemory if all layers recompute everything, and
+        it was not enough."""
         policies = self._first_choice(dropout)
         for _ in range(self._leaner_by):
             pairs = zip(policies, self._backbone.parts, strict=True)
@@ -282,7 +269,6 @@ class CompiledStages:
         return policies
 
     def _first_choice(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part before any device has run out of memory."""
         backbone, remat = self._backbone, self._options.remat
         memory = self._options.memory or device_memory()
         if remat != "auto":
@@ -335,14 +321,12 @@ class CompiledStages:
         return sum(np.dtype(x.dtype).itemsize * math.prod(x.shape) for x in jax.tree.leaves(specs))
 
     def _held(self, part: int) -> tuple[Any, Any]:
-        """Shapes and dtypes of a part's weights and pools on one device."""
         home, weights = self._backbone.homes[part], self._backbone.weights[part]
         pools, specs = self._stored.states[part].adapters, self._stored.layouts[part].tree
         divided = home.weight_specs(weights), home.leaf_specs(specs.adapters)
         return home.of_one_device((weights, pools), divided)
 
     def empty_inputs(self, part: int) -> tuple[Microbatch, SlotTable, Passed | None]:
-        """The inputs of a part's forward pass, without samples."""
         home = self._backbone.homes[part]
         microbatch = _stacked([empty_microbatch(self._options.shape)] * self.shards)
         passed = self._empty_passed(home) if part > 0 else None
@@ -363,16 +347,12 @@ def _stacked(microbatches: Sequence[Microbatch]) -> Microbatch:
 
 
 def _zeros_like(residuals: Any, home: StageMesh) -> Callable[[], list[jax.Array]]:
-    """A function that makes zeros with the shapes and dtypes of residuals on the devices of a
-    stage."""
     shapes = tuple((x.shape, x.dtype) for x in jax.tree.leaves(residuals))
     return partial(home.run, _zeros(shapes, AXES, home))
 
 
 @cache
 def _zeros(shapes: tuple[tuple[Any, ...], ...], axes: tuple[str, ...], home: StageMesh) -> Any:
-    """A program that makes zeros, whose first axis is divided among the devices of a stage."""
-
     @partial(jax.jit, out_shardings=home.shardings([P(axes)] * len(shapes)))
     def zeros() -> list[jax.Array]:
         return [jnp.zeros(*shape) for shape in shapes]

@@ -81,8 +81,8 @@ class Executor(Protocol):
     `dropout` tells whether the pool has dropout.
 
     Attributes:
-      remat: the remat policy of every layer, or one policy for all layers, with which the training
-        programs are compiled; None before they are.
+      remat: the remat policy of every layer, or one for all, with which the training programs are
+        compiled; None before they are.
       replicas: the form in which each replica takes microbatches.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
     """
@@ -126,9 +126,7 @@ class Executor(Protocol):
         finished all dispatched microbatches."""
         ...
 
-    def take_passes(self) -> list[DispatchedPass]:
-        """The passes that have been given to the stages of pipelines since the last call."""
-        ...
+    def take_passes(self) -> list[DispatchedPass]: ...
 
     def settle(self) -> tuple[int, ...]:
         """Finishes the microbatches of the following round that have begun, so that tasks can be
@@ -177,11 +175,9 @@ _TRIAL_ROUNDS = 8
 
 
 class SingleDevice:
-    """Runs rounds on the default device: the `Executor` of one device.
-
-    Forward and backward pass of a microbatch are one program. If the device runs out of memory, the
-    program is compiled again with more recomputation.
-    """
+    """Runs rounds on the default device: the `Executor` of one device. Forward and backward pass of
+    a microbatch are one program. If the device runs out of memory, it is compiled again with more
+    recomputation."""
 
     def __init__(
         self,

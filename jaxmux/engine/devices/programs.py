@@ -191,7 +191,6 @@ def accumulate_arguments(
     microbatch: Microbatch,
     slots: SlotTable,
 ) -> tuple[Any, ...]:
-    """The arguments of `accumulate`, in order."""
     return (
         backbone.config,
         options,
@@ -372,7 +371,6 @@ def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
 
 @functools.cache
 def _sources() -> str:
-    """A digest of the package's source code and of its tables."""
     digest = xxhash.xxh3_128()
     for folder in (Path(package.__file__).parent for package in (jaxmux, data, pallas_kernels)):
         for path in sorted((*folder.rglob("*.py"), *folder.rglob("*.json"))):
@@ -392,7 +390,6 @@ def _step_folder() -> Path | None:
 
 
 def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
-    """The training step that was kept in a file; None if there is none."""
     if not path.exists():
         return None
     # Loaded kernels need the runtime of Mosaic GPU. Lowering them would import it.
@@ -416,7 +413,6 @@ def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
 
 
 def _keep_step(path: Path, step: TrainingStep) -> None:
-    """Saves a training step in a file, and deletes the least recently used files."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         # The trees are those of the arguments and results of `accumulate`, and cannot be pickled.

@@ -45,16 +45,14 @@ class Queued(NamedTuple):
 
 
 class ReplicaPipeline:
-    """The stages of a `PlacedBackbone`, and the microbatches that pass through them.
+    """The stages of a `PlacedBackbone`, and the microbatches that pass through them. `input` is the
+    form in which the replica takes microbatches, and `state` the part of the train state that it
+    works on.
 
     With S stages, part v is on stage v mod S. The host dispatches the passes of a schedule; each
     stage runs its passes in order, at its own pace. With 1F1B and LoRAPP, rounds follow each other
     without a gap: 1F1B keeps the order of the round, and LoRAPP skips a microbatch that waits for
     an update (mLoRA 3.2). With other schedules the pipeline is empty between two rounds.
-
-    Attributes:
-      input: the form in which the replica takes microbatches.
-      state: the part of the train state that this replica works on.
     """
 
     def __init__(
@@ -158,7 +156,6 @@ class ReplicaPipeline:
             raise PlanningError(str(e)) from None
 
     def add(self, plan: RoundPlan, indices: Iterable[int]) -> None:
-        """Appends the microbatches of a round with these indices."""
         tables = [stage.put(plan.slots, P()) for stage in self._stages]
         added = [Queued(plan, index, tables) for index in indices]
         if self._order:
@@ -258,7 +255,6 @@ class ReplicaPipeline:
                 self._results[step] = dx
 
     def _send(self, step: Pass) -> None:
-        """Sends the result of a pass to the next or the previous part."""
         part, homes = step.virtual_stage, self._backbone.homes
         target, arrived = (part + 1, self._passed) if step.forward else (part - 1, self._gradients)
         result = self._results.pop(step)
@@ -293,7 +289,6 @@ class ReplicaPipeline:
 
 
 def _renumbered(step: Pass | Sent, first: int) -> Pass | Sent:
-    """A step whose microbatch has a number that is larger by `first`."""
     if isinstance(step, Sent):
         return Sent(_renumbered(step.result_of, first))
     return step._replace(microbatch=first + step.microbatch)

@@ -56,14 +56,12 @@ class _Piece(NamedTuple):
 
 
 class ReplicaState:
-    """The copy of the train state that a replica other than the first one has.
+    """The copy of the train state that a replica other than the first one has. `own` has adapters,
+    accumulators and losses, but no optimizer states.
 
     Arrays travel for some slots at a time. The argument `slots` has their numbers as int32 [K],
     filled up with T, the number of slots, which stands for no slot; so few programs serve all
     numbers of slots.
-
-    Attributes:
-      own: adapters, accumulators and losses of this replica; it has no optimizer states.
     """
 
     def __init__(self, own: StoredState, first: StoredState):
@@ -172,7 +170,6 @@ def _common_layers(replica: StoredState, first: StoredState) -> Iterator[_Common
 
 
 def _arrived(pieces: Iterable[_Piece], homes: Sequence[StageMesh]) -> dict[int, list[Any]]:
-    """By part, the pieces that are sent to it, on its mesh."""
     arrived: dict[int, list[Any]] = {}
     for piece in pieces:
         moved = piece.home.move(piece.arrays, homes[piece.part], P())
@@ -301,11 +298,9 @@ def _at(spec: LeafSpec, slots: Int[Array, " K"]) -> tuple[slice | Array, ...]:
 
 
 def _everywhere(home: StageMesh, tree: Any) -> Any:
-    """The same values on all devices of a mesh."""
     return jax.lax.with_sharding_constraint(tree, home.shardings(jax.tree.map(lambda _: P(), tree)))
 
 
 def _like(home: StageMesh, layout: Layout, state: TrainState) -> TrainState:
-    """The state with the shardings of its description."""
     shardings = home.shardings(home.leaf_specs(layout.tree))
     return jax.lax.with_sharding_constraint(state, shardings)

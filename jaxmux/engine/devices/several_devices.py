@@ -130,7 +130,6 @@ class SeveralDevices:
 
     @property
     def programs(self) -> list[StagePrograms | None]:
-        """For each replica, the programs of its parts; None before they are chosen."""
         return [replica.programs for replica in self._replicas]
 
     def refuse_implementations(self, dropout: bool) -> None:
@@ -211,8 +210,8 @@ class SeveralDevices:
         return RoundOutcome(updates, ahead=ahead)
 
     def _compile(self, dropout: bool) -> bool:
-        """Prepares all replicas for rounds; returns whether they fit into memory. With several
-        processes it raises instead, because one process cannot tell the others to continue."""
+        """Prepares all replicas for rounds; returns whether they fit into memory. Several processes
+        cannot tell each other whether they fit, so there the exception of one ends them all."""
 
         def compiled(replica: ReplicaPipeline) -> bool:
             if jax.process_count() == 1:
@@ -303,12 +302,10 @@ class SeveralDevices:
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 
     def _wait(self) -> None:
-        """Returns when the devices have finished all dispatched work."""
         for replica in self._replicas:
             replica.state.wait()
 
     def _forget(self) -> None:
-        """Drops the microbatches that have not begun."""
         for replica in self._replicas:
             replica.forget()
         self._ahead, self._ahead_done = None, []

@@ -143,7 +143,6 @@ class ProgramsAhead:
         options: EngineOptions,
         tasks: Sequence[PreparedTask],
     ):
-        """Starts the thread. `dtype` is that of the backbone's weights."""
         self._on_gpu = jax.default_backend() == "gpu"
         self._thread = ThreadPoolExecutor(1)
         backbone = Backbone(config, abstract_weights(config, dtype), "")
@@ -166,7 +165,6 @@ class ProgramsAhead:
             self._training += [submit(programs.compile_update, kind) for kind in programs.kinds]
 
     def wait_for_evaluation(self) -> None:
-        """Returns when held-out samples can be evaluated."""
         wait([*self._evaluation, *self._training] if self._on_gpu else self._evaluation)
         self._compile_training()
 
@@ -187,11 +185,8 @@ class ProgramsAhead:
 
 class SizeAhead:
     """The programs of an engine for another size, compiled in a thread beside training. Errors are
-    not reported here, because the engine meets them again.
-
-    Attributes:
-      sizes: the size of the engine when the thread was started, and the other size.
-    """
+    not reported here, because the engine meets them again. `sizes` are the size of the engine when
+    the thread was started, and the other size."""
 
     def __init__(self, sizes: tuple[EngineSize, EngineSize], compile_all: Callable[[], Any]):
         self.sizes = sizes
@@ -201,7 +196,6 @@ class SizeAhead:
 
     @property
     def ready(self) -> bool:
-        """Whether all programs are compiled, or compilation has failed."""
         return self._compiled.done()
 
 
@@ -230,11 +224,9 @@ class DeviceSizeAhead(SizeAhead):
         super().__init__(sizes, partial(self._compile, before))
 
     def training_step(self, layout: Layout, dropout: bool) -> TrainingStep | None:
-        """The compiled training step, as from `ProgramsAhead.training_step`."""
         return self._compiled.result().step if self._serve(layout, dropout) else None
 
     def wait_for_evaluation(self) -> None:
-        """Returns when held-out samples can be evaluated."""
         self._compiled.exception()
 
     def try_memory(self, layout: Layout, dropout: bool) -> bool:

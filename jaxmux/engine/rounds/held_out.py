@@ -43,7 +43,6 @@ class HeldOut:
         return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
 
     def takes_turns(self, slot: Slot) -> bool:
-        """Whether the measurement of a task takes several turns."""
         if self._most_tokens is None:
             return False
         return int(self._lengths(slot).sum(dtype=np.int64)) > self._most_tokens
@@ -110,8 +109,8 @@ class HeldOut:
         return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
 
     def _stop_in_time(self, steps: Mapping[int, int]) -> None:
-        """Stops tasks that have reached their time limit, after all steps that have been dispatched
-        or begun."""
+        """Stops tasks that have reached their time limit, each after its number of steps in
+        `steps`."""
         for number, step in steps.items():
             if not self._slots.runs(number):
                 continue

@@ -119,7 +119,6 @@ class RoundPosition:
             self._stream.begin(live, self._accumulated)
 
     def begin(self, live: Mapping[int, int]) -> RoundPlan:
-        """The current round, which is planned if there is none."""
         self.current = self.current or self._stream.next(live, self._accumulated)
         self.begun_ahead = False
         return self.current
@@ -197,7 +196,6 @@ class RoundPosition:
         self._accumulated[number] = list(accumulated)
 
     def _accumulated_after_round(self) -> dict[int, list[int]]:
-        """The value of `_accumulated` after the current round."""
         plan = self.current
         kept = {n: samples for n, samples in self._accumulated.items() if n not in plan.steps}
         goes_on = (number for number in plan.steps if number not in plan.ends)
@@ -210,7 +208,7 @@ class RoundPosition:
         }
 
     def _add_what_is_ahead(self) -> None:
-        """Counts samples that a stopped round has trained as trained before the next round."""
+        """Counts samples that were trained ahead of a stop as trained before the next round."""
         for number, samples in self._accumulated_ahead.items():
             self._accumulated.setdefault(number, []).extend(samples)
         self._accumulated_ahead = {}

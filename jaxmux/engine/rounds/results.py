@@ -46,10 +46,9 @@ class ComputedTurn(NamedTuple):
 
 
 class Computed(NamedTuple):
-    """The tokens that have been computed for all tasks.
+    """The tokens that have been computed for all tasks, in turns of training and measurements.
 
     Attributes:
-      turns: turns of training.
       held_out: by name of the task, number of tokens of chunks with held-out samples.
       measured: the same for measurements that have been completed, including their turns in earlier
         rounds. Measurements that had to begin again count once.
@@ -95,7 +94,6 @@ class ComputedTokens:
             self._turns.append(ComputedTurn(slot.name, step, slot.computed[step], tokens))
 
     def count_held_out(self, slot: Slot, tokens: int) -> None:
-        """Counts a turn of a measurement of the held-out loss."""
         self._held_out[slot.name] += tokens
 
     def count_measured(self, slot: Slot, tokens: int) -> None:
@@ -374,7 +372,6 @@ class Results:
         self._measured.append(evaluation)
 
     def awaits(self, slot: Slot) -> bool:
-        """Whether a result of this task has not been fetched."""
         return any(slot is awaited for awaited in self._awaited)
 
     @property
@@ -483,7 +480,6 @@ class Results:
         index: int,
         adapter: Callable[[], SlotArrays] | None,
     ) -> None:
-        """Records the result of a completed measurement."""
         progress, task, step = slot.progress, slot.prepared.task, measured.step
         finite = math.isfinite(measured.loss)
         best = progress.best_loss is None or measured.loss < progress.best_loss

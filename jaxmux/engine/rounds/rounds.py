@@ -100,11 +100,9 @@ class RoundPlan(NamedTuple):
       steps: by slot, the index of the task's global batch in the round, from 0.
       ends: the slots whose global batches are complete with the round; the others continue in the
         following round.
-      microbatches: the microbatches, on the devices that read them.
       updates: the updates of the slots in `ends`, in the order in which they become due.
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
-      optimizers: the optimizer kinds of the tasks.
       tokens, target_tokens: by slot, number of tokens in the task's global batch, without padding
         and virtual tokens, and number of those that count in the loss.
       computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
@@ -384,7 +382,6 @@ def _tokens(
     batches: Mapping[int, Sequence[Sample]],
     shape: ShapeClass,
 ) -> dict[int, int]:
-    """By slot, the tokens of the chunks with samples, summed over the data shards."""
     chunks = {
         (shard, p.slot, chunk)
         for shard, placements in enumerate(of_shards)
@@ -408,8 +405,6 @@ def _pack_shards(
     packing: Packing | None,
     groups: Groups,
 ) -> Iterator[list[list[Placement]]]:
-    """Yields, for each data shard of a replica, the placements of its samples in each
-    microbatch."""
     shards, packing = replica.replica.shards, packing or partial(pack_tightly, groups=groups)
     for shard in range(shards):
         of_shard = {slot: share.get(slot, ())[shard::shards] for slot in batches}
@@ -450,8 +445,7 @@ class Turn(NamedTuple):
 
     Attributes:
       step: index of the task's global batch, from 0.
-      batch: all samples of the global batch.
-      samples: indices of the samples of the batch that are trained.
+      samples: indices of the samples of `batch` that are trained.
       last: whether the global batch is complete with them.
     """
 

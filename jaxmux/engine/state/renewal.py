@@ -163,8 +163,6 @@ def divided_rates(
 
 
 def layer_of(specs: TrainState, state: TrainState, layer: Layer) -> TrainState:
-    """The state with only one layer of every array that has a layer axis."""
-
     def take(spec: Any, leaf: Array) -> Array:
         if "layer" not in spec.axes:
             return leaf
@@ -238,7 +236,6 @@ def renewed_part(
     slots: Mapping[str, Int[np.ndarray, " T"]],
     applied: Bool[Array, " T"],
 ) -> TrainState:
-    """`renewed` for a part of the state on a mesh."""
     for name, numbers in slots.items():
         derived = home.run(
             _renew_on_mesh,

@@ -88,7 +88,6 @@ class Slot:
     """The task in a slot, and its progress.
 
     Attributes:
-      progress: the engine changes it whenever results are fetched.
       stop_after: number of steps after which the task stops although it has more; None if it trains
         all of them.
       pause_after: number of steps after which the task waits for the decision of a rung, see
@@ -101,8 +100,7 @@ class Slot:
         arrays by path; None if it is not kept, or not known yet.
       computed: by index of a global batch that has not been updated, number of its tokens that have
         been computed, with padding, as far as results have been fetched.
-      part_of_turn: number of these tokens that belong to a turn of which only a part has been
-        computed.
+      part_of_turn: number of these tokens that belong to a partly computed turn.
       awaited: number of dispatched updates whose results have not been fetched: 0 or 1.
     """
 
@@ -310,13 +308,9 @@ def moments_of(pool: PoolSpec) -> int:
 
 
 class _Constants(NamedTuple):
-    """The numbers of `DueUpdates` that stay the same until tasks come or go.
-
-    Attributes:
-      members, hyper: as in `DueUpdates`.
-      relative_rates: the learning rate of every trained leaf, layer and slot, divided by that of
-        the slot's task; 0 where the task does not train the leaf in the layer.
-    """
+    """The arrays of `DueUpdates` that stay the same until tasks come or go. `relative_rates` is the
+    learning rate of every trained leaf, layer and slot, divided by that of the slot's task; 0 where
+    the task does not train the leaf in the layer."""
 
     members: SlotsByOptimizer
     hyper: Hyperparameters
@@ -331,7 +325,6 @@ class Slots:
     task fits.
 
     Attributes:
-      stored: the arrays that training changes, on their devices.
       pool: sizes of the state.
       coming: the optimizer kinds that tasks may have; None for all for which the pool has room.
       left: by number, the tasks that have left slots that `clear` has not emptied yet.
@@ -359,8 +352,7 @@ class Slots:
 
     @property
     def layout(self) -> Layout | None:
-        """The description of the state, a `TrainState` of `LeafSpec`; None until the first task is
-        added."""
+        """The description of the state; None until the first task is added."""
         return self.stored.layout
 
     @property
@@ -487,7 +479,6 @@ class Slots:
             raise
 
     def begin(self) -> None:
-        """Writes the initial adapters of all tasks."""
         for number, slot in self:
             self._write_initial(number, slot)
 
@@ -626,7 +617,6 @@ class Slots:
         self.stored.make_room(specs)
 
     def _pool_with(self, tasks: Sequence[PreparedTask]) -> tuple[PoolSpec, TrainState]:
-        """The pool that has room for further tasks, and the description of its arrays."""
         needed = [*self.pools.values(), *(prepared.pool for prepared in tasks)]
         # Slots of tasks that have left cannot be taken before `clear` empties them.
         slots = max(self.pool.slots, len(needed) + len(self.left))
@@ -638,7 +628,6 @@ class Slots:
 
 
 def _written(spec: LeafSpec, value: np.ndarray) -> LeafSpec:
-    """The smallest size at which an array can be written to its empty slot."""
     sizes = written_specs(spec)
     return next((size for size in sizes if np.all(np.less_equal(value.shape, size.shape))), spec)
 

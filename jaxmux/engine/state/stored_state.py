@@ -83,7 +83,6 @@ class HostCopies:
         self._bytes: dict[Hashable, int] = {}
 
     def waits(self, key: Hashable) -> bool:
-        """Whether a copy with this key would wait for others."""
         held = sum(host_copy.bytes for host_copy in self._on_their_way())
         return held > 0 and held + self._bytes.get(key, 0) > self._most
 
@@ -115,7 +114,6 @@ class HostCopies:
         return host_copy
 
     def _on_their_way(self) -> list[HostCopy]:
-        """The copies that have not arrived, the oldest first."""
         return [copy for begun in self._begun if (copy := begun()) and copy.bytes]
 
 
@@ -131,7 +129,6 @@ def _arrived(array: np.ndarray | jax.Array) -> np.ndarray:
 
 
 def _most_bytes(arrays: Any) -> int:
-    """The most bytes of a tree that come from one device."""
     held: Counter[jax.Device] = Counter()
     for array in jax.tree.leaves(arrays):
         if isinstance(array, jax.Array):
@@ -175,7 +172,6 @@ class StoredState:
         self._copies = HostCopies()
 
     def make_room(self, specs: TrainState) -> None:
-        """Creates the state with this description, or enlarges it."""
         layout = Layout(specs)
         if layout == self.layout:
             return
@@ -316,7 +312,6 @@ class StoredState:
         return wait
 
     def copy_waits(self, kind: SlotKind, fields: tuple[str, ...]) -> bool:
-        """Whether such a copy would wait until others have arrived on the host."""
         return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -351,7 +346,6 @@ class StoredState:
         return {name: (spec, shardings[name]) for name, spec in named.items()}
 
     def _described(self, specs: TrainState) -> tuple[list[Layout], list[Layout]]:
-        """The values of `summed` and `layouts` for a state."""
         summed = [Layout(_of_part(specs, part)) for part in self.parts]
         pairs = zip(summed, self.homes, strict=True)
         return summed, [Layout(with_copies(part_layout.tree, home)) for part_layout, home in pairs]

@@ -24,18 +24,17 @@ from jaxmux.sharding.stage_mesh import run_on
 
 
 class TrainState(NamedTuple):
-    """The arrays that training changes, for all slots, on the device.
-
-    The same structure with `LeafSpec` in place of the arrays describes a state.
+    """The arrays that training changes, for all slots, on the device. The same structure with
+    `LeafSpec` in place of the arrays describes a state.
 
     Attributes:
       adapters: by adapter kind, the pool of its arrays, float32.
       accumulators: gradients of the current global batches, of the shapes of the trained arrays;
         None in place of arrays that are not trained.
-      loss: float32 [T], loss accumulated over the task's current global batch.
+      loss: loss accumulated over the task's current global batch, float32.
       moments: trees like `accumulators`. Their number is that of the optimizer kind with the most
         moments; a slot whose kind has fewer uses the first of them.
-      count: int32 [T], updates so far, for optimizer kinds that count.
+      count: updates so far, for optimizer kinds that count, int32.
     """
 
     adapters: Any
@@ -102,7 +101,6 @@ def with_empty_accumulators(state: TrainState) -> TrainState:
 
 @partial(jax.jit, static_argnums=0)
 def empty_state(layout: Layout) -> TrainState:
-    """A state in which every slot is empty."""
     return jax.tree.map(LeafSpec.empty, layout.tree)
 
 
@@ -173,7 +171,6 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
 
 
 def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainState:
-    """The state with the arrays of `slot_view` replaced."""
     slot_moments, count = optax_parts(kind.optimizer, view.optimizer)
     pools = KINDS[kind.adapter].in_pools
     moments = [old | pools(new) for old, new in zip(state.moments, slot_moments, strict=False)]
@@ -186,7 +183,6 @@ def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainS
 
 
 def slot_kinds(specs: TrainState, optimizers: Sequence[str]) -> list[SlotKind]:
-    """The kinds of slots for which a state has room, with optimizer kinds that tasks may have."""
     kinds = [name for name, tree in specs.adapters.items() if tree]
     return [SlotKind(name, optimizer) for name in kinds for optimizer in optimizers]
 

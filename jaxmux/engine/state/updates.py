@@ -51,11 +51,11 @@ class UpdateStats(NamedTuple):
     meaning.
 
     Attributes:
-      loss: float32 [T], mean cross entropy of the task's global batch in nats per target token; NaN
-        if a value in the task's forward pass was not finite.
-      grad_norm: float32 [T], global L2 norm of the task's gradient before clipping.
-      applied: bool [T], False if the loss, the norm or the updated parameters were not finite, so
-        that the update was skipped.
+      loss: mean cross entropy of the task's global batch in nats per target token, float32; NaN if
+        a value in the task's forward pass was not finite.
+      grad_norm: global L2 norm of the task's gradient before clipping, float32.
+      applied: False if the loss, the norm or the updated parameters were not finite, so that the
+        update was skipped.
     """
 
     loss: Float[Array, " T"]
@@ -168,7 +168,6 @@ def has_foreign_gradients(layout: Layout) -> bool:
 
 
 def drops_foreign(layout: Layout, updates: DueUpdates) -> bool:
-    """Whether `without_foreign` has to be called before updates."""
     return updates.own is not None and has_foreign_gradients(layout)
 
 
@@ -217,7 +216,6 @@ def update_kind(
     hyper: Mapping[str, Float[Array, " T"]],
     paired: Paired = None,
 ) -> tuple[TrainState, UpdateStats]:
-    """Updates the slots that are due, all of one optimizer kind, and their entries in `stats`."""
     norm = norm_of_layers([layer_squares(layout, state.accumulators)])
     # The new state is computed twice, once to check that it is finite and once to write it. This
     # takes less memory traffic than storing it in between. The barrier keeps XLA from merging the
@@ -301,7 +299,6 @@ def finite_candidates(kind, layout, state, rates, hyper, paired, norm) -> Bool[A
 
 
 def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bool[Array, " T"]:
-    """`finite_candidates` of all layers at once."""
     candidates, _ = _candidates(kind, specs, state, rates, hyper, paired, norm)
     finite = jax.tree.map(jnp.isfinite, candidates)
 
@@ -357,7 +354,6 @@ def _rates_of(layer: Layer, rates: Float[Array, "leaves L T"]) -> Float[Array, "
 def _apply_in(
     kind, specs: TrainState, state, due, applied, rates, hyper, paired, norm
 ) -> TrainState:
-    """`apply_updates` for all layers at once."""
     applied = applied & due
 
     def keep_or_replace(spec: LeafSpec, new: Array, old: Array) -> Array:

@@ -146,16 +146,14 @@ class EarlierLength(NamedTuple):
 @dataclasses.dataclass(frozen=True)
 class PreparedTask:
     """A task (fine-tuning job) with its tokenized data and the linears that it adapts.
-
     `prepare_task` makes it. `Engine.register_tasks` and `best_shape` take it.
 
     Attributes:
       targets: by point (for LoRA, the path of a linear within a layer, "mlp.up_proj"), a bool mask
         [L] of the layers in which the task adapts it, from `AdapterKind.targets`.
-      make_adapter: function without arguments that returns the initial adapter at the task's own
-        rank; for LoRA, by path of a linear, its `Factors`. The arrays are made only when an engine
-        adds the task, because they are as large as the trained adapter.
-      samples: the tokenized training data.
+      make_adapter: function that returns the initial adapter at the task's own rank; for LoRA, by
+        path of a linear, its `Factors`. The arrays are made only when an engine adds the task,
+        because they are as large as the trained adapter.
       batches: the global batches (the samples of one optimizer update); `batches[k]` is the k-th,
         from 0.
       steps: number of global batches that the task trains.
@@ -230,7 +228,6 @@ class PreparedTask:
 
     @property
     def begins_slowly(self) -> bool:
-        """Whether the initial adapter takes long to compute."""
         return self.task.resume_from is None and self.kind.begins_slowly(self.task.adapter)
 
     def with_adapter(self) -> "PreparedTask":
@@ -302,9 +299,8 @@ def prepare_task(
     loaded: Loaded | None = None,
     base_model: str = "",
 ) -> PreparedTask:
-    """Makes a task ready to train: tokenizes its data and finds the linears that it adapts.
-
-    If `task.resume_from` names an adapter, it is read and checked here. The arrays of the initial
+    """Makes a task ready to train: tokenizes its data and finds the linears that it adapts. If
+    `task.resume_from` names an adapter, it is read and checked here. The arrays of the initial
     adapter are made only when an engine adds the task.
 
     Args:
@@ -314,8 +310,7 @@ def prepare_task(
         `task.resume_from` that records another backbone is refused. Empty checks nothing.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone need it for `task.resume_from`.
-      loaded: cache of the data of tasks with this backbone and tokenizer, as for `read_data`; None
-        reads all data of the task.
+      loaded: cache of the data of tasks with this backbone and tokenizer, as for `read_data`.
       base_model: name or path of the backbone. If the folder `task.resume_from` names another one,
         a warning says so. Empty checks nothing.
 

@@ -113,7 +113,6 @@ def _of_sources(
 
 
 def _together(sources: Sequence[Samples]) -> Samples:
-    """The samples of all sources, and the sums of their counts."""
     sums = map(_sum, zip(*(source[1:] for source in sources), strict=True))
     return Samples(joined([source.samples for source in sources]), *sums)
 
