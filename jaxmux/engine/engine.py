@@ -274,12 +274,9 @@ class Engine(RoundLoop):
     def resume(self, suspended: SuspendedTask) -> None:
         """Continues a task that an engine with the same backbone has suspended, with the bits that
         it would have had without the break. With several replicas, its samples may go to other
-        replicas than without the break, which changes the order of sums.
-
-        Raises:
-          TaskError: a task of this name is registered.
-          PlanningError: a round of all tasks would not fit into the device's memory.
-        """
+        replicas than without the break, which changes the order of sums. Raises TaskError if a task
+        of this name is registered, and PlanningError if a round of all tasks would not fit into the
+        device's memory."""
         slot = suspended.slot
         self._refuse_tasks([slot.prepared])
         if self._results.awaits(slot):
@@ -294,7 +291,7 @@ class Engine(RoundLoop):
     def extend(self, name: str, steps: int) -> None:
         """Lets a task train up to `steps` steps, including those that it has trained. The learning
         rates of all updates that have not been dispatched follow a schedule over the new number of
-        steps. TaskError if the task has ended, or has at least as many steps already."""
+        steps. Raises TaskError if the task has ended, or has at least as many steps already."""
         slot = self._slots.named(name)
         if not slot.running or steps <= slot.prepared.steps:
             raise TaskError(
@@ -312,9 +309,9 @@ class Engine(RoundLoop):
         return slot.steps_dispatched
 
     def refuse_outgrowing(self, prepared: PreparedTask) -> None:
-        """Checks that a task fits into the present microbatches, and into one slot of the present
-        pool. TaskError names the setting at fault; PlanningError if a pipeline cannot train the
-        task."""
+        """Raises a TaskError that names the setting at fault if a task does not fit into the
+        present microbatches and one slot of the present pool, and PlanningError if a pipeline
+        cannot train it."""
         prepared.refuse_rows_of(self.options.shape.row_len)
         self._refuse_stages({f"task {prepared.task.name!r}": prepared.pool})
         refuse_outgrowing(prepared.task.name, prepared.pool, self._slots.pool)

@@ -97,7 +97,7 @@ class EngineOptions:
             )
 
     def of_size(self, size: EngineSize) -> "EngineOptions":
-        """The options of an engine of another size. PlanningError if `replica_shapes` is not
+        """The options of an engine of another size. Raises PlanningError if `replica_shapes` is not
         empty."""
         if self.replica_shapes:
             raise PlanningError("an engine whose replicas have different shapes keeps its size")

@@ -352,7 +352,6 @@ class QueuedEngine(Engine):
         return adapter_of(arrays, self.prepared(name).task.adapter, self.backbone.config)
 
     def _decide_rungs(self) -> None:
-        """Stops the tasks that have lost at a rung; the others train up to the next one."""
         for bracket in self._brackets:
             slots = {name: self._slot(name) for name in bracket.tasks}
             running = [slot for slot in slots.values() if slot.running]

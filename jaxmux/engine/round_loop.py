@@ -278,7 +278,6 @@ class RoundLoop:
         return self._position.plan_following(self._live(after=self._position.current))
 
     def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
-        """Adds the dispatched microbatches of all data shards to the totals."""
         for i in dispatched:
             replica = self._executor.replicas[plan.microbatches[i].replica]
             self.microbatches += times * replica.shards
@@ -312,7 +311,6 @@ class RoundLoop:
         return due
 
     def _begin_again(self) -> None:
-        """Restarts the round from its first microbatch after the device ran out of memory."""
         self._fetch()
         self._executor.recover()
         _log.warning(

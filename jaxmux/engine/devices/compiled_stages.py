@@ -162,11 +162,8 @@ class CompiledStages:
 
         The memory suffices for the microbatches in flight; with GPipe it grows in the first round.
         It is allocated first, so that a device that has too little fails before programs are
-        compiled, which takes most of the time.
-
-        Raises:
-          OutOfDeviceMemory: all layers recompute everything, and it was not enough.
-          jax.errors.JaxRuntimeError: a device ran out of memory (see `recompute_more`).
+        compiled, which takes most of the time. Then it raises JaxRuntimeError (see
+        `recompute_more`), or OutOfDeviceMemory if all layers recompute everything already.
         """
         if not self.serves(dropout):
             self.release()
@@ -182,7 +179,6 @@ class CompiledStages:
             self._has_run = True
 
     def serves(self, dropout: bool) -> bool:
-        """Whether the programs are made for the present layout of the state."""
         wanted = self._stored.layout, dropout
         return self.programs is not None and self.programs.made_for == wanted
 
@@ -257,8 +253,8 @@ class CompiledStages:
         return list(residuals_in_flight(self._options.schedule, stages, parts // stages))
 
     def choose_remat(self, dropout: bool) -> list[str | tuple[str, ...]]:
-        """The remat policy of each part. OutOfDeviceMemory if all layers recompute everything, and
-        it was not enough."""
+        """The remat policy of each part. Raises OutOfDeviceMemory if more recomputation is
+        impossible."""
         policies = self._first_choice(dropout)
         for _ in range(self._leaner_by):
             pairs = zip(policies, self._backbone.parts, strict=True)

@@ -52,8 +52,8 @@ class RoundOutcome(NamedTuple):
     Attributes:
       updates: by the slots of an update that was due, its results on the device.
       ahead: indices of the microbatches of the following round that have ended.
-      lost: True if the accumulated gradients were lost, because the device ran out of memory. Slots
-        that have not been updated begin their global batches again.
+      lost: True if the device ran out of memory and the accumulated gradients were lost. Slots that
+        have not been updated begin their global batches again.
     """
 
     updates: dict[tuple[int, ...], UpdateStats]
@@ -65,7 +65,7 @@ class Measurement(NamedTuple):
     """A measurement of held-out losses that has been dispatched.
 
     Attributes:
-      losses: function that waits for the losses: float32 [T], the sum of the cross entropies of the
+      losses: function that waits for the losses, float32 [T]: the sum of the cross entropies of the
         measured samples in nats, divided by the number of target tokens of all held-out samples of
         the task; NaN if the forward pass was not finite.
       tokens: by slot, number of tokens of the chunks that hold the measured samples, with padding.
@@ -83,7 +83,6 @@ class Executor(Protocol):
     Attributes:
       remat: the remat policy of every layer, or one for all, with which the training programs are
         compiled; None before they are.
-      replicas: the form in which each replica takes microbatches.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
     """
 
@@ -153,8 +152,8 @@ class Executor(Protocol):
         """Tries whether the programs that have been compiled ahead for the state get their memory.
         On several devices they are run once, because none may be loaded while stages exchange
         arrays. Returns False if `warm_up` has to prepare programs: none have been compiled ahead
-        for this state, or those of several devices need too much. JaxRuntimeError if the only
-        device has too little."""
+        for this state, or those of several devices need too much. Raises JaxRuntimeError if the
+        only device has too little."""
         ...
 
     def warm_up(self, none_due: DueUpdates, dropout: bool) -> bool:
@@ -259,7 +258,6 @@ class SingleDevice:
         return self._stored.marker()
 
     def _accumulate(self, microbatch: Microbatch, slots: SlotTable, dropout: bool) -> None:
-        """Dispatches one microbatch; first compiles the program if it does not fit the state."""
         wanted = self._stored.layout, dropout
         if self._step is None or self._compiled_for != wanted:
             self._trial_rounds = _TRIAL_ROUNDS

@@ -243,12 +243,8 @@ def forward_options(
     backbone: Backbone, options: EngineOptions, adapters: Mapping[str, Any], dropout: bool = False
 ) -> ForwardOptions:
     """The options of the forward pass, except the remat policy, which keeps its default. `adapters`
-    has the pools, or their descriptions, by adapter kind.
-
-    Raises:
-      PlanningError: `options.attention` names an implementation that cannot serve this device,
-        dtype or shape class.
-    """
+    has the pools, or their descriptions, by adapter kind. Raises PlanningError if
+    `options.attention` cannot serve this device, dtype or shape class."""
     unroll, shape = options.unroll, options.shape
     config, dtype, row_len = backbone.config, backbone.compute_dtype, shape.row_len
     if name := options.attention:
@@ -307,11 +303,8 @@ def compile_accumulate(
 ) -> TrainingStep:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
     shape. Only shapes and dtypes of `state`, `microbatch` and `slots` are read. Each time that the
-    device ran out of memory (`leaner_by`), layers recompute more.
-
-    Raises:
-      OutOfDeviceMemory: all layers recompute everything, and it was not enough.
-    """
+    device ran out of memory (`leaner_by`), layers recompute more. Raises OutOfDeviceMemory if that
+    was not enough."""
     forward = forward_options(backbone, options, state.adapters, dropout)
     remat, memory = options.remat, options.memory or device_memory()
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)

@@ -66,11 +66,8 @@ class ReplicaPipeline:
     ):
         """Creates a pipeline; nothing is compiled yet. `ahead` are programs that have been
         compiled, and `replicas` is the number of replicas, which exchange gradients and adapters.
-
-        Raises:
-          PlanningError: the parts are not on the stages in turn, the stages have different numbers
-            of data shards, or `options.schedule` is unknown or does not suit them.
-        """
+        Raises PlanningError if the parts are not on the stages in turn, the stages have different
+        numbers of data shards, or `options.schedule` does not suit them."""
         self.state = state
         self._number = number
         self._passes: list[DispatchedPass] = []

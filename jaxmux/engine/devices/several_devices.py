@@ -72,12 +72,8 @@ class SeveralDevices:
     ):
         """Creates an executor; nothing is compiled yet. `stored` has the parts of the first
         replica's backbone. `ahead` are, for each replica, the compiled `programs` of another
-        executor.
-
-        Raises:
-          PlanningError: `options.schedule` is unknown or does not suit the parts of a backbone, or
-            `options.replica_shapes` does not suit the replicas.
-        """
+        executor. Raises PlanningError if `options.schedule` or `options.replica_shapes` does not
+        suit the replicas."""
         self._options, self._stored = options, stored
         self._weights = backbones[0].weights
         self._copies = [
@@ -366,7 +362,8 @@ class SeveralDevices:
 
 class MeshSizeAhead(SizeAhead):
     """The programs of an engine on several devices. Its thread does the same as the engine when its
-    size changes, but only compiles: see `sharding.only_compiling`."""
+    size changes, but only compiles: see `sharding.only_compiling`. Arguments are as for
+    `DeviceSizeAhead`."""
 
     def __init__(
         self,
@@ -377,8 +374,6 @@ class MeshSizeAhead(SizeAhead):
         kinds: Sequence[str],
         stored: StoredState,
     ):
-        """Starts the thread. `sizes` are the present and the other size; `options` and `pool` are
-        those of an engine of the other size."""
         shapes = stored.without_arrays()
         super().__init__(sizes, partial(_compile, backbones, options, pool, kinds, shapes))
 

@@ -125,10 +125,9 @@ def _arrays(specs: Any) -> Any:
 
 
 class ProgramsAhead:
-    """The programs that an engine will need for given tasks, compiled in a thread.
-
-    The engine finds them as described for `ProgramsOfShapes`. Errors are not reported here, because
-    the engine meets them again.
+    """The programs that an engine will need for given tasks, compiled in a thread. The engine finds
+    them as described for `ProgramsOfShapes`. Errors are not reported here, because the engine meets
+    them again.
 
     The programs are compiled one after another. On a GPU nothing should run beside them, because
     XLA chooses among implementations of a product by timing them. On a CPU, loading the backbone is
@@ -231,14 +230,13 @@ class DeviceSizeAhead(SizeAhead):
 
     def try_memory(self, layout: Layout, dropout: bool) -> bool:
         """Allocates as much memory as the training step needs, and frees it again. Returns False if
-        no step is compiled for this state. JaxRuntimeError if the device has less memory."""
+        no step is compiled for this state. Raises JaxRuntimeError if the device has less memory."""
         if not self._serve(layout, dropout):
             return False
         jax.block_until_ready(self._compiled.result().scratch())
         return True
 
     def _serve(self, layout: Layout, dropout: bool) -> bool:
-        """Waits for the training step; returns whether it is compiled for this state."""
         compiled_for = self._programs.layout, self._programs.pool.dropout
         return (layout, dropout) == compiled_for and not self._compiled.exception()
 

@@ -156,7 +156,6 @@ class RoundPosition:
         self.done, self.begun_ahead = [], False
 
     def begin_again(self) -> None:
-        """Discards the current round after all gradients were lost."""
         self.done, self.current, self.following, self.begun_ahead = [], None, None, False
         self._accumulated, self._accumulated_ahead = {}, {}
         self._stream.close()

@@ -97,7 +97,6 @@ class ComputedTokens:
         self._held_out[slot.name] += tokens
 
     def count_measured(self, slot: Slot, tokens: int) -> None:
-        """Counts a completed measurement, given the tokens of all its turns."""
         self._measured[slot.name] += tokens
 
     def take(self) -> Computed:
@@ -111,8 +110,8 @@ class ComputedTokens:
 
 
 class DispatchedPass(NamedTuple):
-    """A forward or backward pass that the host has given to a stage. Indices are those of the
-    replica, the stage, the part of the backbone, of which a stage may have several, and the
+    """A forward or backward pass that the host has given to a stage. It is identified by the
+    indices of the replica, the stage, the part of the backbone (a stage may have several), and the
     microbatch in its round.
 
     Attributes:
@@ -148,10 +147,9 @@ class MicrobatchRecord(NamedTuple):
 
 
 class RoundRecord(NamedTuple):
-    """The contents of a dispatched round.
+    """The contents of a dispatched round with the number `index`, from 0.
 
     Attributes:
-      index: number of the round, from 0.
       microbatches: its microbatches, without those that an earlier process had trained.
       passes: the passes that the host has given to the stages of pipelines since the round before,
         in this order; empty on one device. With schedules in which rounds follow each other, some
@@ -287,10 +285,10 @@ def _idle(begin: float, end: float, waits: Iterable[_Span]) -> Iterator[tuple[st
 
 @dataclasses.dataclass(frozen=True)
 class DispatchedUpdate:
-    """An update of several slots in a round, whose results have not been fetched.
+    """An update of several slots in the round with the number `index`, whose results have not been
+    fetched.
 
     Attributes:
-      index: number of the round, from 0.
       tasks, learning_rates: by slot number. A task may have left its slot since.
       pools: for each task of the round, the pool that would hold only this task.
       stats: losses and gradient norms, on the device.
@@ -307,11 +305,10 @@ class DispatchedUpdate:
 @dataclasses.dataclass(frozen=True)
 class DispatchedTurns:
     """Turns of a round that are not followed by an update: their global batches continue in the
-    next round, or the plan of the round has been discarded.
+    next round, or the plan of the round has been discarded. Tasks are given by slot number.
 
     Attributes:
-      tasks: the tasks by slot number.
-      left: by slot number, the tasks that had left when the round had begun.
+      left: the tasks that had left when the round had begun.
       marker: arrays that are ready when the round has ended, from `Executor.marker`.
       ended: for a discarded plan, indices of its trained microbatches; else None.
     """
@@ -368,7 +365,6 @@ class Results:
         self._dispatched.append(dispatched)
 
     def add_evaluation(self, evaluation: DispatchedEvaluation) -> None:
-        """Adds turns of measurements that were dispatched after all updates."""
         self._measured.append(evaluation)
 
     def awaits(self, slot: Slot) -> bool:

@@ -263,8 +263,8 @@ def training_rounds(
         may share a microbatch.
       dispatch: divides the samples of a round among the replicas; None if there is only one.
       accumulated: by slot, indices of samples in the first global batches whose gradients are in
-        the accumulators already. They are packed with the others of their round, so that those keep
-        their places; then they are left out.
+        the accumulators already. They are packed with the others of their round, so that the layout
+        stays the same; then they are left out.
       most_tokens: most tokens of a task in a round, see `Turns`.
       groups_of: chooses the groups of these replicas; None lets a new `TaskGroups` do so.
     """
@@ -472,10 +472,10 @@ class Turns:
         accumulated: Mapping[int, Sequence[int]] | None = None,
         least_tokens: int = 1,
     ):
-        """Begins before the first round.
+        """Begins before the first round. `steps` has, by slot, the index of the task's next global
+        batch.
 
         Args:
-          steps: by slot, index of the task's next global batch, from 0.
           most_tokens: most tokens of a turn, without padding; a longer sample is a turn of its own.
             None lets every turn be a global batch.
           accumulated: by slot, indices of samples of the next global batch that have been trained.

@@ -146,7 +146,6 @@ class Slot:
         return target_tokens(self.prepared.eval_samples)
 
     def is_measured_after(self, step: int) -> bool:
-        """Whether the held-out loss is measured after this number of steps."""
         every = self.prepared.task.eval_every
         # A task may be extended when its last step has been dispatched.
         lasts = (self.steps, self.prepared.steps_at(step - 1), self.pause_after)
@@ -194,8 +193,7 @@ class SuspendedTask(NamedTuple):
     """A task that has left the engine, with everything that it needs to continue.
 
     Attributes:
-      slot: the task and its progress. The engine may still enter the results of the task's last
-        update into the progress.
+      slot: the task and its progress, into which results of its last update may still be entered.
       arrays: function that waits for the task's arrays, and returns them by path.
       accumulated: indices of the samples of its current global batch whose gradients are among
         these arrays.
@@ -217,7 +215,6 @@ class SuspendedTask(NamedTuple):
         return cls(slot, lambda: current)
 
     def with_best(self) -> Callable[[], SlotArrays]:
-        """The function of `Engine.with_best` for this task."""
         best = best_arrays(self.slot)
         return lambda: after_last_update(self.arrays()) | best()
 
@@ -250,9 +247,9 @@ def pool_of(
     reserved: PoolSpec,
     keep_moments: bool = False,
 ) -> tuple[PoolSpec, TrainState]:
-    """The pool that holds tasks, and the description of its arrays. Each task is given by the pool
-    that would hold only this task, and `reserved` has the smallest sizes. `keep_moments` tells
-    whether the pool has room for the moments of `reserved.optimizer`."""
+    """The pool that holds tasks, each of which is given by the pool that would hold only this task;
+    and the description of its arrays. `reserved` has the smallest sizes. With `keep_moments`, the
+    pool has room for the moments of `reserved.optimizer`."""
     pool = merge_pool_specs(tasks, reserved)
     if keep_moments and moments_of(reserved) > moments_of(pool):
         pool = pool._replace(optimizer=reserved.optimizer)
@@ -288,7 +285,6 @@ def refuse_outgrowing(name: str, needed: PoolSpec, pool: PoolSpec) -> None:
 
 
 def _missing_kinds(needed: PoolSpec, pool: PoolSpec) -> Iterator[str]:
-    """Yields a clause for each adapter kind other than LoRA that the pool cannot hold."""
     there = {size.kind: size for size in pool.others}
     for size in needed.others:
         adapter, in_pool = f"its adapter of the kind {size.kind!r}", there.get(size.kind)
@@ -448,7 +444,7 @@ class Slots:
         return number in self._slots and self._slots[number].running
 
     def number(self, name: str) -> int:
-        """The slot number of a task. TaskError if no slot has this task."""
+        """The slot number of a task. Raises TaskError if no slot has this task."""
         for number, slot in self:
             if slot.name == name:
                 return number
@@ -532,11 +528,8 @@ class Slots:
         """Gives the state another number of slots, at least as many as there are tasks. A task
         keeps its slot if there still is one of this number; else it moves to the free one with the
         lowest number. No slot may be waiting for `clear`. Returns, by old number, the new number of
-        every occupied slot.
-
-        Raises:
-          jax.errors.JaxRuntimeError: a device has too little memory; nothing has changed.
-        """
+        every occupied slot. If a device has too little memory, it raises JaxRuntimeError and
+        nothing has changed."""
         if slots < len(self._slots):
             raise ValueError(f"{len(self._slots)} tasks have no room in {slots} slots")
         free = iter(sorted(set(range(slots)) - self._slots.keys()))
@@ -550,8 +543,7 @@ class Slots:
         return numbers
 
     def own_specs(self, name: str) -> SlotState:
-        """Shapes and dtypes of the arrays that a checkpoint holds of a task: a `SlotState` of
-        `LeafSpec`."""
+        """The `SlotState` of `LeafSpec` of the arrays that a checkpoint holds of a task."""
         return self.specs_of(self.named(name))
 
     def specs_of(self, slot: Slot) -> SlotState:
@@ -575,13 +567,12 @@ class Slots:
         return lambda: crop(copied(), task_specs)
 
     def copy_waits(self, name: str, fields: tuple[str, ...]) -> bool:
-        """Whether `copy_to_host` would wait until other copies have arrived on the host."""
         return self.stored.copy_waits(self.named(name).kind, fields)
 
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces all arrays of a task by arrays from `copy_to_host`, of a state of any size.
-        Arrays that are left out become empty. ValueError if an array of the adapter or a scalar is
-        missing, or the pool has no such array."""
+        Arrays that are left out become empty. Raises ValueError if an array of the adapter or a
+        scalar is missing, or the pool has no such array."""
         number, slot = self.number(name), self.named(name)
         self._refuse_incomplete(slot, arrays)
         leaves = self._missing_in_empty(slot, arrays)

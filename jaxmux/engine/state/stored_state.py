@@ -51,11 +51,8 @@ _MOST = 2 * 2**30
 
 class HostCopy:
     """A tree of arrays in flight to the host: arrays in pinned memory, which the devices need not
-    have computed yet, and NumPy arrays.
-
-    Attributes:
-      bytes: the most bytes of the arrays that come from one device; 0 once they have arrived.
-    """
+    have computed yet, and NumPy arrays. `bytes` is the most that comes from one device; 0 after
+    arrival."""
 
     def __init__(self, arrays: Any):
         self._arrays, self._lock = arrays, threading.Lock()
@@ -75,7 +72,6 @@ class HostCopies:
     the limit waits until the oldest has arrived. A single copy may be larger than the limit."""
 
     def __init__(self, most: float = _MOST):
-        """Begins without copies; `most` is the limit in bytes for the arrays of one device."""
         self._most = most
         # Weak, because a copy that its owner has dropped need not arrive.
         self._begun: list[weakref.ref[HostCopy]] = []
@@ -92,10 +88,7 @@ class HostCopies:
         """Begins a copy when there is room for it. Copies with equal keys have about the same size.
         `read` has the devices write the arrays, which nobody else uses. `wait_for_devices` returns
         when the devices have finished all dispatched work, so that its memory is free.
-
-        Raises:
-          OutOfDeviceMemory: a device has too little memory even if it does nothing else.
-        """
+        OutOfDeviceMemory is raised if a device has too little memory even then."""
         while self.waits(key):
             # The list may be empty, if another thread has waited for the last copy meanwhile.
             for host_copy in self._on_their_way()[:1]:
@@ -315,7 +308,6 @@ class StoredState:
         return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
-        """For each part, the arrays of one slot by field, in host memory."""
         self._wait_before_first({(kind, fields)})
         # With several processes, devices exchange the arrays first, so they stay in device memory.
         to_host = jax.process_count() == 1

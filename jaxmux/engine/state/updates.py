@@ -67,17 +67,16 @@ class DueUpdates(NamedTuple):
     """The due updates as arrays for the compiled programs.
 
     Attributes:
-      due: bool [T], True for slots whose global batch is complete.
-      rates: float32, the learning rate of every trained leaf, layer and slot. A leaf without a
-        layer axis uses the rate of the first layer, or with the axis "last" that of the last one.
+      due: True for slots whose global batch is complete.
+      rates: the learning rate of every trained leaf, layer and slot. A leaf without a layer axis
+        uses the rate of the first layer, or with the axis "last" that of the last one.
       hyper: by optimizer kind and name of the hyperparameter, float32 [T_kind]: one value for each
         slot in `members` of this kind.
       members: by optimizer kind, int32 [T_kind]: the numbers of the slots that use this kind.
-      own: bool, whether the slot's task trains a leaf in a layer. Every slot has arrays of all
-        adapter kinds, and gradients in arrays of other kinds than its task's have no meaning. None
-        if there is only LoRA, where these gradients are zero.
-      renewed: by adapter kind with derived arrays, int32 [T]: the numbers of the slots whose
-        derived arrays are renewed, from `slots_to_renew`.
+      own: whether the slot's task trains a leaf in a layer. Every slot has arrays of all adapter
+        kinds, and gradients in arrays of other kinds than its task's have no meaning. None if there
+        is only LoRA, where these gradients are zero.
+      renewed: by adapter kind with derived arrays, the slots to renew, from `slots_to_renew`.
       paired: from `slots_with_pairs`, the slots whose low-rank factors have pairs of ranks.
     """
 
@@ -378,7 +377,6 @@ def _apply_in(
 
 
 def _candidates(kind, specs: TrainState, state, rates, hyper, paired, norm) -> tuple[Any, Any]:
-    """The new parameters and optimizer states of all slots, as if all were due."""
     own_specs = jax.tree.map(LeafSpec.of_slot, specs.accumulators)
     optimizer_specs = optax_state(kind, specs.moments, specs.count)
     axes, optimizer_axes = jax.tree.map(

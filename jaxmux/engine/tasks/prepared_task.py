@@ -75,11 +75,8 @@ _DIVIDED = WeightSharding(tp=2, fsdp=2)
 
 
 def size_of(config: BackboneConfig, dtype: jnp.dtype) -> BackboneSize:
-    """A backbone's sizes for the cost models; the field `kept` is empty. No weights are allocated.
-
-    Args:
-      dtype: dtype of the weights and of the activations between layers.
-    """
+    """A backbone's sizes for the cost models; the field `kept` is empty, and no weights are
+    allocated. `dtype` is that of the weights and of the activations between layers."""
     weights = abstract_weights(config, dtype)
     divided = jax.eval_shape(divisible_weights, weights)
     itemsize = jnp.dtype(dtype).itemsize
@@ -388,7 +385,6 @@ def _first_adapter(
 
 
 def first_epoch(batches: GlobalBatches) -> Iterator[Sample]:
-    """Yields the samples of a task's first epoch in the order in which it trains them."""
     for number in range(batches.batches_per_epoch):
         yield from batches[number]
 

@@ -112,8 +112,7 @@ class TaskEvaluation(NamedTuple):
     `Engine.take_evaluations` returns it.
 
     Attributes:
-      round: number of rounds that had been dispatched; "step" in held_out.jsonl and in events.
-      task: name of the task.
+      round: number of rounds that had been dispatched.
       task_step: number of global batches that the task had consumed; 0 before training.
       loss: mean cross entropy in nats per target token; NaN if the forward pass was not finite.
       target_tokens: number of target tokens in the held-out data.

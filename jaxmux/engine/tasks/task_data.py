@@ -52,10 +52,7 @@ def read_data(
 ) -> TaskData:
     """Reads and tokenizes a task's training and held-out data. `loaded` is a cache of the data of
     tasks with the same backbone, to which the data of this task are added; None reads everything.
-
-    Raises:
-      TaskError: the data cannot be read or has no sample. The message names the task.
-    """
+    Raises a TaskError that names the task if data cannot be read or have no sample."""
     loaded = Loaded() if loaded is None else loaded
     try:
         sources = _of_sources(task, config, tokenizer, loaded, held_out=False)
