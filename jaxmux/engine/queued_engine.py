@@ -157,8 +157,7 @@ class Shrinking(NamedTuple):
         return size
 
     def _phases(self, ended: Mapping[str, int]) -> Iterator[tuple[int, tuple[str, ...]]]:
-        """Yields, for each time at which tasks have ended, the number of steps of the remaining
-        tasks and their names."""
+        """Yields, each time that tasks have ended, the step and the remaining tasks."""
         if ended and len(self.steps) > self.places:
             # Tasks that wait for a slot begin late, so their steps do not tell which ended first.
             left = {0: tuple(name for name in self.steps if name not in ended)}
@@ -483,9 +482,6 @@ class QueuedEngine(Engine):
 
 
 def _initial(prepared: PreparedTask, specs: SlotState) -> Callable[[], SlotArrays]:
-    """A function that makes the initial arrays of a task, by path. Arrays that are left out are
-    empty."""
-
     def make() -> SlotArrays:
         described = named_leaves(specs).items()
         counts = {path: np.zeros((), spec.dtype) for path, spec in described if not spec.axes}

@@ -267,7 +267,7 @@ class RoundLoop:
         tasks = {n: self._slots[n] for n in plan.steps if n not in plan.ends and n in self._slots}
         left = self._left_in(plan)
         if not plan.ends:
-            # No update has waited for the round before.
+            # Without an update, the results of the previous round have not been fetched yet.
             self._fetch()
         if tasks or left:
             self._results.add(DispatchedTurns(plan, tasks, left, self._executor.marker()))

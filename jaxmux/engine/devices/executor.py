@@ -112,8 +112,8 @@ class Executor(Protocol):
             those that it dispatches, even if it ends in an exception.
           stop: function that is called after every microbatch. Once it returns True, no further
             microbatch begins and no further update is dispatched.
-          due: function that returns an update's arrays for the given slots, of which there may be
-            none. It may wait for the results of earlier rounds.
+          due: function that returns an update's arrays for the given slots, which may be empty. It
+            may wait for the results of earlier rounds.
           following: function that returns the round after this one, or None if there is none. The
             call may begin its microbatches. If it was not stopped, the next call is given this
             round; microbatches that have begun end in that call, or in `settle`.

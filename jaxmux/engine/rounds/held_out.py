@@ -39,7 +39,6 @@ class HeldOut:
 
     @property
     def unfinished(self) -> list[int]:
-        """The slots whose measurements have turns left to dispatch."""
         return [n for n, slot in self._slots if slot.measuring and slot.progress.status != "failed"]
 
     def takes_turns(self, slot: Slot) -> bool:

@@ -68,7 +68,6 @@ class RoundStream:
         )
 
     def next(self, live: Mapping[int, int], accumulated: SampleIndices) -> RoundPlan:
-        """The next round of the live tasks; arguments as for `begin`."""
         self.begin(live, accumulated)
         asked = time.perf_counter()
         following = next(self._rounds)
@@ -124,8 +123,9 @@ class RoundPosition:
         return self.current
 
     def plan_following(self, live: Mapping[int, int]) -> RoundPlan | None:
-        """The round after the current one, whose steps `live` has by slot as far as they are known;
-        None if there is none, or if it may not begin yet."""
+        """The round after the current one; None if there is none, or if it may not begin yet.
+        `live` has, by slot, the step of each task after the current round, as far as it is
+        known."""
         if self._accumulated_ahead:
             # Part of the following round was trained before a stop.
             return None

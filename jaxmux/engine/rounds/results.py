@@ -187,7 +187,7 @@ class RoundRecord(NamedTuple):
 
 # Kinds of time in which the devices compute.
 TRAINING, EVALUATION = "training", "evaluation"
-# Kinds of time in which the devices wait; "idle" is any wait but the first two.
+# Kinds of time in which the devices wait; "idle" is any other wait.
 COMPILING, CHECKPOINTS, IDLE = "compiling", "checkpoints", "idle"
 # Most spans that are kept if `spent` is never called.
 _MOST_SPANS = 4096
@@ -234,7 +234,6 @@ class DeviceTime:
         return self._watch.submit(watched)
 
     def close(self) -> None:
-        """Ends the thread when the work has ended; `add` starts another one."""
         if self._watch is not None:
             self._watch.shutdown()
             self._watch = None
@@ -372,7 +371,6 @@ class Results:
 
     @property
     def awaited(self) -> set[str]:
-        """Names of the tasks some of whose results have not been fetched."""
         return {slot.name for slot in self._awaited}
 
     @property

@@ -393,7 +393,6 @@ def _tokens(
 
 
 def _chunks(placement: Placement, length: int, shape: ShapeClass) -> range:
-    """The numbers of the chunks of a microbatch that contain a sample of this stream length."""
     begin = placement.row * shape.row_len + placement.offset
     return range(begin // shape.chunk_len, -(-(begin + length) // shape.chunk_len))
 

@@ -247,9 +247,9 @@ def pool_of(
     reserved: PoolSpec,
     keep_moments: bool = False,
 ) -> tuple[PoolSpec, TrainState]:
-    """The pool that holds tasks, each of which is given by the pool that would hold only this task;
-    and the description of its arrays. `reserved` has the smallest sizes. With `keep_moments`, the
-    pool has room for the moments of `reserved.optimizer`."""
+    """The pool that holds tasks, and the description of its arrays. A task is given as the pool
+    that would hold only this task. `reserved` has the smallest sizes. With `keep_moments`, the pool
+    has room for the moments of `reserved.optimizer`."""
     pool = merge_pool_specs(tasks, reserved)
     if keep_moments and moments_of(reserved) > moments_of(pool):
         pool = pool._replace(optimizer=reserved.optimizer)
@@ -520,7 +520,6 @@ class Slots:
         return number
 
     def clear(self, number: int) -> None:
-        """Empties a slot whose task has left, so that another task can take it."""
         self.stored.clear(number)
         del self.left[number]
 

@@ -1,7 +1,7 @@
 """The train state: stacked adapters, gradient accumulators and optimizer states of all slots.
 
-A description of the state, a `TrainState` of `LeafSpec`, tells these functions all that they need
-to know of adapter kinds and modules. `specs` and `layout` are such descriptions of the whole state.
+The functions here depend on no adapter kind: a description, a `TrainState` of `LeafSpec`, has the
+shape, dtype and axes of every array. `specs` and `layout` are descriptions of the whole state.
 """
 
 from collections.abc import Mapping, Sequence

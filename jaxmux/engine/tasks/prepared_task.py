@@ -70,7 +70,7 @@ class BatchLengths(Sequence[list[int]]):
         return known[step]
 
 
-# Any mesh that divides linears by both axes.
+# An arbitrary mesh that divides linears along both axes.
 _DIVIDED = WeightSharding(tp=2, fsdp=2)
 
 
