@@ -139,7 +139,7 @@ class Engine(RoundLoop):
 
     def refusal_of(self, size: EngineSize) -> str | None:
         """Why rounds of another size would not fit into the devices' memory, as predicted by
-        `admission`; None if they would, or without a prediction."""
+        `admission`; None if they would fit, or if nothing is predicted."""
         reserved = self._slots.pool
         for admission in self._admissions:
             with_pool = dataclasses.replace(admission, reserved=reserved)

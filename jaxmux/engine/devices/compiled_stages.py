@@ -64,9 +64,6 @@ class CompiledStages:
         ahead: StagePrograms | None = None,
         replicas: int = 1,
     ):
-        """Creates the stages; nothing is compiled yet. `ahead` are programs that have been
-        compiled, and `replicas` is the number of replicas, which exchange gradients and
-        adapters."""
         self._replicas = replicas
         self.stages = list(dict.fromkeys(backbone.homes))
         self._backbone, self._options, self._stored = backbone, options, stored
@@ -247,8 +244,8 @@ class CompiledStages:
 
     @cached_property
     def _in_flight(self) -> list[int]:
-        """For each part, the most microbatches between their passes in a long round. GPipe holds
-        all microbatches of a round, of which one counts here."""
+        """For each part, the most microbatches between their passes in a long round. For GPipe,
+        which holds all microbatches of a round, this is 1."""
         stages, parts = len(self.stages), len(self._backbone.parts)
         return list(residuals_in_flight(self._options.schedule, stages, parts // stages))
 

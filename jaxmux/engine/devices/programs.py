@@ -331,8 +331,9 @@ def compile_accumulate(
 def _step_path(arguments: tuple[Any, ...], *choices: Any) -> Path | None:
     """The file of a kept training step, which need not exist; None where the step is not kept. Its
     name is a digest of everything on which the compiled step depends: source code, packages,
-    device, settings of JAX and XLA, static arguments, and shapes and dtypes of the others. In
-    `arguments`, the remat policy is not chosen yet; it depends on `choices`."""
+    device, settings of JAX and XLA, static arguments, and shapes and dtypes of the others.
+    `arguments` have no remat policy yet; `choices` are the other values on which that policy
+    depends."""
     folder = _step_folder()
     if folder is None:
         return None

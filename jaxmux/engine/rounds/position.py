@@ -20,7 +20,6 @@ class RoundStream:
     """
 
     def __init__(self, slots: Slots, options: EngineOptions, executor: Executor):
-        """Creates a stream; the first call of `begin` or `next` starts its thread."""
         self.seconds_waited = 0.0
         self._slots = slots
         self._options = options
@@ -207,7 +206,7 @@ class RoundPosition:
         }
 
     def _add_what_is_ahead(self) -> None:
-        """Counts samples that were trained ahead of a stop as trained before the next round."""
+        """Adds samples that were trained before a stop to the accumulated ones."""
         for number, samples in self._accumulated_ahead.items():
             self._accumulated.setdefault(number, []).extend(samples)
         self._accumulated_ahead = {}

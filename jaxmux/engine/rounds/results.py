@@ -490,7 +490,6 @@ class Results:
 
 
 def _succeed_after(step: int, slot: Slot) -> None:
-    """Marks a running task as succeeded if this was its last step."""
     if slot.running and step == slot.steps:
         slot.progress.status = "succeeded"
         if slot.steps < slot.prepared.steps:

@@ -120,8 +120,8 @@ class RoundPlan(NamedTuple):
     computed_tokens: dict[int, int]
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
-        """The slots whose global batches continue in the next round, and all of whose samples in
-        this round are in the microbatches with these indices."""
+        """Of the slots whose global batches continue in the next round, those whose turns are
+        complete with the microbatches of these indices."""
         rest = set(range(len(self.microbatches))) - {*microbatches}
         left = {slot for i in rest for slot in self.microbatches[i].samples}
         return [slot for slot in self.steps if slot not in self.ends and slot not in left]
@@ -151,8 +151,8 @@ class TaskGroups:
     """
 
     def __init__(self, replicas: Sequence[ReplicaInput]):
-        """Chooses no groups yet. Later groups suit the replica with the longest pipeline, with its
-        share of the samples."""
+        """Chooses no groups yet. Groups will suit the replica with the longest pipeline and its
+        samples."""
         self.task_by_task = any(replica.groups == "alone" for replica in replicas)
         planned = [replica for replica in replicas if replica.groups == "planned"]
         self._longest = max(planned, key=lambda one: one.replica.pp, default=None)

@@ -201,8 +201,8 @@ _ROWS = 512
 
 
 def slots_to_renew(layout: Layout, kinds: Mapping[int, str]) -> dict[str, Int[np.ndarray, " T"]]:
-    """By adapter kind with derived arrays for which the state has room, the numbers of its slots in
-    `kinds`, filled up with T."""
+    """For each adapter kind with derived arrays, the numbers of the slots that have it in `kinds`,
+    padded with T to T numbers. Kinds for which the state has no room are left out."""
     (capacity,) = layout.tree.loss.shape
     slots = {}
     for name in layout.tree.adapters:

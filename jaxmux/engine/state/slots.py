@@ -542,7 +542,7 @@ class Slots:
         return numbers
 
     def own_specs(self, name: str) -> SlotState:
-        """The `SlotState` of `LeafSpec` of the arrays that a checkpoint holds of a task."""
+        """Specs of the arrays that a checkpoint has of a task: a `SlotState` of `LeafSpec`."""
         return self.specs_of(self.named(name))
 
     def specs_of(self, slot: Slot) -> SlotState:

@@ -259,7 +259,6 @@ class StoredState:
             self.states[i] = run_on(home, program, self.states[i], layout, slot)
 
     def wait(self) -> None:
-        """Returns when the devices have finished all dispatched passes."""
         jax.block_until_ready((self.states, self.measured))
 
     def marker(self) -> jax.Array:

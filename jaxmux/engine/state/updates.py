@@ -585,7 +585,7 @@ def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> 
 def _stage_squares(
     home: StageMesh, summed: Layout, state: TrainState
 ) -> tuple[Float[Array, "L T"], Float[Array, " T"]]:
-    """`layer_squares` of a stage whose copies are sums, and its losses."""
+    """`layer_squares` and losses of a stage whose copies have been summed."""
 
     def on_device(state: TrainState) -> tuple[Array, Array]:
         accumulators = state.accumulators

@@ -166,7 +166,6 @@ def stop_early(progress: TaskProgress, reason: str, keep_best: bool) -> None:
 
 
 def _take_result(progress: TaskProgress, keep_best: bool) -> None:
-    """Sets the final held-out loss, that of the adapter that training gives."""
     if keep_best and progress.best_loss is not None:
         progress.eval_loss = progress.best_loss
     elif progress.eval_loss is None:
