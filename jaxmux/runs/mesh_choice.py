@@ -23,13 +23,6 @@ from jaxmux.planner.packing import (
     sample_rounds,
     sampled_part,
 )
-from jaxmux.planner.replicas import (
-    ShapeCosts,
-    candidate_replicas,
-    choose_replicas,
-    round_bins,
-    simulate_rounds,
-)
 
 from .run_options import RunOptions
 from .run_shape import Choice, PlannedDevice, choose_run_shape, run_costs
@@ -262,6 +255,15 @@ def choose_unlike(
       The replicas, those with most devices first, and their predicted seconds of a round divided by
       those of the single replica; None if some sample fits into no replica.
     """
+    # Imported here because most runs have one replica and need no search for others.
+    from jaxmux.planner.replicas import (
+        ShapeCosts,
+        candidate_replicas,
+        choose_replicas,
+        round_bins,
+        simulate_rounds,
+    )
+
     fits = {}
     for replica in candidate_replicas(devices):
         try:

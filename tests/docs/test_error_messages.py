@@ -52,7 +52,7 @@ def test_every_raised_error_is_found(messages):
 
 
 def test_every_class_of_input_errors_has_messages(messages):
-    for name in ("cli.gin_bindings", "runs.intake", "runs.watched_directory"):
+    for name in ("cli.gin_bindings", "server.inbox.accepted", "server.inbox.directory"):
         import_module(f"jaxmux.{name}")
     for name in jaxmux.__all__:
         getattr(jaxmux, name)

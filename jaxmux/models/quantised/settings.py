@@ -25,8 +25,8 @@ SETTINGS = ("quantization_config", "compression_config")
 
 
 class Quantisation(NamedTuple):
-    """The settings of a quantised checkpoint: its method, one of `METHODS`; and the rows and columns
-    of a weight that share a scale, None if the shapes of scales tell it."""
+    """The settings of a quantised checkpoint: its method, one of `METHODS`; and the rows and
+    columns of a weight that share a scale, None if the shapes of scales tell it."""
 
     method: str
     block: tuple[int, int] | None = None
