@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-# The columns of a group have the same pattern in every such number of columns.
+# The division of columns into groups repeats after this number of columns.
 PERIOD = 32
 # All draws are below this threshold.
 KEEP_ALL = 1 << 15

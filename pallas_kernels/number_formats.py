@@ -27,7 +27,7 @@ from jaxtyping import Array, Float, Float8e4m3fn, Float32, Int8, UInt8
 FLOAT8_MAX = 448.0
 INT8_MAX = 127.0
 
-# Number of weights along k that share a scale in nf4, and of such scales that share a scale.
+# In nf4, this many weights along k share a scale; of scales in 8 bits, this many share a scale.
 NF4_BLOCK = 64
 ABSMAX_BLOCK = 256
 

@@ -97,8 +97,8 @@ def write_zeros(gmem):
 
 
 def stages_that_fit(wanted: int, elements: int, dtype: Any, reserved: int = 0) -> int:
-    """The wanted number of stages of so many `elements`, or fewer if shared memory, which must also
-    hold `reserved` elements, has no room for them. ValueError if not even two stages fit."""
+    """The wanted number of stages, each of `elements` elements, or fewer if they do not fit into
+    shared memory besides `reserved` further elements. ValueError if not even two stages fit."""
     available = SHARED_MEMORY // jnp.dtype(dtype).itemsize - reserved
     if 2 * elements > available:
         raise ValueError(
