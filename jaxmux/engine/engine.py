@@ -121,6 +121,7 @@ class Engine(RoundLoop):
 
     @property
     def size(self) -> EngineSize:
+        """The present number of slots of the pool, and of rows of a microbatch."""
         return EngineSize(self._slots.pool.slots, self.options.shape.rows)
 
     def compile_ahead(self, size: EngineSize) -> SizeAhead:
@@ -337,6 +338,7 @@ class Engine(RoundLoop):
         return self._slots.state
 
     def prepared(self, name: str) -> PreparedTask:
+        """The task as it was registered, or as `extend` has changed it."""
         return self._slots.named(name).prepared
 
     def progress(self, name: str) -> TaskProgress:

@@ -371,7 +371,6 @@ class QueuedEngine(Engine):
         return self._position.current is None or self._position.begun_ahead
 
     def _ended(self) -> dict[str, int]:
-        """By name of every task that does not train any more, its number of steps."""
         slots = {name: self._slot(name) for name in self._order}
         return {
             name: slot.steps if slot.running else slot.progress.step

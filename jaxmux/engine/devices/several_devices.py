@@ -379,8 +379,6 @@ class MeshSizeAhead(SizeAhead):
 
     @property
     def programs(self) -> list[StagePrograms] | None:
-        """For each replica, the programs of its parts; waits for them. None if compilation
-        failed."""
         return None if self._compiled.exception() else self._compiled.result()
 
 

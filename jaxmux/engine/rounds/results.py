@@ -83,7 +83,6 @@ class ComputedTokens:
         slot.part_of_turn = 0
 
     def count_part(self, slot: Slot, step: int, tokens: int) -> None:
-        """Counts a part of a turn. The rest of the turn will be planned again."""
         self._add(slot, step, tokens)
         slot.part_of_turn += tokens
 

@@ -225,6 +225,7 @@ class PreparedTask:
 
     @property
     def begins_slowly(self) -> bool:
+        """Whether the initial adapter takes long to compute."""
         return self.task.resume_from is None and self.kind.begins_slowly(self.task.adapter)
 
     def with_adapter(self) -> "PreparedTask":

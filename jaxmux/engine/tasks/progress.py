@@ -67,9 +67,11 @@ class TaskProgress:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TaskProgress":
+        """The progress in a JSON object that `to_json` made."""
         return cls(**fields)
 
     def to_json(self) -> dict[str, Any]:
+        """The fields by name, as a checkpoint stores them."""
         return dataclasses.asdict(self)
 
 
