@@ -15,7 +15,7 @@ from .prefetch import Prefetch
 from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
-from .split import Part
+from .split import SplitPart
 from .stored_samples import StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
 
@@ -26,7 +26,7 @@ __all__ = [
     "DataError",
     "GlobalBatches",
     "Microbatch",
-    "Part",
+    "SplitPart",
     "Prefetch",
     "Record",
     "Rendering",

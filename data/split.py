@@ -4,7 +4,7 @@ import hashlib
 from typing import NamedTuple
 
 
-class Part(NamedTuple):
+class SplitPart(NamedTuple):
     """The held-out records of a source, or all others.
 
     Whether a record is held out depends only on its index and the other fields here. The records

@@ -25,7 +25,7 @@ from .rendering import Rendering
 from .samples import Sample
 from .sources import Record, Source, read_records
 from .special_text import SpecialText, ends_of_turns
-from .split import Part
+from .split import SplitPart
 from .stored_samples import SampleWriter, StoredSamples, TokenFile
 from .time_limit import TimeLimit, TimeLimitExceeded
 
@@ -345,7 +345,7 @@ def load_samples(
     *,
     max_length: int,
     vocab_size: int | None = None,
-    part: Part | None = None,
+    part: SplitPart | None = None,
     tokens: TokenFile | None = None,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
@@ -425,7 +425,7 @@ def load_samples(
 
 
 def _no_samples(
-    source: Source, max_length: int, dropped: int, skipped: Skipped, part: Part | None
+    source: Source, max_length: int, dropped: int, skipped: Skipped, part: SplitPart | None
 ) -> str:
     reasons = []
     if part and not dropped and not skipped.count:
@@ -450,7 +450,7 @@ def _tokenize(
     tokenizer: "PreTrainedTokenizerBase",
     special: SpecialText,
     skipped: Skipped,
-    part: Part | None,
+    part: SplitPart | None,
     unread: Counter[str],
 ) -> Iterator[tuple[Record, Sample, Rendering]]:
     """Yields the untruncated sample of every record that can be trained on, and the rendering of

@@ -20,7 +20,7 @@ from jaxmux.planner.costs.device_profile import CollectivePoint, LayerPoint, rea
 from jaxmux.planner.costs.fitting import fit_memory_model, fit_time_model
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.profiling import Case, Grid, profiler
+from jaxmux.profiling import CheckedCase, Grid, profiler
 from jaxmux.profiling.grid import points
 from jaxmux.profiling.timed_programs import make_program
 from jaxmux.profiling.timing import measure
@@ -181,17 +181,17 @@ def test_check_compares_rounds_with_predictions(profile_path, config, tmp_path, 
 
 def test_cases_are_written_as_they_are_parsed():
     for text in ("3x64x6x192", "3x64x6x384x128", "3x64x6x384x128xlean", "3x64x6x192xfull"):
-        assert str(Case.parse(text)) == text
-    assert Case.parse("3x64x6x384x128").shape(64) == ShapeClass(3, 128, 64, 2)
+        assert str(CheckedCase.parse(text)) == text
+    assert CheckedCase.parse("3x64x6x384x128").shape(64) == ShapeClass(3, 128, 64, 2)
     with pytest.raises(PlanningError, match="3x0x6x192"):
-        Case.parse("3x0x6x192")
+        CheckedCase.parse("3x0x6x192")
 
 
 def test_predicted_time_and_memory_grow_with_tokens(profile_path):
     profile = read_profile(profile_path)
     times = fit_time_model(profile)
     memory = fit_memory_model(profile, memory=2**30)
-    shapes = [Case(1, 128, 4, tokens).shape(64) for tokens in (128, 256, 384, 512)]
+    shapes = [CheckedCase(1, 128, 4, tokens).shape(64) for tokens in (128, 256, 384, 512)]
     seconds = [times.predict(shape, 1, 4) for shape in shapes]
     peaks = [memory.peak(shape, PoolSpec(1, 4), "dots") for shape in shapes]
     assert seconds == sorted(seconds) and seconds[0] > 0
@@ -251,7 +251,7 @@ def test_bad_config_and_case_are_refused(profile_path, config, tmp_path, capsys)
     assert main(["--config", str(absent), "--out", str(tmp_path / "p.json")]) == 2
     assert str(absent) in capsys.readouterr().err
     with pytest.raises(PlanningError, match="case '3x64': expected tasks x length x rank x tokens"):
-        Case.parse("3x64")
+        CheckedCase.parse("3x64")
 
 
 def run_python(script: str, environment: dict[str, str]) -> None:

@@ -18,7 +18,7 @@ from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine.tasks.task_data import Loaded, read_held_out
-from jaxmux.evaluation import Case, losses_of, matches_of
+from jaxmux.evaluation import EvalCase, losses_of, matches_of
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
@@ -63,7 +63,9 @@ def run(options: argparse.Namespace) -> int:
             known = loaded[tokenizer_key(reader)]
             with TemplateClock(begun):
                 samples = read_held_out(evaluated, backbone.config, reader, known)[: options.limit]
-            cases.append(Case(task.name, _name_of_data(evaluated), spec, weights, samples, reader))
+            cases.append(
+                EvalCase(task.name, _name_of_data(evaluated), spec, weights, samples, reader)
+            )
     results = _results(cases, backbone, options)
     _show(results)
     if options.out:
@@ -165,7 +167,7 @@ def _name_of_data(task: Task) -> str:
 
 
 def _results(
-    cases: Sequence[Case], backbone: Backbone, options: argparse.Namespace
+    cases: Sequence[EvalCase], backbone: Backbone, options: argparse.Namespace
 ) -> list[dict[str, Any]]:
     """One JSON object for each case. Numbers that are not finite or were not measured are None."""
     losses = losses_of(cases, backbone)

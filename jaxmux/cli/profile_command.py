@@ -23,7 +23,7 @@ from jaxmux.planner.costs.device_profile import LayerPoint, Measurement, Profile
 from jaxmux.planner.costs.fitting import fit_time_model, layer_passes
 from jaxmux.profiling import (
     CPU_GRID,
-    Case,
+    CheckedCase,
     Comparison,
     Grid,
     compare,
@@ -73,7 +73,7 @@ def _profile(options: argparse.Namespace, config: BackboneConfig, console: Conso
 def _check(options: argparse.Namespace, config: BackboneConfig, console: Console) -> None:
     profile = read_profile(options.check)
     grid = _grid(options)
-    cases = [Case.parse(text) for text in options.cases] or default_cases(grid)
+    cases = [CheckedCase.parse(text) for text in options.cases] or default_cases(grid)
     config = dataclasses.replace(
         config,
         num_layers=options.layers or config.num_layers,

@@ -27,8 +27,8 @@ from .rounds.results import (
     DeviceTime,
     DispatchedTurns,
     DispatchedUpdate,
-    Results,
     RoundRecord,
+    RoundResults,
 )
 from .rounds.rounds import RoundPlan, all_samples
 from .state.slots import Slot, Slots
@@ -68,7 +68,7 @@ class RoundLoop:
             stored = StoredState(self.backbone.parts, self.backbone.homes)
         self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._observe = observe
-        self._results = Results(options.max_bad_steps)
+        self._results = RoundResults(options.max_bad_steps)
         # This thread waits for copies to reach the host, so that their device memory becomes free.
         self._copies = ThreadPoolExecutor(1)
         self._executor = self._make_executor(programs)

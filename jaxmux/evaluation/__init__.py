@@ -1,7 +1,7 @@
 """Compares adapters with the bare backbone on held-out data."""
 
-from .cases import Case
+from .cases import EvalCase
 from .completions import matches_of
 from .losses import losses_of
 
-__all__ = ["Case", "losses_of", "matches_of"]
+__all__ = ["EvalCase", "losses_of", "matches_of"]

@@ -7,7 +7,7 @@ from jaxmux.data import StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 
 
-class Case(NamedTuple):
+class EvalCase(NamedTuple):
     """An adapter, from `import_adapter`, and held-out samples.
 
     Attributes:
@@ -28,7 +28,7 @@ class Case(NamedTuple):
         return target_tokens(self.samples)
 
 
-def first_with_data(cases: Sequence[Case]) -> list[int]:
+def first_with_data(cases: Sequence[EvalCase]) -> list[int]:
     """The index of the first case with the same samples, for each case. The samples of all cases
     come from one `Loaded`."""
     first_with_key: dict[Any, int] = {}

@@ -10,7 +10,7 @@ from jaxmux.data.special_text import special_tokens
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
-from .cases import Case, first_with_data
+from .cases import EvalCase, first_with_data
 
 
 class Matches(NamedTuple):
@@ -33,7 +33,7 @@ class _Parts(NamedTuple):
 
 
 def matches_of(
-    cases: Sequence[Case], backbone: Backbone, max_new_tokens: int | None = None
+    cases: Sequence[EvalCase], backbone: Backbone, max_new_tokens: int | None = None
 ) -> list[Matches]:
     """Completes the samples of all cases with their adapters and with the bare backbone, and
     compares the texts with the references, without white space around them.

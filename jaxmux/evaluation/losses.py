@@ -13,7 +13,7 @@ from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter
 from jaxmux.runs import best_shape
 from jaxmux.tasks import Task
 
-from .cases import Case, first_with_data
+from .cases import EvalCase, first_with_data
 
 # An adapter that changes nothing, because its B is zero.
 _NOTHING = LoRA(rank=1)
@@ -32,7 +32,7 @@ class Losses(NamedTuple):
 
 
 def losses_of(
-    cases: Sequence[Case], backbone: Backbone, tokens_per_microbatch: int = 8192
+    cases: Sequence[EvalCase], backbone: Backbone, tokens_per_microbatch: int = 8192
 ) -> list[Losses]:
     """Measures the losses of all cases together, as training measures held-out losses. If several
     cases have the same samples, the loss of the bare backbone is measured once.

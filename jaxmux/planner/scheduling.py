@@ -41,7 +41,7 @@ class Candidate(NamedTuple):
     passes: int = 0
 
 
-class Schedule(NamedTuple):
+class TaskSchedule(NamedTuple):
     """The choice of the tasks that train, with reasons for those that do not. For a task that loses
     its slot, `takers` has the tasks of higher priority that begin. In `passed`, a waiting task
     occurs once for each later task of its priority that begins before it."""
@@ -52,7 +52,7 @@ class Schedule(NamedTuple):
     takers: dict[str, tuple[str, ...]]
 
 
-def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = len) -> Schedule:
+def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = len) -> TaskSchedule:
     """Chooses the tasks that train.
 
     - A task of a higher priority comes before all tasks of lower ones. If it does not fit beside
@@ -109,4 +109,4 @@ def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = l
             for i, task in enumerate(blocked):
                 passed.append(task.name)
                 blocked[i] = task._replace(passes=task.passes + 1)
-    return Schedule(tuple(task.name for task in chosen), waits, tuple(passed), takers)
+    return TaskSchedule(tuple(task.name for task in chosen), waits, tuple(passed), takers)

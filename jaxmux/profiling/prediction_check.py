@@ -17,7 +17,7 @@ from .grid import Grid
 from .timed_rounds import run_rounds
 
 
-class Case(NamedTuple):
+class CheckedCase(NamedTuple):
     """A round to train and to predict, in a check of the cost models by `compare`.
 
     A round is one global batch of every task. The tasks are equal, and their samples have one
@@ -45,7 +45,7 @@ class Case(NamedTuple):
     remat: str = "dots"
 
     @classmethod
-    def parse(cls, text: str) -> "Case":
+    def parse(cls, text: str) -> "CheckedCase":
         """Returns the case that a text names; `str(case)` gives the text back.
 
         Args:
@@ -103,13 +103,13 @@ class Comparison(NamedTuple):
         peaks of the cases before this one; None if the profile does not hold the device's memory.
     """
 
-    case: Case
+    case: CheckedCase
     seconds: tuple[float, float]
     peak: tuple[int | None, float | None]
     online_peak: float | None
 
 
-def default_cases(grid: Grid) -> list[Case]:
+def default_cases(grid: Grid) -> list[CheckedCase]:
     """Returns four cases to check a profile with `compare`.
 
     They differ from the grid's points in tokens of a microbatch, row length, number of tasks or
@@ -122,15 +122,19 @@ def default_cases(grid: Grid) -> list[Case]:
     """
     tokens, row_len, rank = grid.reference_tokens, grid.row_len, grid.ranks[0]
     return [
-        Case(2, row_len // 2, rank, tokens // 2),
-        Case(3, 4 * row_len, 2 * rank, tokens * 3 // 4),
-        Case(8, 2 * row_len, 2 * rank, tokens),
-        Case(3, 8 * row_len, rank, tokens * 3 // 2),
+        CheckedCase(2, row_len // 2, rank, tokens // 2),
+        CheckedCase(3, 4 * row_len, 2 * rank, tokens * 3 // 4),
+        CheckedCase(8, 2 * row_len, 2 * rank, tokens),
+        CheckedCase(3, 8 * row_len, rank, tokens * 3 // 2),
     ]
 
 
 def compare(
-    backbone: Backbone, profile: Profile, cases: Sequence[Case], chunk_len: int, seconds: float
+    backbone: Backbone,
+    profile: Profile,
+    cases: Sequence[CheckedCase],
+    chunk_len: int,
+    seconds: float,
 ) -> Iterator[Comparison]:
     """Trains rounds of each case on this machine and compares their costs with the predictions.
 
@@ -141,7 +145,7 @@ def compare(
     Args:
       backbone: the backbone to train; its number of layers may differ from the profiled one's.
       profile: the profile to which the cost models are fitted.
-      cases: the cases, for example from `default_cases` or `Case.parse`.
+      cases: the cases, for example from `default_cases` or `CheckedCase.parse`.
       chunk_len: tokens of a chunk (a series of tokens of one task), a power of two of at least 64.
       seconds: seconds to spend on each case, without compilation. A case trains at least 7 rounds,
         even if they take longer.
@@ -151,7 +155,7 @@ def compare(
 
     Raises:
       ProfileError: the profile lacks a measurement that the models need.
-      PlanningError: the sizes of a case do not fit together (see `Case.shape`).
+      PlanningError: the sizes of a case do not fit together (see `CheckedCase.shape`).
       RuntimeError: the engine packed the samples of a case into another number of microbatches than
         expected.
     """
@@ -160,7 +164,7 @@ def compare(
     times = fit_time_model(profile)
     prior = online = fit_memory_model(profile) if profile.memory_bytes else None
 
-    def peak(model: MemoryModel | None, case: Case) -> float | None:
+    def peak(model: MemoryModel | None, case: CheckedCase) -> float | None:
         pool = PoolSpec(case.tasks, case.rank)
         return model and model.peak(case.shape(chunk_len), pool, case.remat)
 

@@ -61,7 +61,7 @@ _OF_PROGRAMS = {
 _LEAST_SECONDS = 0.1
 
 
-class Span(NamedTuple):
+class StartSpan(NamedTuple):
     """A period of a training run's start.
 
     Attributes:
@@ -83,7 +83,7 @@ class StartTimeline:
 
     def __init__(self):
         """Starts the record. The time since the process began counts as the import of modules."""
-        self._spans: list[Span] = []
+        self._spans: list[StartSpan] = []
         # Seconds of short work on programs, by kind.
         self._short: dict[str, float] = {}
         self._began = _process_start()
@@ -106,17 +106,17 @@ class StartTimeline:
             self._add(what, begin, time.time())
 
     @property
-    def spans(self) -> list[Span]:
+    def spans(self) -> list[StartSpan]:
         """The spans recorded so far, ordered by their beginning."""
         spans = sorted(self._spans, key=lambda span: span.begin)
         return spans + [
-            Span(f"{kind} other programs", spans[-1].begin, seconds, "")
+            StartSpan(f"{kind} other programs", spans[-1].begin, seconds, "")
             for kind, seconds in self._short.items()
         ]
 
     def _add(self, what: str, begin: float, end: float) -> None:
         thread = threading.current_thread().name
-        self._spans.append(Span(what, begin - self._began, end - begin, thread))
+        self._spans.append(StartSpan(what, begin - self._began, end - begin, thread))
 
     def _listen(self, event: str, seconds: float, **facts: Any) -> None:
         kind = _OF_PROGRAMS.get(event)
@@ -216,7 +216,7 @@ class RunConsole:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
-    def show_start(self, spans: Sequence[Span]) -> None:
+    def show_start(self, spans: Sequence[StartSpan]) -> None:
         """If the console is verbose, prints these parts of the time before the first results."""
         if not self._verbose:
             return

@@ -39,7 +39,9 @@ def test_whatever_comes_and_goes_every_task_gets_the_bits_it_gets_alone(
 ):
     updates, arrays = drive_at_random(make_engine(**options), tasks, seed=0)
     for name, (expected, own) in alone.items():
-        assert [u._replace(step=0) for u in updates[name]] == [u._replace(step=0) for u in expected]
+        assert [u._replace(round=0) for u in updates[name]] == [
+            u._replace(round=0) for u in expected
+        ]
         assert_same_bits(arrays[name], {k: own[k] for k in arrays[name]})
 
 

@@ -37,7 +37,7 @@ def assert_unchanged(uninterrupted, assert_same_bits):
 
     def check(name, engine, updates):
         expected, arrays = uninterrupted[name]
-        assert [u._replace(step=0) for u in updates] == [u._replace(step=0) for u in expected]
+        assert [u._replace(round=0) for u in updates] == [u._replace(round=0) for u in expected]
         assert_same_bits(engine.task_arrays(name), arrays)
         assert engine.progress(name).status == "succeeded"
 

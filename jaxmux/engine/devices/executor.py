@@ -61,7 +61,7 @@ class RoundOutcome(NamedTuple):
     lost: bool = False
 
 
-class Measurement(NamedTuple):
+class DispatchedLosses(NamedTuple):
     """A measurement of held-out losses that has been dispatched.
 
     Attributes:
@@ -143,7 +143,9 @@ class Executor(Protocol):
         and lets layers recompute more from now on."""
         ...
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+    def evaluate(
+        self, tasks: Mapping[int, PreparedTask], samples: SampleIndices
+    ) -> DispatchedLosses:
         """Dispatches a measurement of the losses of tasks on some of their held-out samples, with
         their current adapters and without dropout."""
         ...
@@ -302,7 +304,9 @@ class SingleDevice:
         self._step = None
         self._stored.empty_accumulators()
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+    def evaluate(
+        self, tasks: Mapping[int, PreparedTask], samples: SampleIndices
+    ) -> DispatchedLosses:
         if self._programs:
             self._programs.wait_for_evaluation()
         backbone, capacity = self._backbone, len(self._state.loss)
@@ -319,7 +323,7 @@ class SingleDevice:
                 self._measured_for = self._stored.layout
             losses = evaluate(config, forward, weights, adapters, losses, arrays, table)
             tokens.update(microbatch.tokens)
-        return Measurement(lambda: jax.device_get(losses), tokens)
+        return DispatchedLosses(lambda: jax.device_get(losses), tokens)
 
     def try_memory(self, dropout: bool) -> bool:
         if not isinstance(self._programs, DeviceSizeAhead):

@@ -34,7 +34,7 @@ from ..state.stored_state import StoredState
 from ..state.updates import DueUpdates, UpdateStats, no_stats, no_updates, update_parts
 from ..tasks.prepared_task import PreparedTask
 from .compiled_stages import StagePrograms
-from .executor import Measurement, RoundOutcome
+from .executor import DispatchedLosses, RoundOutcome
 from .replica_pipeline import Queued, ReplicaPipeline
 from .replica_state import ReplicaState, filled_up
 from .size_ahead import SizeAhead
@@ -306,7 +306,9 @@ class SeveralDevices:
             replica.forget()
         self._ahead, self._ahead_done = None, []
 
-    def evaluate(self, tasks: Mapping[int, PreparedTask], samples: SampleIndices) -> Measurement:
+    def evaluate(
+        self, tasks: Mapping[int, PreparedTask], samples: SampleIndices
+    ) -> DispatchedLosses:
         self._refresh()
         if self._measured_for != self._stored.layout:
             # While stages exchange arrays nothing may be compiled.
@@ -326,7 +328,7 @@ class SeveralDevices:
             self._replicas[i].evaluate(of_replica, table)
             for i, of_replica in groupby(microbatches(), key=lambda each: each.replica)
         ]
-        return Measurement(
+        return DispatchedLosses(
             lambda: sum(copies.sum(axis=0) for copies in jax.device_get(losses)), tokens
         )
 

@@ -11,7 +11,7 @@ from jaxmux.data.stored_samples import stream_lengths
 
 from ..devices.executor import Executor
 from ..state.slots import Measuring, Slot, Slots
-from .results import EVALUATION, DeviceTime, DispatchedEvaluation, Results
+from .results import EVALUATION, DeviceTime, DispatchedEvaluation, RoundResults
 from .rounds import RoundPlan, turn_from
 
 
@@ -27,7 +27,7 @@ class HeldOut:
     def __init__(
         self,
         slots: Slots,
-        results: Results,
+        results: RoundResults,
         executor: Executor,
         copies: Threads,
         most_tokens: int | None,

@@ -342,7 +342,7 @@ class DispatchedEvaluation:
     tokens: Mapping[int, int]
 
 
-class Results:
+class RoundResults:
     """Fetches the results of updates, and records them in the progress of their tasks."""
 
     def __init__(self, max_bad_steps: int):

@@ -42,9 +42,9 @@ from ..packing.shape_choice import Batches, ShapeRequest, choose_shape, sample_r
 from ..packing.shape_class import ShapeClass, smallest_shape_class
 from .groupings import Grouping, Groups
 from .pipeline_plan import (
-    PackedMicrobatch,
     PipelineCosts,
     PipelinePlan,
+    PlannedMicrobatch,
     grouping_of_tasks,
     one_htask,
     plan_pipeline,
@@ -365,7 +365,7 @@ def plan_rounds(
     in_flight = float(of_parts.sum(axis=0).max()) / costs.replica.parts
     update = costs.update()
 
-    def placed(i: int, microbatch: PackedMicrobatch) -> tuple[PlacedSample, ...]:
+    def placed(i: int, microbatch: PlannedMicrobatch) -> tuple[PlacedSample, ...]:
         return tuple(
             PlacedSample(
                 p.slot,

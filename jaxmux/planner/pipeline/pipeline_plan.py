@@ -52,7 +52,7 @@ class PlacedSpan(NamedTuple):
     span: Span
 
 
-class PackedMicrobatch(NamedTuple):
+class PlannedMicrobatch(NamedTuple):
     """The spans of a microbatch, side by side in its rows. A microbatch without spans is a
     no-op."""
 
@@ -62,10 +62,10 @@ class PackedMicrobatch(NamedTuple):
     def is_noop(self) -> bool:
         return not any(self.rows)
 
-    def after(self, turns: int) -> "PackedMicrobatch":
+    def after(self, turns: int) -> "PlannedMicrobatch":
         """The same microbatch in a stream in which so many turns come before."""
         rows = [[placed._replace(turn=placed.turn + turns) for placed in row] for row in self.rows]
-        return PackedMicrobatch(tuple(map(tuple, rows)))
+        return PlannedMicrobatch(tuple(map(tuple, rows)))
 
     def turns(self) -> dict[int, int]:
         """By slot, the turn whose samples it holds; the lemma forbids two turns of one task."""
@@ -85,7 +85,7 @@ class PackedMicrobatch(NamedTuple):
 #
 # Plans and training schedule one round at a time. No task occurs twice in a round, so they need no
 # no-ops. Streams of several rounds are LoRAFusion's order, with which plans are compared.
-def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
+def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMicrobatch]:
     """Returns the microbatches of all turns, in their order, such that the bubble lemma holds
     (LoRAFusion Alg. 1, lines 12 to 15)."""
     # Turns may be merged or not. How well two turns merge does not follow from how well each is
@@ -97,7 +97,7 @@ def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicr
     return min(schedules, key=len)
 
 
-def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[PackedMicrobatch]:
+def insert_noops(microbatches: Sequence[PlannedMicrobatch], stages: int) -> list[PlannedMicrobatch]:
     """Returns the microbatches in their order, with the fewest no-ops that keep the lemma."""
     timeline = _Timeline(stages)
     for microbatch in microbatches:
@@ -105,7 +105,7 @@ def insert_noops(microbatches: Sequence[PackedMicrobatch], stages: int) -> list[
     return timeline.microbatches
 
 
-def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PackedMicrobatch]:
+def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMicrobatch]:
     """Returns the turns one after another, each filling up the last microbatch of the one
     before."""
     timeline = _Timeline(stages)
@@ -125,7 +125,7 @@ class _Timeline:
 
     def __init__(self, stages: int):
         self.stages = stages
-        self.microbatches: list[PackedMicrobatch] = []
+        self.microbatches: list[PlannedMicrobatch] = []
         # For each slot, the turn of its current global batch and the last microbatch with samples
         # of this batch.
         self._ends: dict[int, tuple[int, int]] = {}
@@ -135,15 +135,15 @@ class _Timeline:
         current, last = self._ends.get(slot, (turn, 0))
         return last if current == turn else last + self.stages
 
-    def append(self, microbatch: PackedMicrobatch) -> None:
+    def append(self, microbatch: PlannedMicrobatch) -> None:
         turns = microbatch.turns()
         start = max((self.earliest(*item) for item in turns.items()), default=0)
         while len(self.microbatches) < start:
-            self.microbatches.append(PackedMicrobatch())
+            self.microbatches.append(PlannedMicrobatch())
         self.microbatches.append(microbatch)
         self._record_ends(turns)
 
-    def replace_last(self, microbatch: PackedMicrobatch) -> None:
+    def replace_last(self, microbatch: PlannedMicrobatch) -> None:
         self.microbatches[-1] = microbatch
         self._record_ends(microbatch.turns())
 
@@ -157,10 +157,10 @@ def _repack_greedily(turn: PackedRound) -> PackedRound:
     return dataclasses.replace(turn, rows=fill_rows_greedily(queues, RowShape.of(turn.shape)))
 
 
-def _lay(index: int, turn: PackedRound) -> list[PackedMicrobatch]:
+def _lay(index: int, turn: PackedRound) -> list[PlannedMicrobatch]:
     """The microbatches of a turn alone."""
     return [
-        PackedMicrobatch(
+        PlannedMicrobatch(
             tuple(tuple(PlacedSpan(index, slot, span) for slot, span in row) for row in rows)
         )
         for rows in turn.contents()
@@ -169,7 +169,7 @@ def _lay(index: int, turn: PackedRound) -> list[PackedMicrobatch]:
 
 def _fill_last(
     timeline: _Timeline, index: int, turn: PackedRound
-) -> tuple[PackedMicrobatch | None, PackedRound]:
+) -> tuple[PlannedMicrobatch | None, PackedRound]:
     """The timeline's last microbatch filled up with spans of the turn, and the rest of the turn."""
     end = len(timeline.microbatches) - 1
     ready = {
@@ -199,7 +199,7 @@ def _fill_last(
     packed = fill_rows(queues, shape, height) if queues else []
     # `lengths` serve only for bounds, which the remaining turn does not need.
     remaining = dataclasses.replace(turn, spans=left, rows=packed, lengths={})
-    return PackedMicrobatch(tuple(rows)), remaining
+    return PlannedMicrobatch(tuple(rows)), remaining
 
 
 # Takes the lengths in tokens of the sequences of a microbatch; returns its forward and its backward
@@ -219,7 +219,7 @@ class PipelinePlan(NamedTuple):
     turns of `take_turns(rounds, grouping.groups)`. Each microbatch has the index of its round."""
 
     grouping: Grouping
-    microbatches: list[PackedMicrobatch]
+    microbatches: list[PlannedMicrobatch]
     rounds: list[int]
     workload: Workload
     schedule: PipelineSchedule
@@ -353,7 +353,7 @@ def plan_pipeline(
 
 def pack_in_groups(
     batches: RoundLengths, groups: Groups, shape: ShapeClass
-) -> list[PackedMicrobatch]:
+) -> list[PlannedMicrobatch]:
     """Packs a round: the groups one after another, each filling up the last microbatch of the one
     before."""
     return next(_Packings([batches], shape).in_groups(groups))[1]
@@ -378,7 +378,7 @@ class _Packings:
 
     def in_groups(
         self, groups: Groups, apart: bool = False
-    ) -> Iterator[tuple[int, list[PackedMicrobatch]]]:
+    ) -> Iterator[tuple[int, list[PlannedMicrobatch]]]:
         """For each round, the number of its turns and its microbatches, whose turns count from the
         first of the round. Groups that train `apart` share no microbatch."""
         for i in range(len(self.rounds)):
@@ -405,7 +405,7 @@ def _plan(packings: _Packings, grouping: Grouping, costs: PipelineCosts) -> Pipe
 
 
 def stream_workload(
-    microbatches: Sequence[PackedMicrobatch],
+    microbatches: Sequence[PlannedMicrobatch],
     turns: Sequence[RoundLengths],
     groups: Groups,
     stage_seconds: StageSeconds,
@@ -432,7 +432,7 @@ def stream_workload(
     return Workload(tuple(scheduled), forward, backward)
 
 
-def sequence_lengths(microbatch: PackedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
+def sequence_lengths(microbatch: PlannedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
     """Returns the length in tokens of each sequence of a microbatch."""
     return [
         turns[placed.turn][placed.slot][sample]

@@ -48,7 +48,9 @@ def test_every_task_gets_the_bits_it_gets_alone_on_a_pipeline(
     engine = make_engine(layers=(3, 1), schedule=schedule, round_tokens=round_tokens)
     updates, arrays = drive_at_random(engine, tasks, seed)
     for name, (expected, own) in alone.items():
-        assert [u._replace(step=0) for u in updates[name]] == [u._replace(step=0) for u in expected]
+        assert [u._replace(round=0) for u in updates[name]] == [
+            u._replace(round=0) for u in expected
+        ]
         assert_same_bits(arrays[name], {path: own[path] for path in arrays[name]})
 
 
@@ -183,7 +185,7 @@ def test_pauses_of_neighbours_move_no_gradients_between_replicas(
                 engine.resume(engine.suspend("a"))
             updates += engine.train_round()
         assert not company or all(settled) and engine.size.slots == 4
-        own = [u._replace(step=0) for u in updates if u.task == "large"]
+        own = [u._replace(round=0) for u in updates if u.task == "large"]
         return own, engine.snapshot("large")()
 
     (expected_updates, expected), (updates, found) = trained(False), trained(True)

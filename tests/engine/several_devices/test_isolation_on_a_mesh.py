@@ -66,7 +66,7 @@ def trained(engine, own, other=None, comes=0, goes=None, change=lambda number: N
         change(number)
         for update in engine.train_round():
             if update.task in updates:
-                updates[update.task].append(update._replace(step=0))
+                updates[update.task].append(update._replace(round=0))
         if other and other.task.name in engine.names:
             status = engine.progress(other.task.name).status
         if all(engine.progress(name).status != "running" for name in updates):

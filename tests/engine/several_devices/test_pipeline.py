@@ -238,7 +238,7 @@ def test_training_can_stop_after_every_microbatch(
 def without_rounds(updates):
     """The updates without the numbers of their rounds: where tasks of one round are updated one
     after another, a stop may come between them."""
-    return {name: [u._replace(step=0) for u in own] for name, own in updates.items()}
+    return {name: [u._replace(round=0) for u in own] for name, own in updates.items()}
 
 
 def test_draining_after_every_round_changes_nothing(

@@ -12,7 +12,7 @@ from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.packing.microbatches import pack_rounds
 from jaxmux.planner.pipeline.groupings import pair_head_with_tail, take_turns
 from jaxmux.planner.pipeline.pipeline_plan import (
-    PackedMicrobatch,
+    PlannedMicrobatch,
     insert_noops,
     merge_turns,
     schedule_turns,
@@ -37,7 +37,7 @@ class LemmaViolation(NamedTuple):
     distance: int
 
 
-def lemma_violations(schedule: Sequence[PackedMicrobatch], stages: int) -> list[LemmaViolation]:
+def lemma_violations(schedule: Sequence[PlannedMicrobatch], stages: int) -> list[LemmaViolation]:
     """Returns every place where the lemma or the order of a task's global batches is broken."""
     ends: dict[int, tuple[int, int]] = {}
     violations = []
@@ -164,7 +164,7 @@ def test_a_task_alone_needs_noops_and_tasks_that_take_turns_need_none():
 def test_a_broken_lemma_is_found_and_fixed():
     packed = pack_rounds([{7: [200] * 4}, {7: [200] * 4}], SHAPE)
     ((first,), (second,)) = (merge_turns([turn], 1) for turn in packed)
-    second = PackedMicrobatch(
+    second = PlannedMicrobatch(
         tuple(tuple(placed._replace(turn=1) for placed in row) for row in second.rows)
     )
     (violation,) = lemma_violations([first, second], stages=3)
