@@ -226,7 +226,8 @@ class Engine(RoundLoop):
     def snapshot_waits(self, name: str) -> bool:
         """Whether a snapshot would wait until earlier ones have arrived on the host, because the
         memory for copies in flight is used up."""
-        return self._slots.copy_waits(name, ("adapter", "optimizer"))
+        kind = self._slots.named(name).kind
+        return self._slots.stored.copies.waits((kind, ("adapter", "optimizer")))
 
     def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
         """Adds the best adapter to a snapshot, so that `SuspendedTask.of` can continue the task.

@@ -72,8 +72,8 @@ class ReplicaPipeline:
         self._number = number
         self._passes: list[DispatchedPass] = []
         self._backbone, self._options = backbone, options
-        self._compiled = CompiledStages(backbone, options, state, ahead, replicas)
-        self._stages = self._compiled.stages
+        self.compiled = CompiledStages(backbone, options, state, ahead, replicas)
+        self._stages = self.compiled.stages
         self._refuse_schedule()
         devices = tuple(Stage(**stage.mesh.shape) for stage in self._stages)
         groups = "planned" if options.schedule == AUTO_SCHEDULE else "together"
@@ -81,7 +81,7 @@ class ReplicaPipeline:
             options.shape,
             Replica(devices, len(backbone.parts) // len(devices)),
             "alone" if options.schedule in TASK_BY_TASK else groups,
-            self._compiled.place,
+            self.compiled.place,
         )
         # Microbatches that have not begun; and those that have, by their number. Numbers are never
         # reused. Microbatches of a table get a number before they begin.
@@ -120,32 +120,12 @@ class ReplicaPipeline:
             )
 
     @property
-    def remat(self) -> str | tuple[str, ...] | None:
-        return self._compiled.remat
-
-    @property
-    def programs(self) -> StagePrograms | None:
-        return self._compiled.programs
-
-    @property
     def begun_all(self) -> bool:
         """Whether every known microbatch has begun, so that another round may begin."""
         return self._order is not None and not self._waiting
 
-    def compile(self, dropout: bool) -> None:
-        self._compiled.compile(dropout)
-
-    def serves(self, dropout: bool) -> bool:
-        return self._compiled.serves(dropout)
-
-    def recompute_more(self) -> None:
-        self._compiled.recompute_more()
-
-    def warm_moves(self) -> None:
-        self._compiled.warm_moves()
-
     def refuse_implementations(self, dropout: bool) -> None:
-        compiled = self._compiled
+        compiled = self.compiled
         arguments = compiled.forward_arguments(0, *compiled.empty_inputs(0))
         try:
             forward.trace(compiled.program(0, dropout), *arguments)
@@ -177,10 +157,7 @@ class ReplicaPipeline:
         """Drops the microbatches that have not begun. All others must have ended."""
         self._waiting.clear()
         self._running.clear()
-        self._compiled.release()
-
-    def release(self) -> None:
-        self._compiled.release()
+        self.compiled.release()
 
     def advance(self, may_begin: Callable[[Queued], bool]) -> tuple[bool, Queued | None]:
         """Dispatches the next pass, sends a result, or ends a microbatch. Returns whether one of
@@ -239,7 +216,7 @@ class ReplicaPipeline:
         )
         if step.forward:
             arrays, passed = queued.microbatch.arrays[stage], self._passed.pop(at, None)
-            out, self._residuals[at] = self._compiled.forward(
+            out, self._residuals[at] = self.compiled.forward(
                 part, arrays, queued.tables[stage], passed
             )
             if part == len(self._backbone.parts) - 1:
@@ -247,7 +224,7 @@ class ReplicaPipeline:
             else:
                 self._results[step] = out
         else:
-            dx = self._compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
+            dx = self.compiled.backward(part, self._residuals.pop(at), self._gradients.pop(at))
             if part > 0:
                 self._results[step] = dx
 
@@ -262,12 +239,12 @@ class ReplicaPipeline:
         slot, float32 [D, T], which every process can read; the loss of a slot is their sum over
         D."""
         homes, stages = self._backbone.homes, len(self._stages)
-        programs = [self._compiled.program(part, False) for part in range(len(homes))]
+        programs = [self.compiled.program(part, False) for part in range(len(homes))]
         tables = [stage.put(slots, P()) for stage in self._stages]
-        none = np.zeros((self.input.replica.shards, self._compiled.slots), np.float32)
+        none = np.zeros((self.input.replica.shards, self.compiled.slots), np.float32)
         losses = [home.put(none, P(DATA)) for home in homes]
         for microbatch in microbatches:
-            arrays, passed = self._compiled.place(microbatch.arrays), None
+            arrays, passed = self.compiled.place(microbatch.arrays), None
             for part, program in enumerate(programs):
                 if part > 0:
                     passed = homes[part - 1].move(passed, homes[part], P(DATA))

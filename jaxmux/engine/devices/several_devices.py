@@ -118,7 +118,7 @@ class SeveralDevices:
 
     @property
     def remat(self) -> str | tuple[str, ...] | None:
-        return self._replicas[0].remat
+        return self._replicas[0].compiled.remat
 
     @property
     def replicas(self) -> list[ReplicaInput]:
@@ -126,7 +126,7 @@ class SeveralDevices:
 
     @property
     def programs(self) -> list[StagePrograms | None]:
-        return [replica.programs for replica in self._replicas]
+        return [replica.compiled.programs for replica in self._replicas]
 
     def refuse_implementations(self, dropout: bool) -> None:
         if self._options.attention or self._options.grouped_lora:
@@ -211,8 +211,8 @@ class SeveralDevices:
 
         def compiled(replica: ReplicaPipeline) -> bool:
             if jax.process_count() == 1:
-                return fits(replica.compile, dropout)
-            replica.compile(dropout)
+                return fits(replica.compiled.compile, dropout)
+            replica.compiled.compile(dropout)
             return True
 
         pairs = zip(self._replicas, in_threads(compiled, self._replicas), strict=True)
@@ -250,7 +250,7 @@ class SeveralDevices:
 
     def recover(self) -> None:
         for replica in self._full:
-            replica.recompute_more()
+            replica.compiled.recompute_more()
         # The whole round begins again, so the gradients of all replicas are dropped.
         for state in (self._stored, *(copy.own for copy in self._copies)):
             state.empty_accumulators()
@@ -287,7 +287,7 @@ class SeveralDevices:
         loaded while stages exchange arrays."""
         self._wait()
         for replica in self._replicas:
-            replica.warm_moves()
+            replica.compiled.warm_moves()
         # Results of programs may have other shardings than arrays that were put on the devices, and
         # only in the second run all arguments are results of programs.
         for _ in range(2):
@@ -334,7 +334,7 @@ class SeveralDevices:
 
     def try_memory(self, dropout: bool) -> bool:
         self._refresh()
-        if not all(replica.serves(dropout) for replica in self._replicas):
+        if not all(replica.compiled.serves(dropout) for replica in self._replicas):
             return False
         if self._compile(dropout):
             return True
@@ -359,7 +359,7 @@ class SeveralDevices:
 
     def release(self) -> None:
         for replica in self._replicas:
-            replica.release()
+            replica.compiled.release()
 
 
 class MeshSizeAhead(SizeAhead):

@@ -565,9 +565,6 @@ class Slots:
         copied = self.stored.copy_to_host(slot.kind, number, specs, fields)
         return lambda: crop(copied(), task_specs)
 
-    def copy_waits(self, name: str, fields: tuple[str, ...]) -> bool:
-        return self.stored.copy_waits(self.named(name).kind, fields)
-
     def write(self, name: str, arrays: SlotArrays) -> None:
         """Replaces all arrays of a task by arrays from `copy_to_host`, of a state of any size.
         Arrays that are left out become empty. Raises ValueError if an array of the adapter or a

@@ -162,7 +162,7 @@ class StoredState:
         self.measured: list[jax.Array] = []
         # The programs that have run for the layout.
         self._ran: set[Hashable] = set()
-        self._copies = HostCopies()
+        self.copies = HostCopies()
 
     def make_room(self, specs: TrainState) -> None:
         layout = Layout(specs)
@@ -207,7 +207,7 @@ class StoredState:
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
-        other.measured, other._ran, other._copies = [], set(), HostCopies()
+        other.measured, other._ran, other.copies = [], set(), HostCopies()
         return other
 
     def warm_up(self, optimizers: Sequence[str], slot: int) -> None:
@@ -217,7 +217,7 @@ class StoredState:
         for kind in slot_kinds(self.layout.tree, optimizers):
             for fields in READ_FIELDS:
                 read = partial(self._read, kind, slot, fields)
-                self._copies.begin((kind, fields), read, self.wait).wait()
+                self.copies.begin((kind, fields), read, self.wait).wait()
             specs = named_leaves(slot_specs(self.layout.tree, kind))
             described = [self._sharded_specs(i, kind) for i in range(len(self.parts))]
             for name, spec in specs.items():
@@ -288,7 +288,7 @@ class StoredState:
         has been dispatched. Waits first if too many bytes are in flight already. The returned
         function waits for the copy and returns, by field, the slot's NumPy arrays."""
         read = partial(self._read, kind, slot, fields)
-        copy = self._copies.begin((kind, fields), read, self.wait)
+        copy = self.copies.begin((kind, fields), read, self.wait)
 
         def joined(spec: LeafSpec, *leaves: np.ndarray) -> np.ndarray:
             return spec.joined(leaves, np.concatenate)
@@ -302,9 +302,6 @@ class StoredState:
             return arrays
 
         return wait
-
-    def copy_waits(self, kind: SlotKind, fields: tuple[str, ...]) -> bool:
-        return self._copies.waits((kind, fields))
 
     def _read(self, kind: SlotKind, slot: int, fields: tuple[str, ...]) -> list[dict[str, Any]]:
         self._wait_before_first({(kind, fields)})

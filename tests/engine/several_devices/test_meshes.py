@@ -318,7 +318,7 @@ def test_policies_are_chosen_by_the_memory_of_a_device(
             make_wide_task("a"), model=make_backbone(), remat="auto", memory=memory, **mesh
         )
         executor = engine._executor
-        policies[memory] = executor._replicas[0]._compiled.choose_remat(dropout=False)
+        policies[memory] = executor._replicas[0].compiled.choose_remat(dropout=False)
     assert {policy for part in policies[2**32] for policy in part} == {"norms"}
     assert "full" in {policy for part in policies[700_000] for policy in part}
 
@@ -367,7 +367,7 @@ def test_the_backward_pass_is_given_no_weights_or_adapters(
     task = make_wide_task("a")
     engine = make_engine(task, model=make_backbone(), **mesh)
     replica = engine._executor._replicas[0]
-    compiled, backbone = replica._compiled, replica._backbone
+    compiled, backbone = replica.compiled, replica._backbone
     parts = range(len(backbone.parts))
     for part in parts:
         program = compiled.program(part, False, remat)

@@ -101,7 +101,7 @@ def test_memory_that_a_pause_has_freed_may_be_gone(
     expected_updates = train(expected)
     found = make_engine(make_task("a"), **MESH)
     found_updates = {"a": found.train_round()}
-    compiled = found._executor._replicas[0]._compiled
+    compiled = found._executor._replicas[0].compiled
     assert any(compiled._spent) or compiled._released
     found_updates["a"] += found.drain()
     found._executor.release()

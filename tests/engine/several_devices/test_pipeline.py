@@ -324,7 +324,7 @@ def test_policies_leave_room_for_the_microbatches_in_flight(make_engine, make_ta
         engine = make_engine(
             make_task("a", steps=1), layers=(1, 1, 1, 1), remat="auto", memory=memory
         )
-        seen[memory] = engine._executor._replicas[0]._compiled.choose_remat(dropout=False)
+        seen[memory] = engine._executor._replicas[0].compiled.choose_remat(dropout=False)
     assert seen[2**32] == [("norms",)] * 4
     order = ("norms", "dots", "lean", "full")
     leaner = [order.index(policy) for (policy,) in seen[2_000_000]]
