@@ -1,13 +1,13 @@
 """Reads records from files and Hugging Face datasets."""
 
-import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxmux.field_checks import by_name, check_fields, choice, integer, number, text
+from pydantic import Field
+
+from jaxmux.field_checks import EXACT, ByName, Count, PathText, Text, checked_dataclass
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
@@ -23,7 +23,10 @@ SpecialTokens = Literal["parse", "escape"]
 HUGGING_FACE_PREFIX = "hf:"
 
 
-@dataclass(frozen=True)
+_Positive = Annotated[float, Field(gt=0), EXACT]
+
+
+@checked_dataclass
 class Source:
     """Training records on disk or on the Hugging Face Hub, and how they become samples.
 
@@ -82,24 +85,20 @@ class Source:
       DataError: a field has another value.
     """
 
-    path: str = text()
-    split: str = text("train")
-    form: Literal["auto"] | Form = choice("auto", ("auto", *get_args(Form)))
-    loss_on: LossOn = choice("completion", get_args(LossOn))
-    overlong: Overlong = choice("truncate", get_args(Overlong))
-    on_bad_record: OnBadRecord = choice("error", get_args(OnBadRecord))
-    special_tokens: SpecialTokens = choice("parse", get_args(SpecialTokens))
-    columns: tuple[tuple[str, str], ...] = by_name(rule=text())
-    chat_template: str | None = text(None, optional=True)
-    max_samples: int | None = integer(None, least=1, optional=True)
-    repeat: float | None = number(None, above=0, optional=True)
-    weight: float | None = number(None, above=0, optional=True)
+    path: PathText
+    split: Text = "train"
+    form: Literal["auto", Form] = "auto"
+    loss_on: LossOn = "completion"
+    overlong: Overlong = "truncate"
+    on_bad_record: OnBadRecord = "error"
+    special_tokens: SpecialTokens = "parse"
+    columns: ByName[Text] = ()
+    chat_template: PathText | None = None
+    max_samples: Count | None = None
+    repeat: _Positive | None = None
+    weight: _Positive | None = None
 
     def __post_init__(self):
-        for field in ("path", "chat_template"):
-            if isinstance(value := getattr(self, field), os.PathLike):
-                object.__setattr__(self, field, os.fspath(value))
-        check_fields(self, self._error)
         self._check_columns()
         if self.repeat is not None and self.weight is not None:
             raise self._error("give repeat or weight, not both: each says how often samples occur")

@@ -26,8 +26,6 @@ _CHECKOUT = Path(__file__).resolve().parent.parent
 if all((_CHECKOUT / name).exists() for name in ("pyproject.toml", "data", "sharding")):
     __path__.append(str(_CHECKOUT))
 
-from . import optimizers  # noqa: E402
-
 # By module, the public names that it defines.
 _NAMES = {
     "data": ("DataError", "Source", "load_tokenizer"),
@@ -35,7 +33,7 @@ _NAMES = {
     "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
     "generation": ("Generator", "Request", "Sampling", "complete"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
-    "optimizers": optimizers.__all__,
+    "optimizers": ("AdamW", "Lion", "SGD", "Schedule"),
     "peft": (
         "IA3",
         "AdapterError",

@@ -1,16 +1,31 @@
 """Distributions from which sweeps draw values."""
 
-import dataclasses
 import math
 import random
-from typing import Any
+from typing import Annotated
+
+from pydantic import Field
 
 from .errors import InputError
-from .field_checks import check_fields, integer, number
+from .field_checks import EXACT, Number, checked_dataclass
+
+_Positive = Annotated[float, Field(gt=0), EXACT]
+_Integer = Annotated[int, Field(ge=-(2**53)), EXACT]
 
 
-@dataclasses.dataclass(frozen=True)
-class Uniform:
+class _Interval:
+    """What all distributions over an interval check."""
+
+    def __post_init__(self):
+        if self.low >= self.high:
+            raise self._error(f"high should be above low, found {self.low:g} and {self.high:g}")
+
+    def _error(self, message: str) -> InputError:
+        return InputError(f"{type(self).__name__}: {message}")
+
+
+@checked_dataclass
+class Uniform(_Interval):
     """Numbers drawn from an interval, all equally likely.
 
     Attributes:
@@ -21,11 +36,8 @@ class Uniform:
       ValueError: a value is outside its range.
     """
 
-    low: float = number()
-    high: float = number()
-
-    def __post_init__(self):
-        _check_interval(self)
+    low: Number
+    high: Number
 
     def draw(self, source: random.Random) -> float:
         """A number of the interval.
@@ -36,8 +48,8 @@ class Uniform:
         return source.uniform(self.low, self.high)
 
 
-@dataclasses.dataclass(frozen=True)
-class LogUniform:
+@checked_dataclass
+class LogUniform(_Interval):
     """Positive numbers drawn from an interval, whose logarithms are equally likely: as many between
     1e-5 and 1e-4 as between 1e-4 and 1e-3.
 
@@ -49,11 +61,8 @@ class LogUniform:
       ValueError: a value is outside its range.
     """
 
-    low: float = number(above=0)
-    high: float = number(above=0)
-
-    def __post_init__(self):
-        _check_interval(self)
+    low: _Positive
+    high: _Positive
 
     def draw(self, source: random.Random) -> float:
         """A number of the interval.
@@ -65,8 +74,8 @@ class LogUniform:
         return min(max(drawn, self.low), self.high)
 
 
-@dataclasses.dataclass(frozen=True)
-class Integers:
+@checked_dataclass
+class Integers(_Interval):
     """Integers drawn from a range, all equally likely.
 
     Attributes:
@@ -77,11 +86,8 @@ class Integers:
       ValueError: a value is outside its range.
     """
 
-    low: int = integer(least=-(2**53))
-    high: int = integer(least=-(2**53))
-
-    def __post_init__(self):
-        _check_interval(self)
+    low: _Integer
+    high: _Integer
 
     def draw(self, source: random.Random) -> int:
         """An integer of the range.
@@ -93,10 +99,3 @@ class Integers:
 
 
 DISTRIBUTIONS = (Uniform, LogUniform, Integers)
-
-
-def _check_interval(own: Any) -> None:
-    kind = type(own).__name__
-    check_fields(own, lambda message: InputError(f"{kind}: {message}"))
-    if own.low >= own.high:
-        raise InputError(f"{kind}: high should be above low, found {own.low:g} and {own.high:g}")

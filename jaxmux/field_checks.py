@@ -1,281 +1,220 @@
-"""Checks of the fields of specifications such as `Task`, `LoRA` and `AdamW`: types and ranges.
+"""Specifications such as `Task`, `LoRA` and `AdamW` are frozen dataclasses that pydantic checks.
 
-A specification is a frozen dataclass. Its fields are made by `integer`, `number`, `flag`, `text`,
-`names`, `integers` or `choice`, which state what the field may hold, and its `__post_init__` calls
-`check_fields`. Numbers of NumPy are accepted like those of Python and become numbers of Python. A
-bool is not a number, and a string is neither a number nor a bool.
+The annotation of a field says what it may hold: `Count`, `Literal["a", "b"]`, or
+`Annotated[float, Field(gt=0), EXACT]`. Numbers of NumPy are accepted like those of Python and
+become numbers of Python. A bool is not a number, and a string is neither a number nor a bool.
 """
 
-import dataclasses
-import math
+import inspect
 import numbers
-import re
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform, get_type_hints
+
+from pydantic import BeforeValidator, Field, TypeAdapter, ValidationError, WrapValidator
+from pydantic.dataclasses import dataclass as pydantic_dataclass
+from pydantic_core import core_schema
 
 # JSON of other programs holds integers as float64, which is exact up to this one.
 LARGEST_INTEGER = 2**53 - 1
 
-_RULE = "rule"
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
-_REFUSED = object()
+_VALUES = TypeVar("_VALUES")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Rule:
-    """What a field may hold.
+class _Exact:
+    """Marks an int as one that JSON holds exactly, or a float as one that float32 can express. An
+    integer in place of a float stays an integer."""
 
-    Attributes:
-      expected: the permitted values in words, as they follow "should be" in an error message.
-      accept: function that returns a permitted value as a value of Python, and `_REFUSED` for any
-        other value.
-      schema: the permitted values as JSON Schema.
-    """
-
-    expected: str
-    accept: Callable[[Any], Any]
-    schema: dict[str, Any]
-
-
-def integer(default: Any = dataclasses.MISSING, *, least: int, optional: bool = False) -> Any:
-    """A field that holds an integer, of at most `LARGEST_INTEGER`.
-
-    Args:
-      default: the field's default value; without it, the field must be given.
-      least: the smallest permitted value.
-      optional: True permits None too.
-    """
-
-    def accept(value: Any) -> Any:
-        is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return int(value) if is_integer and least <= value <= LARGEST_INTEGER else _REFUSED
-
-    schema = {"type": "integer", "minimum": least, "maximum": LARGEST_INTEGER}
-    return _field(default, f"an integer of at least {least}", accept, schema, optional)
+    def __get_pydantic_core_schema__(self, source, handler):
+        number = handler(source)
+        number["strict"] = True
+        is_integer = number["type"] == "int"
+        largest = LARGEST_INTEGER if is_integer else _LARGEST_FLOAT32
+        if not {"le", "lt"} & number.keys():
+            number["le"] = largest
+        if not {"ge", "gt"} & number.keys():
+            number["ge"] = -largest
+        if not is_integer:
+            number["allow_inf_nan"] = False
+        check = _checked_integer if is_integer else _checked_number
+        return core_schema.no_info_wrap_validator_function(check, number)
 
 
-def number(
-    default: Any = dataclasses.MISSING,
-    *,
-    least: float = -math.inf,
-    most: float = math.inf,
-    above: float = -math.inf,
-    below: float = math.inf,
-    optional: bool = False,
-) -> Any:
-    """A field that holds a finite number that float32 can express.
+class _ByName:
+    """Describes pairs of names and values as a JSON object."""
 
-    Args:
-      default: the field's default value; without it, the field must be given.
-      least: the smallest permitted value.
-      most: the largest permitted value.
-      above: a bound; only larger values are permitted.
-      below: a bound; only smaller values are permitted.
-      optional: True permits None too.
-    """
-
-    def accept(value: Any) -> Any:
-        if not isinstance(value, numbers.Real) or isinstance(value, bool):
-            return _REFUSED
-        value = value if isinstance(value, int) else float(value)
-        inside = least <= value <= most and above < value < below and abs(value) <= _LARGEST_FLOAT32
-        return value if inside else _REFUSED
-
-    if min(most, below) < math.inf:
-        low = f"[{least:g}" if least > -math.inf else f"({above:g}"
-        expected = f"a number in {low}, {f'{most:g}]' if most < math.inf else f'{below:g})'}"
-    elif least > -math.inf:
-        expected = f"a number of at least {least:g}"
-    else:
-        expected = "a finite number" if above == -math.inf else f"a number above {above:g}"
-    schema = {
-        "type": "number",
-        **_bound("minimum", max(least, -_LARGEST_FLOAT32), "exclusiveMinimum", above),
-        **_bound("maximum", min(most, _LARGEST_FLOAT32), "exclusiveMaximum", below),
-    }
-    return _field(default, expected, accept, schema, optional)
+    def __get_pydantic_json_schema__(self, schema, handler):
+        _, values = handler(schema)["items"]["prefixItems"]
+        return {"type": "object", "additionalProperties": values}
 
 
-def flag(default: bool) -> Any:
-    """A field that holds True or False.
-
-    Args:
-      default: the field's default value.
-    """
-    return _field(
-        default,
-        "True or False",
-        lambda value: value if isinstance(value, bool) else _REFUSED,
-        {"type": "boolean"},
-    )
+def _checked_integer(value: Any, check: Callable[[Any], int]) -> int:
+    is_integer = isinstance(value, numbers.Integral) and not isinstance(value, bool)
+    return check(int(value) if is_integer else value)
 
 
-def text(default: Any = dataclasses.MISSING, *, optional: bool = False) -> Any:
-    """A field that holds a string that is not empty.
-
-    Args:
-      default: the field's default value; without it, the field must be given.
-      optional: True permits None too.
-    """
-    return _field(
-        default,
-        "a string that is not empty",
-        lambda value: value if isinstance(value, str) and value else _REFUSED,
-        {"type": "string", "minLength": 1},
-        optional,
-    )
+def _checked_number(value: Any, check: Callable[[Any], float]) -> float:
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        # pydantic would take what has `__float__`.
+        return check(None)
+    value = value if isinstance(value, int) else float(value)
+    # pydantic would make a float of an integer.
+    check(value)
+    return value
 
 
-def names(default: Any, *, optional: bool = False) -> Any:
-    """A field that holds a string or several strings; a list becomes a tuple.
-
-    Args:
-      default: the field's default value.
-      optional: True permits None too.
-    """
-
-    def accept(value: Any) -> Any:
-        if isinstance(value, str):
-            return value
-        several = isinstance(value, Iterable) and not isinstance(value, Mapping | bytes)
-        found = tuple(value) if several else (None,)
-        return found if all(isinstance(name, str) for name in found) else _REFUSED
-
-    schema = {"type": ["string", "array"], "items": {"type": "string"}}
-    return _field(default, "a string or a list of strings", accept, schema, optional)
+def _any_characters(text: Any, check: Callable[[Any], Any]) -> Any:
+    # Names of files may hold bytes that are no UTF-8, which pydantic refuses.
+    check(text.encode(errors="replace").decode() if isinstance(text, str) else text)
+    return text
 
 
-def integers(default: Any = dataclasses.MISSING, *, least: int) -> Any:
-    """A field that holds several integers; a list becomes a tuple.
-
-    Args:
-      default: the field's default value; without it, the field must be given.
-      least: the smallest permitted value.
-    """
-
-    def is_integer(value: Any) -> bool:
-        integral = isinstance(value, numbers.Integral) and not isinstance(value, bool)
-        return integral and least <= value <= LARGEST_INTEGER
-
-    def accept(value: Any) -> Any:
-        several = isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
-        found = tuple(value) if several else (None,)
-        return tuple(map(int, found)) if all(map(is_integer, found)) else _REFUSED
-
-    items = {"type": "integer", "minimum": least, "maximum": LARGEST_INTEGER}
-    schema = {"type": "array", "items": items}
-    return _field(default, f"a list of integers of at least {least}", accept, schema)
+def _tuple(value: Any) -> Any:
+    several = isinstance(value, Iterable) and not isinstance(value, Mapping | str | bytes)
+    return tuple(value) if several else value
 
 
-def by_name(default: Any = (), *, rule: Any) -> Any:
-    """A field that holds values by name. A mapping becomes a tuple of pairs, in its order.
-
-    Args:
-      default: the field's default value, a tuple of pairs.
-      rule: a field from `integer`, `number` or `text` that holds one of the values.
-    """
-    of_value: _Rule = rule.metadata[_RULE]
-
-    def accept(value: Any) -> Any:
-        if isinstance(value, str | bytes) or not isinstance(value, Iterable):
-            return _REFUSED
-        pairs = list(value.items() if isinstance(value, Mapping) else value)
-        found = []
-        for pair in pairs:
-            if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
-                return _REFUSED
-            name, own = pair
-            accepted = of_value.accept(own)
-            if not isinstance(name, str) or accepted is _REFUSED:
-                return _REFUSED
-            found.append((name, accepted))
-        return tuple(found)
-
-    schema = {"type": "object", "additionalProperties": of_value.schema}
-    return _field(default, f"a mapping from names to {of_value.expected}", accept, schema)
-
-
-def choice(default: Any, known: Sequence[str | None], pattern: str = "", in_words: str = "") -> Any:
-    """A field that holds one of several strings.
-
-    Args:
-      default: the field's default value.
-      known: the permitted values.
-      pattern: regular expression of further permitted values, which match it as a whole; empty if
-        there are none.
-      in_words: these values as error messages name them.
-    """
-
-    def accept(value: Any) -> Any:
-        is_known = isinstance(value, str | None) and value in known
-        if not is_known and pattern and isinstance(value, str):
-            is_known = re.fullmatch(pattern, value) is not None
-        return value if is_known else _REFUSED
-
-    expected = f"one of {', '.join(map(repr, known))}"
-    if not pattern:
-        return _field(default, expected, accept, {"enum": list(known)})
-    expected = f"{expected}, {in_words}"
-    whole = f"^(?:{'|'.join([*map(re.escape, filter(None, known)), pattern])})$"
-    # The examples are for editors, and for hints at misspelt values.
-    examples = list(filter(None, known))
-    schema = {"type": "string", "pattern": whole, "examples": examples, "$comment": expected}
-    return _field(default, expected, accept, schema)
-
-
-def check_fields(specification: Any, error: Callable[[str], Exception] = ValueError) -> None:
-    """Checks every field that a function of this module made, and replaces numbers of NumPy by
-    numbers of Python.
-
-    Args:
-      specification: an instance of a frozen dataclass.
-      error: function that makes the exception from its message.
-
-    Raises:
-      Exception: a field holds a value that it may not hold; the exception is made by `error`. The
-        message names the field, the permitted values and the value.
-    """
-    for field in dataclasses.fields(specification):
-        if (rule := field.metadata.get(_RULE)) is None:
-            continue
-        value = getattr(specification, field.name)
-        accepted = rule.accept(value)
-        if accepted is _REFUSED:
-            if isinstance(value, int) and value > LARGEST_INTEGER:
-                raise error(f"{field.name} should be at most 2^53 - 1, found a larger number")
-            raise error(f"{field.name} should be {rule.expected}, found {value!r}")
-        object.__setattr__(specification, field.name, accepted)
-
-
-def field_schema(field: dataclasses.Field) -> dict[str, Any] | None:
-    """The values that a field may hold, as JSON Schema: one type or a list of types, with bounds,
-    or an enumeration. None for a field that no function of this module made.
-
-    Args:
-      field: a field of a specification, from `dataclasses.fields`.
-    """
-    rule = field.metadata.get(_RULE)
-    return None if rule is None else dict(rule.schema)
-
-
-def _bound(including: str, bound: float, excluding: str, excluded: float) -> dict[str, float]:
-    """One side of an interval, as JSON Schema. An infinite bound excludes nothing."""
-    return {including: bound} if math.isinf(excluded) else {excluding: excluded}
-
-
-def _field(
-    default: Any,
-    expected: str,
-    accept: Callable[[Any], Any],
-    schema: dict[str, Any],
-    optional: bool = False,
-) -> Any:
-    rule = _Rule(expected, accept, schema)
-    if optional:
-        types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        rule = _Rule(
-            f"{expected} or None",
-            lambda value: None if value is None else accept(value),
-            schema | {"type": [*types, "null"]},
+def _pairs(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return tuple(value.items())
+    pairs = _tuple(value)
+    if isinstance(pairs, tuple):
+        pairs = tuple(
+            tuple(pair) if isinstance(pair, Sequence) and not isinstance(pair, str) else pair
+            for pair in pairs
         )
-    return dataclasses.field(default=default, metadata={_RULE: rule})
+    return pairs
+
+
+EXACT = _Exact()
+Count = Annotated[int, Field(ge=1), EXACT]
+Natural = Annotated[int, Field(ge=0), EXACT]
+Number = Annotated[float, EXACT]
+AnyText = Annotated[str, WrapValidator(_any_characters)]
+Text = Annotated[str, Field(min_length=1), WrapValidator(_any_characters)]
+PathText = Annotated[
+    Text, BeforeValidator(lambda path: os.fspath(path) if isinstance(path, os.PathLike) else path)
+]
+# Several values: a list becomes a tuple.
+Names = Annotated[AnyText | tuple[AnyText, ...], BeforeValidator(_tuple)]
+Naturals = Annotated[tuple[Natural, ...], BeforeValidator(_tuple)]
+# Values by name: a mapping becomes a tuple of pairs, in its order.
+ByName = Annotated[tuple[tuple[AnyText, _VALUES], ...], BeforeValidator(_pairs), _ByName()]
+
+
+@dataclass_transform(frozen_default=True)
+def checked_dataclass(cls: Any = None, *, kw_only: bool = False) -> Any:
+    """Makes a class a frozen dataclass whose fields pydantic checks.
+
+    A field that holds another value raises the exception that the method `_error` of the class
+    makes from a message, or ValueError without such a method. The message names the field, the
+    permitted values and the value.
+
+    Args:
+      cls: the class. Its `__post_init__` may check what ties several fields, and raise ValueError.
+      kw_only: True permits no positional arguments.
+    """
+    if cls is None:
+        return lambda cls: checked_dataclass(cls, kw_only=kw_only)
+    config = {"strict": True, "extra": "forbid"}
+    made: Any = pydantic_dataclass(frozen=True, kw_only=kw_only, config=config)(cls)
+    checked = made.__init__
+
+    def init(self, *args, **kwargs):
+        try:
+            checked(self, *args, **kwargs)
+        except ValidationError as e:
+            _refuse(self, e, args, kwargs)
+
+    signature = inspect.signature(made)
+    itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    # gin, for one, looks for the names of parameters here.
+    init.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])
+    init.__qualname__ = checked.__qualname__
+    made.__init__ = init
+    return made
+
+
+def _refuse(made: Any, error: ValidationError, args: Any, kwargs: Any) -> NoReturn:
+    """Raises the first fault that pydantic found, as an exception of one line."""
+    cls, faults = type(made), error.errors(include_url=False)
+    signature = inspect.signature(cls)
+    try:
+        arguments = signature.bind_partial(*args, **kwargs).arguments
+    except TypeError as e:
+        raise TypeError(f"{cls.__name__}.__init__() {e}") from None
+    missing = [f["loc"][0] for f in faults if f["type"] == "missing" and len(f["loc"]) == 1]
+    if missing:
+        names = ", ".join(map(repr, missing))
+        raise TypeError(f"{cls.__name__}.__init__() missing required arguments: {names}") from None
+    # `_error` names a specification by what it was to hold.
+    vars(made).update(arguments)
+    error_of = getattr(made, "_error", ValueError)
+    if reason := faults[0].get("ctx", {}).get("error"):
+        raise (error_of(str(reason)) if type(reason) is ValueError else reason) from None
+    # pydantic numbers arguments that are given by position.
+    name = faults[0]["loc"][0]
+    name = [*signature.parameters][name] if isinstance(name, int) else name
+    schema, value = field_schema(cls, name), arguments[name]
+    if isinstance(value, int) and value > LARGEST_INTEGER and "$comment" not in schema:
+        raise error_of(f"{name} should be at most 2^53 - 1, found a larger number") from None
+    raise error_of(f"{name} should be {in_words(schema)}, found {value!r}") from None
+
+
+def field_schema(cls: type, name: str) -> dict[str, Any]:
+    """The values that a field of a specification may hold, as JSON Schema.
+
+    Args:
+      cls: the class of the specification.
+      name: name of the field.
+    """
+    return TypeAdapter(get_type_hints(cls, include_extras=True)[name]).json_schema()
+
+
+def in_words(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON Schema of one field permits, in words, as they follow "should be".
+
+    Args:
+      schema: the schema; its "$comment" stands for what it permits.
+    """
+    if told := schema.get("$comment"):
+        return told
+    if "anyOf" in schema:
+        return " or ".join(map(in_words, schema["anyOf"]))
+    if "enum" in schema or "const" in schema:
+        known = schema.get("enum", [schema.get("const")])
+        return f"one of {', '.join(map(repr, known))}"
+    match schema.get("type"):
+        case "null":
+            return "None"
+        case "boolean":
+            return "True or False"
+        case "integer":
+            below = schema.get("exclusiveMaximum")
+            return (
+                f"an integer of at least {schema['minimum']}{f' and below {below}' * bool(below)}"
+            )
+        case "number":
+            return _number_in_words(schema)
+        case "array":
+            return f"a list of {_plural(in_words(schema['items']))}"
+        case "object":
+            return f"a mapping from names to {in_words(schema['additionalProperties'])}"
+    return "a string that is not empty" if schema.get("minLength") else "a string"
+
+
+def _plural(words: str) -> str:
+    kind, _, limits = words.partition(" ")[2].partition(" ")
+    return f"{kind}s {limits}".rstrip()
+
+
+def _number_in_words(schema: Mapping[str, Any]) -> str:
+    least, above = schema.get("minimum"), schema.get("exclusiveMinimum")
+    most, below = schema.get("maximum"), schema.get("exclusiveMaximum")
+    if below is None and most == _LARGEST_FLOAT32:
+        if above is not None:
+            return f"a number above {above:g}"
+        return "a finite number" if least == -most else f"a number of at least {least:g}"
+    low = f"({above:g}" if above is not None else f"[{least:g}"
+    return f"a number in {low}, {f'{most:g}]' if below is None else f'{below:g})'}"

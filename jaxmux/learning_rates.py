@@ -1,14 +1,16 @@
 """Learning-rate schedules."""
 
-import dataclasses
 import math
+from typing import Annotated, Literal
 
-from .field_checks import check_fields, choice, integer, number
+from pydantic import Field
+
+from .field_checks import EXACT, Natural, checked_dataclass
 
 SCHEDULES = ("constant", "linear", "cosine")
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class Schedule:
     """How a task's learning rate changes over its optimizer updates, as in Hugging Face's Trainer.
 
@@ -29,12 +31,12 @@ class Schedule:
       ValueError: a value is outside its range.
     """
 
-    kind: str = choice("constant", SCHEDULES)
-    warmup_steps: int = integer(0, least=0)
-    warmup_ratio: float = number(0.0, least=0, most=1)
+    kind: Literal[*SCHEDULES] = "constant"
+    warmup_steps: Natural = 0
+    warmup_ratio: Annotated[float, Field(ge=0, le=1), EXACT] = 0.0
 
-    def __post_init__(self):
-        check_fields(self, lambda message: ValueError(f"schedule: {message}"))
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"schedule: {message}")
 
     def factor(self, update: int, total: int) -> float:
         """The learning rate of one update, divided by the peak learning rate: a number in [0, 1].

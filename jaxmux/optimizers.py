@@ -1,7 +1,8 @@
 """Optimizers: the numbers that a task sets, and the optax transform that applies them.
 
-To add an optimizer, write its class and list it in `OPTIMIZERS`; no other file knows the optimizers
-by name.
+To add an optimizer, write its class and list it in `OPTIMIZERS`. The only other list of optimizers
+is that of the public names in `jaxmux/__init__.py`: this file imports pydantic, and the help of the
+commands does without.
 
 The numbers of an optimizer reach the compiled update as float32 data, so one program serves all
 tasks that use the same optimizer kind.
@@ -10,20 +11,32 @@ tasks that use the same optimizer kind.
 import dataclasses
 import math
 from collections.abc import Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from .field_checks import check_fields, number
+from pydantic import BeforeValidator, Field
+
+from .field_checks import EXACT, checked_dataclass
 from .learning_rates import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
     import optax
 
 
-_decay = partial(number, least=0, below=1)
+_Decay = Annotated[float, Field(ge=0, lt=1), EXACT]
+_NotNegative = Annotated[float, Field(ge=0), EXACT]
+_Positive = Annotated[float, Field(gt=0), EXACT]
 
 
-@dataclasses.dataclass(frozen=True)
+def _schedule(value: Any) -> Any:
+    if isinstance(value, str):
+        return Schedule(value)
+    if not isinstance(value, Schedule):
+        kinds = ", ".join(map(repr, SCHEDULES))
+        raise ValueError(f"schedule should be a Schedule or one of {kinds}, found {value!r}")
+    return value
+
+
+@checked_dataclass
 class Optimizer:
     """The fields that all optimizers have. A subclass adds its own numbers as fields.
 
@@ -42,26 +55,16 @@ class Optimizer:
       ValueError: a value is outside its range.
     """
 
-    learning_rate: float = number(2e-4, least=0)
-    schedule: Schedule | str = Schedule()
-    weight_decay: float = number(0.0, least=0)
-    clip_norm: float | None = number(1.0, above=0, optional=True)
+    learning_rate: _NotNegative = 2e-4
+    schedule: Annotated[Schedule, BeforeValidator(_schedule)] = Schedule()
+    weight_decay: _NotNegative = 0.0
+    clip_norm: _Positive | None = 1.0
 
     kind: ClassVar[str]
     moments: ClassVar[int]
 
-    def __post_init__(self):
-        try:
-            if isinstance(self.schedule, str):
-                object.__setattr__(self, "schedule", Schedule(self.schedule))
-            if not isinstance(self.schedule, Schedule):
-                kinds = ", ".join(map(repr, SCHEDULES))
-                raise ValueError(
-                    f"schedule should be a Schedule or one of {kinds}, found {self.schedule!r}"
-                )
-            check_fields(self)
-        except ValueError as e:
-            raise ValueError(f"{self.kind}: {e}") from None
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"{self.kind}: {message}")
 
     def hyperparameters(self) -> dict[str, float]:
         """The numbers, by field name, that the compiled update takes as data.
@@ -93,7 +96,7 @@ class Optimizer:
 
 # optax is imported only where a transform is built, because it imports JAX, which the planner and
 # the help of the commands do without.
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`.
 
@@ -115,9 +118,9 @@ class AdamW(Optimizer):
       ValueError: a value is outside its range.
     """
 
-    b1: float = _decay(0.9)
-    b2: float = _decay(0.999)
-    eps: float = number(1e-8, above=0)
+    b1: _Decay = 0.9
+    b2: _Decay = 0.999
+    eps: _Positive = 1e-8
 
     kind: ClassVar[str] = "adamw"
     moments: ClassVar[int] = 2
@@ -132,7 +135,7 @@ class AdamW(Optimizer):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class SGD(Optimizer):
     """Gradient descent with momentum, as `torch.optim.SGD`.
 
@@ -152,7 +155,7 @@ class SGD(Optimizer):
       ValueError: a value is outside its range.
     """
 
-    momentum: float = _decay(0.9)
+    momentum: _Decay = 0.9
 
     kind: ClassVar[str] = "sgd"
     moments: ClassVar[int] = 1
@@ -166,7 +169,7 @@ class SGD(Optimizer):
         )
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class Lion(Optimizer):
     """Lion (Chen et al. 2023): every parameter steps by the sign of an interpolated momentum.
 
@@ -188,8 +191,8 @@ class Lion(Optimizer):
       ValueError: a value is outside its range.
     """
 
-    b1: float = _decay(0.9)
-    b2: float = _decay(0.99)
+    b1: _Decay = 0.9
+    b2: _Decay = 0.99
 
     kind: ClassVar[str] = "lion"
     moments: ClassVar[int] = 1

@@ -7,11 +7,13 @@ import random
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from pydantic import Field, InstanceOf, SkipValidation
 
 from .distributions import DISTRIBUTIONS
 from .errors import InputError, without_task
-from .field_checks import check_fields, integer
+from .field_checks import EXACT, Count, Natural, checked_dataclass
 from .planner.numbers import numbered
 from .similar_names import did_you_mean
 from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
@@ -36,7 +38,7 @@ class Configuration(NamedTuple):
     values: dict[str, Any]
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class Sweep:
     """One task in many configurations, which train together on one backbone.
 
@@ -75,17 +77,14 @@ class Sweep:
         are more than 10,000 configurations. The message names the task and the path.
     """
 
-    task: Task
-    space: Mapping[str, Any]
-    samples: int | None = integer(None, least=1, optional=True)
-    seed: int = integer(0, least=0)
-    first_rung: int | None = integer(None, least=1, optional=True)
-    factor: int = integer(2, least=2)
+    task: Annotated[InstanceOf[Task], Field(json_schema_extra={"$comment": "a Task"})]
+    space: SkipValidation[Mapping[str, Any]]
+    samples: Count | None = None
+    seed: Natural = 0
+    first_rung: Count | None = None
+    factor: Annotated[int, Field(ge=2), EXACT] = 2
 
     def __post_init__(self):
-        if not isinstance(self.task, Task):
-            raise TaskError(f"Sweep: task should be a Task, found {self.task!r}")
-        check_fields(self, self._error)
         if not isinstance(self.space, Mapping) or not self.space:
             raise self._error(
                 "space should be a mapping from paths of fields to their values, such as "
@@ -254,7 +253,8 @@ class Sweep:
                 raise self._error(f"space: {path!r} has the value {own!r} twice")
 
     def _error(self, message: str) -> TaskError:
-        return TaskError(f"sweep {self.task.name!r}: {message}")
+        name = f"sweep {self.task.name!r}" if isinstance(self.task, Task) else "Sweep"
+        return TaskError(f"{name}: {message}")
 
 
 def expanded(tasks: Sequence[Task | Sweep]) -> list[Task]:

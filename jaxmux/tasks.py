@@ -1,13 +1,14 @@
 """A task: the fine-tuning job of one tenant."""
 
-import dataclasses
 import os
 import re
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, SkipValidation
 
 from .data import Source
 from .errors import InputError
-from .field_checks import check_fields, flag, integer, number, text
+from .field_checks import EXACT, Count, Natural, PathText, Text, checked_dataclass
 from .left_out import why_left_out
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
@@ -22,7 +23,29 @@ class TaskError(InputError):
     names the task and says what is wrong."""
 
 
-@dataclasses.dataclass(frozen=True)
+def _source(value: Any) -> Any:
+    """The source for which a path is short; any other value as it is."""
+    return Source(os.fspath(value)) if isinstance(value, str | os.PathLike) else value
+
+
+def _sources(value: Any) -> Any:
+    return tuple(map(_source, value)) if isinstance(value, list | tuple) else _source(value)
+
+
+def _name(name: Any) -> str:
+    if not isinstance(name, str) or not re.fullmatch(TASK_NAME, name):
+        raise TaskError(
+            f"task {name!r}: a name consists of letters, digits, '.', '_' and '-', and begins with "
+            "a letter or digit"
+        )
+    if len(name) > LONGEST_NAME:
+        raise TaskError(
+            f"task {name!r}: a name has at most {LONGEST_NAME} characters, not {len(name)}"
+        )
+    return name
+
+
+@checked_dataclass
 class Task:
     """One fine-tuning job: its data, adapter, optimizer and length, independent of all other tasks.
 
@@ -79,46 +102,34 @@ class Task:
         and `steps` is given.
     """
 
-    name: str
-    data: Source | str | tuple[Source, ...]
-    adapter: Any = LoRA()
-    optimizer: Optimizer = AdamW()
-    batch_size: int = integer(16, least=1)
-    max_length: int = integer(1024, least=2)
-    epochs: int | None = integer(None, least=1, optional=True)
-    steps: int | None = integer(None, least=1, optional=True)
-    eval_data: Source | str | None = None
-    eval_every: int | None = integer(None, least=1, optional=True)
-    keep_best: bool = flag(False)
-    patience: int | None = integer(None, least=1, optional=True)
-    max_seconds: float | None = number(None, above=0, optional=True)
-    seed: int = integer(0, least=0)
-    resume_from: str | None = text(None, optional=True)
-    sample_prompt: str | None = text(None, optional=True)
-    validation_fraction: float | None = number(None, above=0, below=1, optional=True)
-    validation_seed: int | None = integer(None, least=0, optional=True)
+    name: Annotated[str, BeforeValidator(_name)]
+    data: Annotated[
+        Source | Annotated[tuple[Source, ...], Field(min_length=1)],
+        BeforeValidator(_sources),
+        Field(json_schema_extra={"$comment": "a path or a Source, or a list of them"}),
+    ]
+    adapter: SkipValidation[Any] = LoRA()
+    optimizer: SkipValidation[Optimizer] = AdamW()
+    batch_size: Count = 16
+    max_length: Annotated[int, Field(ge=2), EXACT] = 1024
+    epochs: Count | None = None
+    steps: Count | None = None
+    eval_data: Annotated[
+        Source | None,
+        BeforeValidator(_source),
+        Field(json_schema_extra={"$comment": "a path or a Source"}),
+    ] = None
+    eval_every: Count | None = None
+    keep_best: bool = False
+    patience: Count | None = None
+    max_seconds: Annotated[float, Field(gt=0), EXACT] | None = None
+    seed: Natural = 0
+    resume_from: PathText | None = None
+    sample_prompt: Text | None = None
+    validation_fraction: Annotated[float, Field(gt=0, lt=1), EXACT] | None = None
+    validation_seed: Natural | None = None
 
     def __post_init__(self):
-        for field in ("data", "eval_data"):
-            object.__setattr__(self, field, _source(getattr(self, field)))
-        if isinstance(self.data, list | tuple):
-            object.__setattr__(self, "data", tuple(map(_source, self.data)))
-        if not isinstance(self.name, str) or not re.fullmatch(TASK_NAME, self.name):
-            raise self._error(
-                "a name consists of letters, digits, '.', '_' and '-', and begins with a letter or "
-                "digit"
-            )
-        if len(self.name) > LONGEST_NAME:
-            raise self._error(f"a name has at most {LONGEST_NAME} characters, not {len(self.name)}")
-        if isinstance(self.resume_from, os.PathLike):
-            object.__setattr__(self, "resume_from", os.fspath(self.resume_from))
-        check_fields(self, self._error)
-        if not self.sources or not all(isinstance(source, Source) for source in self.sources):
-            raise self._error(
-                f"data should be a path or a Source, or a list of them, found {self.data!r}"
-            )
-        if not isinstance(self.eval_data, Source | None):
-            raise self._error(f"eval_data should be a path or a Source, found {self.eval_data!r}")
         self._check_mixture()
         if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
             is_class = isinstance(self.adapter, type)
@@ -178,8 +189,3 @@ class Task:
 
     def _error(self, message: str) -> TaskError:
         return TaskError(f"task {self.name!r}: {message}")
-
-
-def _source(value: Any) -> Any:
-    """The source for which a path is short; any other value as it is."""
-    return Source(os.fspath(value)) if isinstance(value, str | os.PathLike) else value

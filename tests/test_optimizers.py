@@ -1,6 +1,5 @@
 """Schedules follow their formulas, transforms follow torch's optimizers, bad values are named."""
 
-import dataclasses
 import math
 from typing import ClassVar
 
@@ -9,8 +8,11 @@ import numpy as np
 import optax
 import pytest
 
+import jaxmux
+from jaxmux import optimizers
 from jaxmux.engine.state.train_state import empty_state, state_specs
 from jaxmux.engine.state.updates import DueUpdates, update
+from jaxmux.field_checks import checked_dataclass
 from jaxmux.optimizers import (
     OPTIMIZERS,
     SGD,
@@ -175,7 +177,7 @@ def test_a_bad_schedule_is_named(values, problem):
         Schedule(**values)
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class HeavyBall(Optimizer):
     """An optimizer that nothing else knows."""
 
@@ -211,3 +213,7 @@ def test_a_new_optimizer_is_its_class_and_its_entry(monkeypatch):
     expected = np.zeros((2, 3, 4), np.float32)
     expected[:, 0] = -0.1 / math.sqrt(8)
     np.testing.assert_allclose(after.adapters["imagined"]["w"], expected, rtol=1e-5)
+
+
+def test_every_optimizer_is_a_public_name():
+    assert {*optimizers.__all__} <= {*jaxmux.__all__}

@@ -165,11 +165,6 @@ class _Module:
             yield from self._messages(kind, call, function)
         elif kind and self._maker(call) is not None:
             yield from self._messages(kind, call, function)
-        elif _name(call.func) == "_field":
-            # The range of a setting, as in `jaxmux.field_checks`.
-            for text in _Scope(self, function, {}, 0).texts(call.args[1]):
-                text = f"{PLACEHOLDER} should be {text}, found {PLACEHOLDER}"
-                yield Message("error", text, self._path, call.lineno)
         elif _is_parser_error(call):
             yield from self._messages("usage", call, function)
 

@@ -15,9 +15,11 @@ from typing import Any
 
 import gin
 from gin import config_parser
+from pydantic import SkipValidation
 
 from jaxmux.data import Source
 from jaxmux.distributions import DISTRIBUTIONS
+from jaxmux.field_checks import checked_dataclass
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import SPECIFICATIONS
@@ -31,7 +33,7 @@ from jaxmux.tasks import Task
 from .gin_messages import ConfigError, config_error, parameter_like, syntax_message, with_quotes
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked_dataclass(kw_only=True)
 class RunConfig(RunOptions):
     """What a config says about a training run. Configs call it `fine_tune`.
 
@@ -40,11 +42,11 @@ class RunConfig(RunOptions):
       tasks: what to train; a `Sweep` stands for the tasks of all its configurations.
     """
 
-    backbone: str
-    tasks: Sequence[Task | Sweep]
+    backbone: SkipValidation[str]
+    tasks: SkipValidation[Sequence[Task | Sweep]]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked_dataclass(kw_only=True)
 class ServeConfig(ServerOptions):
     """What a config says about a server. Configs call it `serve`.
 
@@ -52,7 +54,7 @@ class ServeConfig(ServerOptions):
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
     """
 
-    backbone: str
+    backbone: SkipValidation[str]
 
 
 # By the name that configs use.

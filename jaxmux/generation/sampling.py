@@ -1,16 +1,16 @@
 """How the next token is chosen from the logits."""
 
-import dataclasses
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, UInt32
+from pydantic import Field
 
-from jaxmux.field_checks import check_fields, integer, number
+from jaxmux.field_checks import EXACT, Natural, checked_dataclass
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class Sampling:
     """How tokens are chosen. The logits are divided by `temperature`; of the most likely tokens,
     first `top_k` are kept and of those the `top_p`; one of these is drawn.
@@ -29,13 +29,10 @@ class Sampling:
       ValueError: a value is outside its range.
     """
 
-    temperature: float = number(0.0, least=0)
-    top_p: float = number(1.0, above=0, most=1)
-    top_k: int = integer(0, least=0)
-    seed: int = integer(0, least=0)
-
-    def __post_init__(self):
-        check_fields(self)
+    temperature: Annotated[float, Field(ge=0), EXACT] = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1), EXACT] = 1.0
+    top_k: Natural = 0
+    seed: Natural = 0
 
 
 class SamplingForm(NamedTuple):

@@ -1,16 +1,15 @@
 """Bottleneck adapters: small networks in the residual stream (Houlsby et al. 2019)."""
 
-import dataclasses
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, choice, integer, number
+from jaxmux.field_checks import Count, Number, checked_dataclass
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
 from jaxmux.planner.costs.pool_spec import PointWork
@@ -57,7 +56,7 @@ FORMS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class Bottleneck:
     """A network with a narrow middle, `f(z) = scaling · (act(z D + b) U + c)`, whose result is
     added to the residual stream. D is [d, m] and U is [m, d] for the model width d and the size m.
@@ -85,13 +84,10 @@ class Bottleneck:
       ValueError: a value is outside its range.
     """
 
-    form: str = choice("pfeiffer", tuple(FORMS))
-    size: int = integer(64, least=1)
-    activation: str | None = choice(None, (None, *ACTIVATIONS))
-    scaling: float | None = number(None, optional=True)
-
-    def __post_init__(self):
-        check_fields(self)
+    form: Literal[*FORMS] = "pfeiffer"
+    size: Count = 64
+    activation: Literal[*ACTIVATIONS] | None = None
+    scaling: Number | None = None
 
     @property
     def chosen_activation(self) -> str:

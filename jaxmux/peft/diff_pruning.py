@@ -1,6 +1,5 @@
 """Diff-Pruning with fixed masks of columns: sparse differences of weights (Guo et al. 2021)."""
 
-import dataclasses
 import math
 import re
 import zlib
@@ -10,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, integer, names
+from jaxmux.field_checks import Count, Names, checked_dataclass
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
 
@@ -23,7 +22,7 @@ from .targets import LayerMask, full_name, resolve_targets, target_names
 _MASK_TYPE = re.compile(r"columns_(\d+)")
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class DiffPruning:
     """Some columns of the weights of linears are trained: `y = x W + x[:, S] V`.
 
@@ -42,11 +41,8 @@ class DiffPruning:
       ValueError: a value is outside its range.
     """
 
-    columns: int = integer(32, least=1)
-    target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
-
-    def __post_init__(self):
-        check_fields(self)
+    columns: Count = 32
+    target_modules: Names = ("q_proj", "v_proj")
 
 
 class _Columns(AdapterOp):

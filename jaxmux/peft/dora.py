@@ -3,13 +3,14 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
+from pydantic import BeforeValidator
 
 from jaxmux.data import Sample
-from jaxmux.field_checks import choice
+from jaxmux.field_checks import checked_dataclass
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import SCALE, AdapterOp
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -22,9 +23,11 @@ from .lora import (
     ZERO_PRODUCTS,
     LoRA,
     as_stored,
+    begins_at_weight,
     initial_adapter,
     lora_targets,
     relative_rates,
+    supported_initialisation,
 )
 from .lora_pattern import factors_of, scale_leaf, scales_of
 from .peft_tensors import layer_tensors, stacked, take_layers
@@ -34,7 +37,16 @@ from .targets import LayerMask, full_name, tables_among
 _MAGNITUDE = "lora_magnitude_vector"
 
 
-@dataclasses.dataclass(frozen=True)
+def _supported(initialisation: Any) -> Any:
+    if begins_at_weight(initialisation):
+        raise ValueError(
+            f"initialisation {initialisation!r} is not supported by DoRA, whose magnitudes begin "
+            "at the norms of the whole weight; use it with LoRA"
+        )
+    return supported_initialisation(initialisation)
+
+
+@checked_dataclass
 class DoRA(LoRA):
     """LoRA with trained magnitudes: `y = (m / c) (x W + scale · dropout(x) A B) + bias`.
 
@@ -55,14 +67,9 @@ class DoRA(LoRA):
       ValueError: a value is outside its range.
     """
 
-    initialisation: str = choice("kaiming", ZERO_PRODUCTS)
+    initialisation: Annotated[Literal[*ZERO_PRODUCTS], BeforeValidator(_supported)] = "kaiming"
 
     def __post_init__(self):
-        if isinstance(self.initialisation, str) and self.begins_at_weight:
-            raise ValueError(
-                f"initialisation {self.initialisation!r} is not supported by DoRA, whose "
-                "magnitudes begin at the norms of the whole weight; use it with LoRA"
-            )
         if self.trained_tokens:
             raise ValueError("trained_tokens: DoRA trains linears only; use LoRA")
         if tables := tables_among(self.target_modules):

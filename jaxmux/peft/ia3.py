@@ -1,13 +1,12 @@
 """IA3 adapters: learned factors of the inputs or outputs of linears (Liu et al. 2022)."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
-from jaxmux.field_checks import check_fields, names
+from jaxmux.field_checks import Names, checked_dataclass
 from jaxmux.models import BackboneConfig, has_bias, linear_sizes
 from jaxmux.models.adapter_ops import AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
@@ -21,7 +20,7 @@ from .targets import LayerMask, full_name, resolve_targets, target_names
 INPUT, OUTPUT = "input", "output"
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class IA3:
     """Learned factors of the features of linears, which begin at 1 (Liu et al. 2022).
 
@@ -38,11 +37,8 @@ class IA3:
       ValueError: a value has the wrong type.
     """
 
-    target_modules: str | tuple[str, ...] = names(("k_proj", "v_proj", "down_proj"))
-    feedforward_modules: str | tuple[str, ...] = names(("down_proj",))
-
-    def __post_init__(self):
-        check_fields(self)
+    target_modules: Names = ("k_proj", "v_proj", "down_proj")
+    feedforward_modules: Names = ("down_proj",)
 
 
 class _Factors(AdapterOp):

@@ -1,6 +1,5 @@
 """LN-tuning: the weights of norms are trained (Zhao et al. 2023)."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, names
+from jaxmux.field_checks import Names, checked_dataclass
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import FINAL_NORM, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
@@ -22,7 +21,7 @@ NORMS = ("input_layernorm", "post_attention_layernorm", FINAL_NORM)
 _PARAMETER = "ln_tuning_layers.weight"
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class LNTuning:
     """The weights of norms are trained, beginning with those of the backbone (Zhao et al. 2023).
 
@@ -38,10 +37,9 @@ class LNTuning:
       ValueError: a name is none of these, or there is none.
     """
 
-    target_modules: str | tuple[str, ...] = names(NORMS)
+    target_modules: Names = NORMS
 
     def __post_init__(self):
-        check_fields(self)
         if unknown := [name for name in self.norms if name not in NORMS]:
             raise ValueError(
                 f"target_modules: {unknown[0]!r} is no norm that can be trained; the names are "

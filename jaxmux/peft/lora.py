@@ -5,22 +5,14 @@ import math
 import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Float, Int
+from pydantic import BeforeValidator, Field
 
 from jaxmux.data import Sample
-from jaxmux.field_checks import (
-    by_name,
-    check_fields,
-    choice,
-    flag,
-    integer,
-    integers,
-    names,
-    number,
-)
+from jaxmux.field_checks import EXACT, ByName, Count, Names, Naturals, Number, checked_dataclass
 from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
@@ -37,11 +29,38 @@ _DRAWN = ("kaiming", "gaussian", "orthogonal")
 ZERO_PRODUCTS = (*_DRAWN, "eva")
 # Initialisations that take parts of the adapted weights; N is a number of power iterations.
 _FROM_WEIGHTS = ("pissa", "olora")
-_PISSA_NITER, _PISSA_NITER_IN_WORDS = "pissa_niter_[1-9]?[0-9]", "'pissa_niter_N' with N up to 99"
 INITIALISATIONS = (*ZERO_PRODUCTS, *_FROM_WEIGHTS)
+_PISSA_NITER = "pissa_niter_[1-9]?[0-9]"
+_PissaNiter = Annotated[
+    str,
+    Field(
+        pattern=f"^{_PISSA_NITER}$",
+        json_schema_extra={"$comment": "'pissa_niter_N' with N up to 99"},
+    ),
+]
 
 
-@dataclasses.dataclass(frozen=True)
+def begins_at_weight(initialisation: Any) -> bool:
+    """Whether an initialisation takes the initial factors from parts of the weights."""
+    if not isinstance(initialisation, str):
+        return False
+    is_approximate = re.fullmatch(_PISSA_NITER, initialisation) is not None
+    return is_approximate or initialisation in _FROM_WEIGHTS
+
+
+def supported_initialisation(initialisation: Any) -> Any:
+    """The initialisation; ValueError, with the reason, for one of PEFT's that is left out."""
+    if reason := why_left_out(initialisation):
+        raise ValueError(f"initialisation {initialisation!r} is not supported; {reason}")
+    return initialisation
+
+
+_Initialisation = Annotated[
+    Literal[*INITIALISATIONS] | _PissaNiter, BeforeValidator(supported_initialisation)
+]
+
+
+@checked_dataclass
 class LoRA:
     """Low-rank adaptation of linears: `y = x W + scale · dropout(x) A B` (Hu et al. 2021).
 
@@ -98,23 +117,20 @@ class LoRA:
       ValueError: a value is outside its range.
     """
 
-    rank: int = integer(16, least=1)
-    alpha: float = number(32.0)
-    dropout: float = number(0.0, least=0, below=1)
-    target_modules: str | tuple[str, ...] = names("all-linear")
-    rslora: bool = flag(False)
-    initialisation: str = choice("kaiming", INITIALISATIONS, _PISSA_NITER, _PISSA_NITER_IN_WORDS)
-    loraplus_ratio: float = number(1.0, above=0)
-    rank_pattern: tuple[tuple[str, int], ...] = by_name(rule=integer(least=1))
-    alpha_pattern: tuple[tuple[str, float], ...] = by_name(rule=number())
-    eva_rho: float = number(2.0, least=1)
-    calibration_tokens: int = integer(2048, least=1)
-    trained_tokens: tuple[int, ...] = integers((), least=0)
+    rank: Count = 16
+    alpha: Number = 32.0
+    dropout: Annotated[float, Field(ge=0, lt=1), EXACT] = 0.0
+    target_modules: Names = "all-linear"
+    rslora: bool = False
+    initialisation: _Initialisation = "kaiming"
+    loraplus_ratio: Annotated[float, Field(gt=0), EXACT] = 1.0
+    rank_pattern: ByName[Count] = ()
+    alpha_pattern: ByName[Number] = ()
+    eva_rho: Annotated[float, Field(ge=1), EXACT] = 2.0
+    calibration_tokens: Count = 2048
+    trained_tokens: Naturals = ()
 
     def __post_init__(self):
-        if reason := why_left_out(self.initialisation):
-            raise ValueError(f"initialisation {self.initialisation!r} is not supported; {reason}")
-        check_fields(self)
         if self.initialisation == "eva" and self.rank_pattern:
             raise ValueError(
                 "rank_pattern cannot be combined with the initialisation 'eva', which gives every "
@@ -176,8 +192,7 @@ class LoRA:
     @property
     def begins_at_weight(self) -> bool:
         """Whether the initial factors are parts of the adapted weights."""
-        is_approximate = re.fullmatch(_PISSA_NITER, self.initialisation) is not None
-        return is_approximate or self.initialisation in _FROM_WEIGHTS
+        return begins_at_weight(self.initialisation)
 
     @property
     def begins_slowly(self) -> bool:

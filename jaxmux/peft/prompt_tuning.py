@@ -2,12 +2,12 @@
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, choice, integer, integers, text
+from jaxmux.field_checks import Count, Naturals, Text, checked_dataclass
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
 
@@ -19,7 +19,7 @@ from .targets import LayerMask
 _TENSOR = "prompt_embeddings"
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class PromptTuning:
     """Rows are trained that stand before the embeddings of every sequence (Lester et al. 2021).
 
@@ -40,13 +40,12 @@ class PromptTuning:
       ValueError: a value is outside its range, or more than one start is given.
     """
 
-    virtual_tokens: int = integer(20, least=1)
-    start: str = choice("vocabulary", ("vocabulary", "random"))
-    start_text: str | None = text(None, optional=True)
-    start_tokens: tuple[int, ...] = integers((), least=0)
+    virtual_tokens: Count = 20
+    start: Literal["vocabulary", "random"] = "vocabulary"
+    start_text: Text | None = None
+    start_tokens: Naturals = ()
 
     def __post_init__(self):
-        check_fields(self)
         given = [self.start != "vocabulary", self.start_text is not None, bool(self.start_tokens)]
         if sum(given) > 1:
             raise ValueError("give one of start, start_text and start_tokens")

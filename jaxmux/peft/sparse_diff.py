@@ -1,16 +1,15 @@
 """Diff-Pruning with fixed masks of single entries of weights (Guo et al. 2021)."""
 
-import dataclasses
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float, Int
 
 from jaxmux.data import Sample
-from jaxmux.field_checks import check_fields, choice, integer, names
+from jaxmux.field_checks import Count, Names, checked_dataclass
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
@@ -34,7 +33,7 @@ MASKS = ("random", "magnitude", "gradient")
 _WIDEST = 2**16 - 1
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class SparseDiff:
     """Some entries of the weights of linears are trained: `y = x W + x D`.
 
@@ -59,13 +58,10 @@ class SparseDiff:
       ValueError: a value is outside its range.
     """
 
-    rank: int = integer(16, least=1)
-    mask: str = choice("magnitude", MASKS)
-    target_modules: str | tuple[str, ...] = names(("q_proj", "v_proj"))
-    calibration_tokens: int = integer(2048, least=1)
-
-    def __post_init__(self):
-        check_fields(self)
+    rank: Count = 16
+    mask: Literal[*MASKS] = "magnitude"
+    target_modules: Names = ("q_proj", "v_proj")
+    calibration_tokens: Count = 2048
 
     @property
     def begins_slowly(self) -> bool:

@@ -1,7 +1,6 @@
 """Trained tokens: some rows of the embedding are trained, for tokens that are new or get another
 meaning. If the backbone's head is its embedding, the rows of the head change with them."""
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import check_fields, integers
+from jaxmux.field_checks import Naturals, checked_dataclass
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import (
     EMBEDDING,
@@ -32,7 +31,7 @@ TOKENS_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_t
 _TENSOR_OF_HEAD = f"{PREFIX}{HEAD}.trainable_tokens_delta"
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class TrainedTokens:
     """The embeddings of some tokens are trained, beginning with those of the backbone.
 
@@ -49,10 +48,9 @@ class TrainedTokens:
       ValueError: there is no id, an id is negative, or one occurs twice.
     """
 
-    indices: tuple[int, ...] = integers(least=0)
+    indices: Naturals
 
     def __post_init__(self):
-        check_fields(self)
         if not self.indices:
             raise ValueError("indices is empty")
         if len(set(self.indices)) < len(self.indices):

@@ -1,14 +1,14 @@
 """VeRA adapters: trained factors between shared random projections (Kopiczko et al. 2024)."""
 
-import dataclasses
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from jaxtyping import Float
+from pydantic import Field
 
-from jaxmux.field_checks import check_fields, integer, names, number
+from jaxmux.field_checks import EXACT, Count, Names, Number, checked_dataclass
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import CHUNK_SLOT, AdapterOp
 from jaxmux.planner.costs.pool_spec import PointWork
@@ -26,7 +26,7 @@ _A, _B = "base_model.vera_A", "base_model.vera_B"
 _NOT_SUPPORTED = ("fan_in_fan_out", "layers_to_transform", "layers_pattern", "exclude_modules")
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class VeRA:
     """Trained factors between random projections: `y = x W + lb · (((x A) · ld) B)`
     (Kopiczko et al. 2024).
@@ -47,17 +47,10 @@ class VeRA:
       ValueError: a value is outside its range.
     """
 
-    rank: int = integer(256, least=1)
-    d_initial: float = number(0.1)
-    projection_key: int = integer(0, least=0)
-    target_modules: str | tuple[str, ...] = names("all-linear")
-
-    def __post_init__(self):
-        check_fields(self)
-        if self.projection_key >= 2**32:
-            raise ValueError(
-                f"projection_key should be less than 2**32, found {self.projection_key}"
-            )
+    rank: Count = 256
+    d_initial: Number = 0.1
+    projection_key: Annotated[int, Field(ge=0, lt=2**32), EXACT] = 0
+    target_modules: Names = "all-linear"
 
 
 class _Factors(AdapterOp):

@@ -1,12 +1,12 @@
 """The settings of a training run, besides its backbone, its tasks and its folder."""
 
-import dataclasses
 from collections.abc import Iterable, Sequence
-from functools import partial
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, SkipValidation
 
 from jaxmux.engine.tasks.prepared_task import pool_of_adapter
-from jaxmux.field_checks import check_fields, choice, flag, integer, names, number, text
+from jaxmux.field_checks import EXACT, Count, Names, Text, checked_dataclass
 from jaxmux.models import BACKBONE_FORMATS, REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.pallas_kernels import grouped_lora
@@ -20,12 +20,13 @@ from jaxmux.tasks import Task, TaskError
 
 from .trackers.tracker import TRACKERS
 
-_count = partial(integer, least=1)
 # The mesh that stands for the best layout of all devices.
 AUTO_MESH = "auto"
+_Attention = Literal[*attention.IMPLEMENTATIONS]
+_GroupedLora = Literal[*grouped_lora.IMPLEMENTATIONS]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked_dataclass(kw_only=True)
 class RunOptions:
     """Settings of a training run, the argument `options` of `fine_tune`.
 
@@ -120,34 +121,35 @@ class RunOptions:
       PlanningError: a value is outside its range.
     """
 
-    dtype: str = choice("auto", ("auto", "bfloat16", "float32"))
-    backbone_format: str | None = choice(None, (None, *BACKBONE_FORMATS))
-    backbone_cache: str | None = text(None, optional=True)
-    mesh: str | None = text(None, optional=True)
-    schedule: str = choice(AUTO_SCHEDULE, SCHEDULES)
-    tokens_per_microbatch: int = _count(8192)
-    row_len: int | None = _count(None, optional=True)
-    chunk_len: int | None = _count(None, optional=True)
-    max_sequences: int | None = _count(None, optional=True)
-    remat: str = choice("auto", ("auto", *REMAT_POLICIES))
-    memory_gib: float | None = number(None, above=0, optional=True)
-    attention: str | None = choice(None, (None, *attention.IMPLEMENTATIONS))
-    grouped_lora: str | None = choice(None, (None, *grouped_lora.IMPLEMENTATIONS))
-    reserved_slots: int = _count(1)
-    reserved_rank: int = _count(1)
-    reserved_targets: str | tuple[str, ...] | None = names(None, optional=True)
-    reserved_dropout: bool = flag(False)
-    reserved_adapters: tuple[Any, ...] = ()
-    checkpoint_every: int = _count(50)
-    keep_checkpoints: int = _count(3)
-    max_bad_steps: int = _count(10)
-    tasks_at_once: int | None = _count(None, optional=True)
-    log_every: int | None = _count(None, optional=True)
-    sample_tokens: int = _count(64)
-    trackers: str | tuple[str, ...] = names(("tensorboard",))
+    dtype: Literal["auto", "bfloat16", "float32"] = "auto"
+    backbone_format: Literal[*BACKBONE_FORMATS] | None = None
+    backbone_cache: Text | None = None
+    mesh: Text | None = None
+    schedule: Literal[*SCHEDULES] = AUTO_SCHEDULE
+    tokens_per_microbatch: Count = 8192
+    row_len: Count | None = None
+    chunk_len: Count | None = None
+    max_sequences: Count | None = None
+    remat: Literal["auto", *REMAT_POLICIES] = "auto"
+    memory_gib: Annotated[float, Field(gt=0), EXACT] | None = None
+    attention: _Attention | None = None
+    grouped_lora: _GroupedLora | None = None
+    reserved_slots: Count = 1
+    reserved_rank: Count = 1
+    reserved_targets: Names | None = None
+    reserved_dropout: bool = False
+    reserved_adapters: SkipValidation[tuple[Any, ...]] = ()
+    checkpoint_every: Count = 50
+    keep_checkpoints: Count = 3
+    max_bad_steps: Count = 10
+    tasks_at_once: Count | None = None
+    log_every: Count | None = None
+    sample_tokens: Count = 64
+    trackers: Names = ("tensorboard",)
+
+    _error = PlanningError
 
     def __post_init__(self):
-        check_fields(self, PlanningError)
         self._check_reserved_adapters()
         if self.max_sequences and not (self.row_len and self.chunk_len):
             raise PlanningError("max_sequences needs row_len and chunk_len beside it")

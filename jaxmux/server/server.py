@@ -7,14 +7,15 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
+from pydantic import Field
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
-from jaxmux.field_checks import flag, integer, names, number
+from jaxmux.field_checks import EXACT, Count, Names, checked_dataclass
 from jaxmux.models import (
     BackboneConfig,
     backbone_dtype,
@@ -39,12 +40,12 @@ from . import LiveTraining
 from .database import ServerStore
 from .folder import ServerDirectory
 
-_count = partial(integer, least=1)
 # Microbatches of one task that a round trains unless `round_tokens` says otherwise.
 _MICROBATCHES = 4
+_Seconds = Annotated[float, Field(gt=0), EXACT]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked_dataclass(kw_only=True)
 class ServerOptions(RunOptions):
     """Settings of a tuning server. Those of `RunOptions` mean the same, with other defaults: a
     server does not know its tasks when it starts, so it gets the sizes that tasks may have.
@@ -78,19 +79,19 @@ class ServerOptions(RunOptions):
         rounds.jsonl as rounds.<n>.jsonl. The last three of these files are kept.
     """
 
-    row_len: int | None = _count(1024)
-    round_tokens: int | None = _count(None, optional=True)
-    reserved_slots: int = _count(8)
-    reserved_rank: int = _count(16)
-    reserved_targets: str | tuple[str, ...] | None = names("all-linear", optional=True)
-    reserved_dropout: bool = flag(True)
-    elastic: bool = flag(False)
-    prepared_at_once: int = _count(2)
-    slow_preparation_seconds: float = number(30.0, above=0)
-    most_ended: int = _count(10_000)
-    most_preparation_seconds: float = number(600.0, above=0)
-    events_bytes: int = _count(LOG_BYTES)
-    trackers: str | tuple[str, ...] = names(())
+    row_len: Count = 1024
+    round_tokens: Count | None = None
+    reserved_slots: Count = 8
+    reserved_rank: Count = 16
+    reserved_targets: Names | None = "all-linear"
+    reserved_dropout: bool = True
+    elastic: bool = False
+    prepared_at_once: Count = 2
+    slow_preparation_seconds: _Seconds = 30.0
+    most_ended: Count = 10_000
+    most_preparation_seconds: _Seconds = 600.0
+    events_bytes: Count = LOG_BYTES
+    trackers: Names = ()
 
     def __post_init__(self):
         super().__post_init__()

@@ -1,12 +1,12 @@
 """The fields of a task as JSON: which values each may hold, and how specifications nest.
 
-The schema and the reader of specifications both take the fields from here. A field that is neither
-a part of a task nor checked by `field_checks` raises an error here, and so does a field of free
-text: what a stranger may write into a new field is decided here first.
+The schema and the reader of specifications both take the fields from here. A field of free text
+raises an error here: what a stranger may write into a new field is decided here first.
 """
 
 import dataclasses
 import functools
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -71,6 +71,9 @@ PARTS: Mapping[str, Part] = {
     "schedule": Part({"": Schedule}, "kind"),
 }
 
+# Fields that hold values by name.
+_MAPPINGS = ("columns", "rank_pattern", "alpha_pattern")
+
 # By class, the field and its value with which the backbone reads `calibration_tokens` tokens.
 CALIBRATED: Mapping[type, tuple[str, str]] = {
     LoRA: ("initialisation", "eva"),
@@ -90,8 +93,7 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
     Raises:
       ValueError: the class does not say what the field may hold, or would accept any text.
     """
-    (field,) = (field for field in dataclasses.fields(cls) if field.name == name)
-    schema = field_schema(field) or {}
+    schema = _flat(field_schema(cls, name))
     schema |= _narrower(limits).get((cls, name), {})
     if "additionalProperties" in schema:
         schema["additionalProperties"] = _exact(schema["additionalProperties"])
@@ -105,6 +107,26 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
             "trusted may give it"
         )
     return schema
+
+
+def _flat(schema: dict[str, Any]) -> dict[str, Any]:
+    """A schema without "anyOf": its types become one list, and enumerations one enumeration."""
+    found: dict[str, Any] = {}
+    for each in map(dict, schema.pop("anyOf", [])):
+        kind = each.pop("type")
+        found["type"] = [*found.get("type", []), kind]
+        found |= each
+    found |= schema
+    if "pattern" in found and "enum" in found:
+        known = found.pop("enum")
+        whole = "|".join([*map(re.escape, known), found["pattern"].strip("^$")])
+        in_words = f"one of {', '.join(map(repr, known))}, {found['$comment']}"
+        # The examples are for editors, and for hints at misspelt values.
+        found |= {"type": "string", "pattern": f"^(?:{whole})$"}
+        found |= {"examples": known, "$comment": in_words}
+    if "enum" in found:
+        return {"enum": [*found["enum"], *([None] if "null" in types_of(found) else [])]}
+    return found
 
 
 def required_fields(cls: type, limits: SpecificationLimits) -> Iterator[str]:
@@ -159,7 +181,7 @@ def to_json(specification: Any) -> dict[str, Any]:
             value = part_to_json(field.name, value)
         elif field.name in PARTS and isinstance(value, tuple):
             value = [part_to_json(field.name, own) for own in value]
-        if "object" in types_of(field_schema(field) or {}):
+        if field.name in _MAPPINGS:
             value = dict(value)
         found[field.name] = list(value) if isinstance(value, tuple) else value
     return found

@@ -1,16 +1,16 @@
 """Limits of one specification that a tenant has written, and of all specifications of one
 tenant."""
 
-import dataclasses
-from functools import partial
+from typing import Annotated
 
-from jaxmux.field_checks import check_fields, integer
+from pydantic import Field
 
-_most = partial(integer, least=1)
+from jaxmux.field_checks import EXACT, Count, checked_dataclass
+
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class SpecificationLimits:
     """Limits of tasks that come as JSON from tenants who are not trusted.
 
@@ -42,25 +42,22 @@ class SpecificationLimits:
       ValueError: a limit is not an integer of at least 1.
     """
 
-    specification_bytes: int = _most(64 * _KIB)
-    data_bytes: int = _most(64 * _MIB)
-    record_bytes: int = _most(_MIB)
-    records: int = _most(1_000_000)
-    adapter_bytes: int = _most(_GIB)
-    rank: int = _most(256)
-    batch_size: int = _most(1024)
-    max_length: int = _most(8192)
-    steps: int = _most(100_000)
-    epochs: int = _most(1000)
-    prompt_characters: int = _most(4096)
-    target_modules: int = _most(1024)
-    calibration_tokens: int = _most(8192)
-
-    def __post_init__(self):
-        check_fields(self)
+    specification_bytes: Count = 64 * _KIB
+    data_bytes: Count = 64 * _MIB
+    record_bytes: Count = _MIB
+    records: Count = 1_000_000
+    adapter_bytes: Count = _GIB
+    rank: Count = 256
+    batch_size: Count = 1024
+    max_length: Count = 8192
+    steps: Count = 100_000
+    epochs: Count = 1000
+    prompt_characters: Count = 4096
+    target_modules: Count = 1024
+    calibration_tokens: Count = 8192
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class TenantLimits(SpecificationLimits):
     """Limits of a tenant who is not trusted: those of each specification, from
     `SpecificationLimits`, and those of all specifications of the tenant together.
@@ -79,8 +76,8 @@ class TenantLimits(SpecificationLimits):
       ValueError: a limit is not an integer within its range.
     """
 
-    priority: int = integer(100, least=-100)
-    specifications: int = _most(1000)
-    tasks: int = _most(100_000)
-    folder_entries: int = _most(10_000)
-    copied_bytes: int = _most(10 * 2**30)
+    priority: Annotated[int, Field(ge=-100), EXACT] = 100
+    specifications: Count = 1000
+    tasks: Count = 100_000
+    folder_entries: Count = 10_000
+    copied_bytes: Count = 10 * 2**30

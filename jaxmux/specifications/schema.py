@@ -9,11 +9,13 @@ import dataclasses
 import re
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, SkipValidation
 
 from jaxmux.data import Source
 from jaxmux.data.forms import REQUIRED_FIELDS, fields_of
-from jaxmux.field_checks import flag, integer
+from jaxmux.field_checks import EXACT, checked_dataclass
 from jaxmux.peft import SPECIFICATIONS, DoRA, LoRA, PromptTuning
 from jaxmux.peft.lora import ZERO_PRODUCTS
 from jaxmux.peft.targets import TABLES
@@ -224,7 +226,7 @@ _DESCRIPTIONS = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
+@checked_dataclass
 class WatchedSpecification:
     """What a file of a watched directory asks for.
 
@@ -234,9 +236,9 @@ class WatchedSpecification:
       paused: whether the task is not to be trained for the time being.
     """
 
-    task: Task
-    priority: int = integer(0, least=_LOWEST_PRIORITY)
-    paused: bool = flag(False)
+    task: SkipValidation[Task]
+    priority: Annotated[int, Field(ge=_LOWEST_PRIORITY), EXACT] = 0
+    paused: bool = False
 
 
 def watched_specification(data: bytes, name: str, limits: TenantLimits) -> WatchedSpecification:

@@ -36,7 +36,7 @@ def test_a_list_of_targets_becomes_a_tuple():
         (
             {"initialisation": "zeros"},
             "initialisation should be one of 'kaiming', 'gaussian', 'orthogonal', 'eva', "
-            "'pissa', 'olora', 'pissa_niter_N' with N up to 99, found 'zeros'",
+            "'pissa', 'olora' or 'pissa_niter_N' with N up to 99, found 'zeros'",
         ),
         *(
             ({"initialisation": name}, f"'{name}' is not supported; {written} is left out: it")
