@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from jaxmux.data import DataError, Part, Source, load_samples, read_records
+from jaxmux.data import DataError, Source, SplitPart, load_samples, read_records
 
-PARTS = Part(0.3, 7, False), Part(0.3, 7, True)
+PARTS = SplitPart(0.3, 7, False), SplitPart(0.3, 7, True)
 
 
 @pytest.fixture
@@ -38,8 +38,8 @@ def test_a_part_depends_on_the_seed_and_not_on_other_options(path, gpt, write_js
     assert ids(path, gpt, PARTS[1], loss_on="all", max_samples=50) == {
         n for n in held_out if n < 50
     }
-    assert ids(path, gpt, Part(0.3, 8, True)) != held_out
-    assert ids(path, gpt, Part(0.1, 7, True)) < held_out
+    assert ids(path, gpt, SplitPart(0.3, 8, True)) != held_out
+    assert ids(path, gpt, SplitPart(0.1, 7, True)) < held_out
     lines = ["{" if n % 2 else {"text": "Another text."} for n in range(200)]
     damaged = write_jsonl(*lines, name="damaged.jsonl")
     found = ids(damaged, gpt, PARTS[1], on_bad_record="skip")
@@ -48,12 +48,12 @@ def test_a_part_depends_on_the_seed_and_not_on_other_options(path, gpt, write_js
 
 def test_the_fraction_is_that_of_many_records():
     for fraction in (0.01, 0.5, 0.9):
-        count = sum(Part(fraction, 0, True).has(n) for n in range(20_000))
+        count = sum(SplitPart(fraction, 0, True).has(n) for n in range(20_000))
         assert abs(count - 20_000 * fraction) < 5 * (20_000 * fraction * (1 - fraction)) ** 0.5
 
 
 @pytest.mark.parametrize(
-    ("part", "found"), [(Part(1e-9, 0, True), "none"), (Part(1 - 1e-9, 0, False), "all")]
+    ("part", "found"), [(SplitPart(1e-9, 0, True), "none"), (SplitPart(1 - 1e-9, 0, False), "all")]
 )
 def test_an_empty_part_is_refused_with_the_fraction(path, gpt, part, found):
     with pytest.raises(DataError, match=f"validation_fraction=.* holds out {found} of the records"):

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux import AdamW
 from jaxmux.cli.main import run_command
-from jaxmux.data import Part
+from jaxmux.data import SplitPart
 from jaxmux.runs import checkpoints
 
 export = partial(run_command, "export", prog="jaxmux export")
@@ -99,7 +99,7 @@ def test_held_out_records_of_a_fraction_train_like_files_with_them(
 ):
     rows = Path(data["short"]).read_text().splitlines(keepends=True)
     for held_out in (False, True):
-        part = Part(0.3, 5, held_out)
+        part = SplitPart(0.3, 5, held_out)
         own = [row for number, row in enumerate(rows) if part.has(number)]
         (tmp_path / f"{held_out}.jsonl").write_text("".join(own))
     files = {"data": str(tmp_path / "False.jsonl"), "eval_data": str(tmp_path / "True.jsonl")}

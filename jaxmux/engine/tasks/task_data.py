@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 from jaxmux.data import (
     GlobalBatches,
-    Part,
     Rendering,
     Sample,
     Samples,
     Source,
+    SplitPart,
     StoredSamples,
     TokenFile,
     load_samples,
@@ -44,7 +44,7 @@ class Loaded:
 
     def __init__(self):
         self.tokens = TokenFile()
-        self.samples: dict[tuple[Source, int, Part | None], Samples] = {}
+        self.samples: dict[tuple[Source, int, SplitPart | None], Samples] = {}
 
 
 def read_data(
@@ -96,7 +96,7 @@ def _of_sources(
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
-            part = Part(fraction, task.split_seed, held_out, number)
+            part = SplitPart(fraction, task.split_seed, held_out, number)
         parts.append(_load(source, task, config, tokenizer, part, loaded))
     samples = [part.samples for part in parts]
     if not held_out:
@@ -128,7 +128,7 @@ def _load(
     task: Task,
     config: BackboneConfig,
     tokenizer: Any,
-    part: Part | None,
+    part: SplitPart | None,
     loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
