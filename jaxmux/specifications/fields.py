@@ -71,8 +71,11 @@ PARTS: Mapping[str, Part] = {
     "schedule": Part({"": Schedule}, "kind"),
 }
 
-# Fields that hold values by name.
-_MAPPINGS = ("columns", "rank_pattern", "alpha_pattern")
+# By class, its fields that hold values by name.
+_MAPPINGS: Mapping[type, tuple[str, ...]] = {
+    Source: ("columns",),
+    LoRA: ("rank_pattern", "alpha_pattern"),
+}
 
 # By class, the field and its value with which the backbone reads `calibration_tokens` tokens.
 CALIBRATED: Mapping[type, tuple[str, str]] = {
@@ -174,17 +177,20 @@ def to_json(specification: Any) -> dict[str, Any]:
     Args:
       specification: a `Task`, `Source`, `LoRA`, `Schedule` or an optimizer.
     """
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    mappings = [
+        name for cls in _MAPPINGS if isinstance(specification, cls) for name in _MAPPINGS[cls]
+    ]
     for field in dataclasses.fields(specification):
         value = getattr(specification, field.name)
         if dataclasses.is_dataclass(value):
             value = part_to_json(field.name, value)
         elif field.name in PARTS and isinstance(value, tuple):
-            value = [part_to_json(field.name, own) for own in value]
-        if field.name in _MAPPINGS:
+            value = [part_to_json(field.name, part) for part in value]
+        if field.name in mappings:
             value = dict(value)
-        found[field.name] = list(value) if isinstance(value, tuple) else value
-    return found
+        fields[field.name] = list(value) if isinstance(value, tuple) else value
+    return fields
 
 
 def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
