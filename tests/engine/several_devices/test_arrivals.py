@@ -174,7 +174,7 @@ def test_pauses_of_neighbours_move_no_gradients_between_replicas(
     def trained(company):
         replicas = {"layers": (2, 2), "others": (((4,), Stage()),)}
         engine = make_engine(large, round_tokens=100, **replicas)
-        engine._executor._dispatch = dealt
+        engine._executor.dispatch = dealt
         updates, settled = [], []
         while engine.progress("large").status == "running":
             if company and engine.rounds == 1:
