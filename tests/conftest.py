@@ -3,6 +3,7 @@
 import functools
 import gc
 import os
+import time
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -69,6 +70,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+# How long JAX traced and compiled, for each program.
+SECONDS_OF_COMPILING: list[float] = []
+
+
+def cpu_seconds() -> float:
+    """CPU time of this thread and of child processes that have ended. Other threads do not count,
+    because those of an earlier test may still run."""
+    times = os.times()
+    return time.thread_time() + times.children_user + times.children_system
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks tests as long by their folder and their fixtures, before `-m` chooses by markers."""
@@ -82,10 +94,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item):
     """Fails a test that uses more CPU time than `--most-seconds`. Other work on the machine does
-    not count, nor do fixtures, which several tests may share."""
-    before = sum(os.times()[:4])
+    not count, nor do fixtures, which several tests may share, nor tracing and compiling, for which
+    the first test pays that needs a program."""
+    before, compiling = cpu_seconds(), sum(SECONDS_OF_COMPILING)
     result = yield
-    seconds, most = sum(os.times()[:4]) - before, item.config.getoption("--most-seconds")
+    seconds, most = cpu_seconds() - before, item.config.getoption("--most-seconds")
+    seconds -= sum(SECONDS_OF_COMPILING) - compiling
     if most is not None and seconds > most and not item.get_closest_marker("long"):
         pytest.fail(
             f"used {seconds:.1f} s of CPU time, more than {most} s: make it shorter, or give it "
@@ -101,6 +115,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         for name in IMPORTED_WHEN_NEEDED:
             if find_spec(name):
                 import_module(name)
+        if find_spec("jax"):
+            from jax import monitoring
+
+            def note(event: str, seconds: float, **_) -> None:
+                if event.startswith("/jax/core/compile/"):
+                    SECONDS_OF_COMPILING.append(seconds)
+
+            monitoring.register_event_duration_secs_listener(note)
     # Grain takes a millisecond to shuffle one index, which depends on the arguments only. The
     # package imports it when it is needed.
     if find_spec("grain"):

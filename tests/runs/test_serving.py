@@ -232,6 +232,7 @@ def test_a_server_without_memory_goes_on_with_half_of_its_places(
     assert status["step"] == 12
 
 
+@pytest.mark.long
 def test_a_single_place_without_memory_is_the_end():
     tried = []
 
@@ -256,6 +257,7 @@ def test_other_errors_do_not_take_places():
         with_fewer_places(serve_with, OPTIONS, pytest.fail)
 
 
+@pytest.mark.long
 def test_a_server_that_does_not_fit_is_refused_before_anything_is_loaded(backbone, tmp_path):
     options = dataclasses.replace(OPTIONS, memory_gib=0.0003, remat="auto")
     with pytest.raises(PlanningError, match=r"a step of 2 slots of rank 4 .* needs .*, usable are"):
