@@ -5,6 +5,8 @@ The annotation of a field says what it may hold: `Count`, `Literal["a", "b"]`, o
 become numbers of Python. A bool is not a number, and a string is neither a number nor a bool.
 """
 
+import copy
+import functools
 import inspect
 import numbers
 import os
@@ -169,6 +171,12 @@ def field_schema(cls: type, name: str) -> dict[str, Any]:
       cls: the class of the specification.
       name: name of the field.
     """
+    return copy.deepcopy(_field_schema(cls, name))
+
+
+# Building a `TypeAdapter` takes most of the time in which a specification is read.
+@functools.cache
+def _field_schema(cls: type, name: str) -> dict[str, Any]:
     return TypeAdapter(get_type_hints(cls, include_extras=True)[name]).json_schema()
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.engine import BEST, Engine, TaskProgress, train_on
-from jaxmux.peft import LeafSpec, SlotArrays, kind_of
+from jaxmux.peft import LeafSpec, SlotArrays
 from jaxmux.peft.leaves import named_leaves
 
 from . import orbax_files
@@ -415,7 +415,7 @@ def save_run(
     """
     tasks = {
         name: {
-            "adapter_kind": kind_of(engine.prepared(name).task.adapter).name,
+            "adapter_kind": engine.prepared(name).kind.name,
             "progress": engine.progress(name).to_json(),
             "accumulated": engine.accumulated(name),
         }

@@ -20,7 +20,6 @@ from jaxmux.models import (
     load_backbone,
 )
 from jaxmux.models.modules import abstract_weights
-from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.planner.devices import AUTO_SCHEDULE, ONE_DEVICE, Deployment, Replica
@@ -88,7 +87,7 @@ class RunLayout(NamedTuple):
         `device` is as for `choose_layout`.
         """
         on_cpu = (device.kind if device else jax.local_devices()[0].device_kind) == "cpu"
-        any_rows = all(kind_of(task.task.adapter).same_in_any_rows for task in tasks)
+        any_rows = all(task.kind.same_in_any_rows for task in tasks)
         if len(self.deployment.replicas) > 1 or (on_cpu and not any_rows):
             return None
         (replica,), places = self.deployment.replicas, self.places or len(tasks)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 
 from jaxmux.data import Rendering
 from jaxmux.data.stored_samples import target_tokens
@@ -306,11 +306,12 @@ def moments_of(pool: PoolSpec) -> int:
 class _Constants(NamedTuple):
     """The arrays of `DueUpdates` that stay the same until tasks come or go. `relative_rates` is the
     learning rate of every trained leaf, layer and slot, divided by that of the slot's task; 0 where
-    the task does not train the leaf in the layer."""
+    the task does not train the leaf in the layer, so that `trained` is False there."""
 
     members: SlotsByOptimizer
     hyper: Hyperparameters
     relative_rates: Float[np.ndarray, "leaves L T"]
+    trained: Bool[np.ndarray, "leaves L T"]
 
 
 class Slots:
@@ -414,7 +415,7 @@ class Slots:
             rates=of_slots * constants.relative_rates,
             hyper=constants.hyper,
             members=constants.members,
-            own=constants.relative_rates > 0,
+            own=constants.trained,
             renewed=slots_to_renew(layout, kinds),
             paired=slots_with_pairs(layout, kinds),
         )
@@ -438,6 +439,7 @@ class Slots:
                 for kind, leaf_rows in hyper.items()
             },
             relative,
+            relative > 0,
         )
 
     def runs(self, number: int) -> bool:
