@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
-
-from jaxmux.field_checks import EXACT, ByName, Count, PathText, Text, checked_dataclass
+from jaxmux.field_checks import ByName, Count, PathText, Positive, Text, checked_dataclass
 from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
@@ -21,9 +19,6 @@ OnBadRecord = Literal["error", "skip"]
 SpecialTokens = Literal["parse", "escape"]
 
 HUGGING_FACE_PREFIX = "hf:"
-
-
-_Positive = Annotated[float, Field(gt=0), EXACT]
 
 
 @checked_dataclass
@@ -95,8 +90,8 @@ class Source:
     columns: ByName[Text] = ()
     chat_template: PathText | None = None
     max_samples: Count | None = None
-    repeat: _Positive | None = None
-    weight: _Positive | None = None
+    repeat: Positive | None = None
+    weight: Positive | None = None
 
     def __post_init__(self):
         self._check_columns()

@@ -7,9 +7,8 @@ from typing import Annotated
 from pydantic import Field
 
 from .errors import InputError
-from .field_checks import EXACT, Number, checked_dataclass
+from .field_checks import EXACT, Number, Positive, checked_dataclass
 
-_Positive = Annotated[float, Field(gt=0), EXACT]
 _Integer = Annotated[int, Field(ge=-(2**53)), EXACT]
 
 
@@ -61,8 +60,8 @@ class LogUniform(_Interval):
       ValueError: a value is outside its range.
     """
 
-    low: _Positive
-    high: _Positive
+    low: Positive
+    high: Positive
 
     def draw(self, source: random.Random) -> float:
         """A number of the interval.

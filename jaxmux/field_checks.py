@@ -93,6 +93,7 @@ EXACT = _Exact()
 Count = Annotated[int, Field(ge=1), EXACT]
 Natural = Annotated[int, Field(ge=0), EXACT]
 Number = Annotated[float, EXACT]
+Positive = Annotated[float, Field(gt=0), EXACT]
 AnyText = Annotated[str, WrapValidator(_any_characters)]
 Text = Annotated[str, Field(min_length=1), WrapValidator(_any_characters)]
 PathText = Annotated[

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator, Field
 
-from .field_checks import EXACT, checked_dataclass
+from .field_checks import EXACT, Positive, checked_dataclass
 from .learning_rates import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 _Decay = Annotated[float, Field(ge=0, lt=1), EXACT]
 _NotNegative = Annotated[float, Field(ge=0), EXACT]
-_Positive = Annotated[float, Field(gt=0), EXACT]
 
 
 def _schedule(value: Any) -> Any:
@@ -58,7 +57,7 @@ class Optimizer:
     learning_rate: _NotNegative = 2e-4
     schedule: Annotated[Schedule, BeforeValidator(_schedule)] = Schedule()
     weight_decay: _NotNegative = 0.0
-    clip_norm: _Positive | None = 1.0
+    clip_norm: Positive | None = 1.0
 
     kind: ClassVar[str]
     moments: ClassVar[int]
@@ -120,7 +119,7 @@ class AdamW(Optimizer):
 
     b1: _Decay = 0.9
     b2: _Decay = 0.999
-    eps: _Positive = 1e-8
+    eps: Positive = 1e-8
 
     kind: ClassVar[str] = "adamw"
     moments: ClassVar[int] = 2

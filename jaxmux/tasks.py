@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Field, SkipValidation
 
 from .data import Source
 from .errors import InputError
-from .field_checks import EXACT, Count, Natural, PathText, Text, checked_dataclass
+from .field_checks import EXACT, Count, Natural, PathText, Positive, Text, checked_dataclass
 from .left_out import why_left_out
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
@@ -122,7 +122,7 @@ class Task:
     eval_every: Count | None = None
     keep_best: bool = False
     patience: Count | None = None
-    max_seconds: Annotated[float, Field(gt=0), EXACT] | None = None
+    max_seconds: Positive | None = None
     seed: Natural = 0
     resume_from: PathText | None = None
     sample_prompt: Text | None = None

@@ -22,7 +22,7 @@ from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
 from jaxmux.engine.tasks.task_data import Loaded, read_data
-from jaxmux.models import BackboneConfig, backbone_dtype
+from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
@@ -40,7 +40,7 @@ from jaxmux.runs import check_names
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.run_layout import layout_with_places
 from jaxmux.runs.run_options import AUTO_MESH
-from jaxmux.runs.run_shape import PlannedDevice, run_costs, smaller_text
+from jaxmux.runs.run_shape import PlannedDevice, costs_of_run, smaller_text
 from jaxmux.runs.sweep_results import brackets_of
 from jaxmux.sweeps import Sweep, expanded
 from jaxmux.tasks import Task
@@ -224,17 +224,14 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
                 f"{smaller_text(smaller.tasks, len(tasks), shape)} ({padding:.0%} padding)\n"
             )
     costs = {
-        replica: run_costs(
+        replica: costs_of_run(
             prepared,
             config,
-            backbone_dtype(run.dtype),
-            run.remat,
-            run.memory,
+            run,
             replica,
             layout.places,
-            round(deployment.devices / replica.devices),
-            device,
-            run.schedule,
+            replicas=round(deployment.devices / replica.devices),
+            device=device,
         )
         for replica in deployment.counts
     }

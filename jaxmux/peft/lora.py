@@ -12,7 +12,16 @@ from jaxtyping import Float, Int
 from pydantic import BeforeValidator, Field
 
 from jaxmux.data import Sample
-from jaxmux.field_checks import EXACT, ByName, Count, Names, Naturals, Number, checked_dataclass
+from jaxmux.field_checks import (
+    EXACT,
+    ByName,
+    Count,
+    Names,
+    Naturals,
+    Number,
+    Positive,
+    checked_dataclass,
+)
 from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
@@ -123,7 +132,7 @@ class LoRA:
     target_modules: Names = "all-linear"
     rslora: bool = False
     initialisation: _Initialisation = "kaiming"
-    loraplus_ratio: Annotated[float, Field(gt=0), EXACT] = 1.0
+    loraplus_ratio: Positive = 1.0
     rank_pattern: ByName[Count] = ()
     alpha_pattern: ByName[Number] = ()
     eva_rho: Annotated[float, Field(ge=1), EXACT] = 2.0

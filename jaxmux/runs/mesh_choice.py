@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
-from jaxmux.models import BackboneConfig, backbone_dtype
+from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
 from jaxmux.planner.costs.admission import Admission
@@ -25,7 +25,7 @@ from jaxmux.planner.packing import (
 )
 
 from .run_options import RunOptions
-from .run_shape import Choice, PlannedDevice, choose_run_shape, run_costs
+from .run_shape import Choice, PlannedDevice, choose_run_shape, costs_of_run
 
 if TYPE_CHECKING:
     from jaxmux.planner.pipeline.pipeline_plan import PipelinePlan
@@ -129,19 +129,7 @@ def fit_replica(
       PlanningError: a sample is longer than `options.row_len`, or a prescribed length is not a
         power of two.
     """
-    dtype = backbone_dtype(options.dtype)
-    costs = run_costs(
-        tasks,
-        config,
-        dtype,
-        options.remat,
-        options.memory,
-        replica,
-        slots,
-        shares,
-        device,
-        options.schedule,
-    )
+    costs = costs_of_run(tasks, config, options, replica, slots, shares, device)
     choice = None
     if shape is None:
         request = options.shape_request(costs.least_chunk_len)
@@ -190,19 +178,7 @@ def fit_longest(
     """
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
-    dtype = backbone_dtype(options.dtype)
-    costs = run_costs(
-        tasks,
-        config,
-        dtype,
-        options.remat,
-        options.memory,
-        replica,
-        slots,
-        shares,
-        device,
-        options.schedule,
-    )
+    costs = costs_of_run(tasks, config, options, replica, slots, shares, device)
     # Testing a single row rules out most lengths without choosing a shape class.
     while (
         longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)

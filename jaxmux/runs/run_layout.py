@@ -36,7 +36,7 @@ from .console import RunConsole
 from .mesh_choice import ReplicaFit, choose_mesh, fewer_devices, fit_longest, fit_replica
 from .run_directory import RecordedShapes
 from .run_options import AUTO_MESH, RunOptions
-from .run_shape import PlannedDevice, run_costs, shrinking_of
+from .run_shape import PlannedDevice, costs_of_run, shrinking_of
 
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import SequenceCosts
@@ -91,18 +91,7 @@ class RunLayout(NamedTuple):
         if len(self.deployment.replicas) > 1 or (on_cpu and not any_rows):
             return None
         (replica,), places = self.deployment.replicas, self.places or len(tasks)
-        dtype = backbone_dtype(options.dtype)
-        costs = run_costs(
-            tasks,
-            config,
-            dtype,
-            options.remat,
-            options.memory,
-            replica,
-            self.places,
-            device=device,
-            schedule=options.schedule,
-        )
+        costs = costs_of_run(tasks, config, options, replica, self.places, device=device)
         first = EngineSize(max(places, options.reserved(config).slots), self.shape.rows)
         return shrinking_of(tasks, costs.replica, self.shape, first, places)
 

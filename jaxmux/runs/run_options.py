@@ -1,12 +1,12 @@
 """The settings of a training run, besides its backbone, its tasks and its folder."""
 
 from collections.abc import Iterable, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Field, SkipValidation
+from pydantic import SkipValidation
 
 from jaxmux.engine.tasks.prepared_task import pool_of_adapter
-from jaxmux.field_checks import EXACT, Count, Names, Text, checked_dataclass
+from jaxmux.field_checks import Count, Names, Positive, Text, checked_dataclass
 from jaxmux.models import BACKBONE_FORMATS, REMAT_POLICIES, BackboneConfig, attention
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.pallas_kernels import grouped_lora
@@ -131,7 +131,7 @@ class RunOptions:
     chunk_len: Count | None = None
     max_sequences: Count | None = None
     remat: Literal["auto", *REMAT_POLICIES] = "auto"
-    memory_gib: Annotated[float, Field(gt=0), EXACT] | None = None
+    memory_gib: Positive | None = None
     attention: _Attention | None = None
     grouped_lora: _GroupedLora | None = None
     reserved_slots: Count = 1

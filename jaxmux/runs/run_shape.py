@@ -23,7 +23,7 @@ import jax.numpy as jnp
 from jaxmux.engine import EngineSize, PreparedTask
 from jaxmux.engine.queued_engine import Shrinking
 from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
-from jaxmux.models import Backbone, BackboneConfig, device_memory, planned_remat
+from jaxmux.models import Backbone, BackboneConfig, backbone_dtype, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
     PROFILES,
@@ -47,6 +47,8 @@ from jaxmux.planner.packing import (
     sample_rounds,
     with_fewer_rows,
 )
+
+from .run_options import RunOptions
 
 _log = logging.getLogger("jaxmux")
 
@@ -143,6 +145,30 @@ def run_costs(
     costs = pool_costs(pool, config, dtype, remat, memory, replica, device, schedule)
     model = dataclasses.replace(costs.replica.memory, replicas=replicas)
     return costs._replace(replica=dataclasses.replace(costs.replica, memory=model))
+
+
+def costs_of_run(
+    tasks: Sequence[PreparedTask],
+    config: BackboneConfig,
+    options: RunOptions,
+    replica: Replica,
+    slots: int | None = None,
+    replicas: int = 1,
+    device: PlannedDevice | None = None,
+) -> RunCosts:
+    """`run_costs` with the settings of a training run."""
+    return run_costs(
+        tasks,
+        config,
+        backbone_dtype(options.dtype),
+        options.remat,
+        options.memory,
+        replica,
+        slots,
+        replicas,
+        device,
+        options.schedule,
+    )
 
 
 def pool_costs(

@@ -7,15 +7,14 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-from pydantic import Field
 
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
-from jaxmux.field_checks import EXACT, Count, Names, checked_dataclass
+from jaxmux.field_checks import Count, Names, Positive, checked_dataclass
 from jaxmux.models import (
     BackboneConfig,
     backbone_dtype,
@@ -42,7 +41,6 @@ from .folder import ServerDirectory
 
 # Microbatches of one task that a round trains unless `round_tokens` says otherwise.
 _MICROBATCHES = 4
-_Seconds = Annotated[float, Field(gt=0), EXACT]
 
 
 @checked_dataclass(kw_only=True)
@@ -87,9 +85,9 @@ class ServerOptions(RunOptions):
     reserved_dropout: bool = True
     elastic: bool = False
     prepared_at_once: Count = 2
-    slow_preparation_seconds: _Seconds = 30.0
+    slow_preparation_seconds: Positive = 30.0
     most_ended: Count = 10_000
-    most_preparation_seconds: _Seconds = 600.0
+    most_preparation_seconds: Positive = 600.0
     events_bytes: Count = LOG_BYTES
     trackers: Names = ()
 
