@@ -181,6 +181,17 @@ def _field_schema(cls: type, name: str) -> dict[str, Any]:
     return TypeAdapter(get_type_hints(cls, include_extras=True)[name]).json_schema()
 
 
+@functools.cache
+def fields_by_name(cls: type) -> frozenset[str]:
+    """The fields of a specification that hold values by name (`ByName`)."""
+    hints = get_type_hints(cls, include_extras=True)
+    return frozenset(
+        name
+        for name, hint in hints.items()
+        if any(isinstance(mark, _ByName) for mark in getattr(hint, "__metadata__", ()))
+    )
+
+
 def in_words(schema: Mapping[str, Any]) -> str:
     """The values that a JSON Schema of one field permits, in words, as they follow "should be".
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jaxmux.data import Source
 from jaxmux.data.file_kinds import JSONL_SUFFIXES
 from jaxmux.data.forms import all_fields
-from jaxmux.field_checks import LARGEST_INTEGER, field_schema
+from jaxmux.field_checks import LARGEST_INTEGER, field_schema, fields_by_name
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import (
@@ -69,12 +69,6 @@ PARTS: Mapping[str, Part] = {
     "adapter": Part(SPECIFICATIONS),
     "optimizer": Part(OPTIMIZERS),
     "schedule": Part({"": Schedule}, "kind"),
-}
-
-# By class, its fields that hold values by name.
-_MAPPINGS: Mapping[type, tuple[str, ...]] = {
-    Source: ("columns",),
-    LoRA: ("rank_pattern", "alpha_pattern"),
 }
 
 # By class, the field and its value with which the backbone reads `calibration_tokens` tokens.
@@ -178,16 +172,13 @@ def to_json(specification: Any) -> dict[str, Any]:
       specification: a `Task`, `Source`, `LoRA`, `Schedule` or an optimizer.
     """
     fields: dict[str, Any] = {}
-    mappings = [
-        name for cls in _MAPPINGS if isinstance(specification, cls) for name in _MAPPINGS[cls]
-    ]
     for field in dataclasses.fields(specification):
         value = getattr(specification, field.name)
         if dataclasses.is_dataclass(value):
             value = part_to_json(field.name, value)
         elif field.name in PARTS and isinstance(value, tuple):
             value = [part_to_json(field.name, part) for part in value]
-        if field.name in mappings:
+        if field.name in fields_by_name(type(specification)):
             value = dict(value)
         fields[field.name] = list(value) if isinstance(value, tuple) else value
     return fields
