@@ -13,7 +13,7 @@ import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.devices import programs as remat_choice
+from jaxmux.engine.devices import programs
 from jaxmux.engine.tasks.prepared_task import first_epoch
 from jaxmux.engine.tasks.task_data import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_backbone
@@ -266,7 +266,7 @@ def replace_adapter():
 @pytest.fixture(scope="module")
 def trace_once():
     """Equal layers are traced once in a file, however often remat policies are chosen for them."""
-    kept_bytes, known = remat_choice.kept_bytes, {}
+    kept_bytes, known = programs.kept_bytes, {}
 
     def remembered(config, options, *arrays):
         leaves, structure = jax.tree.flatten(arrays)
@@ -276,7 +276,7 @@ def trace_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remat_choice, "kept_bytes", remembered)
+        patch.setattr(programs, "kept_bytes", remembered)
         yield
 
 

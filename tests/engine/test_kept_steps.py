@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
-from jaxmux.engine.devices import programs as compilation
+from jaxmux.engine.devices import programs
 from jaxmux.planner.packing import ShapeClass
 
 SHAPE = ShapeClass(rows=3, row_len=128, chunk_len=64, max_sequences=8)
@@ -19,7 +19,7 @@ def folder(tmp_path, monkeypatch):
     for CPUs cannot write a program again that it has read. So no other test of the process may
     train with the shapes of this file."""
     folder = tmp_path / "steps"
-    monkeypatch.setattr(compilation, "_step_folder", lambda: folder)
+    monkeypatch.setattr(programs, "_step_folder", lambda: folder)
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()
     yield folder
@@ -46,7 +46,7 @@ def refuse_tracing(monkeypatch):
             def lower(self, *_):
                 raise AssertionError("the training step is lowered")
 
-        monkeypatch.setattr(compilation, "accumulate", Untraceable())
+        monkeypatch.setattr(programs, "accumulate", Untraceable())
 
     return refuse
 
@@ -72,7 +72,7 @@ def test_a_kept_step_trains_to_the_same_bits_and_is_not_traced(
 @pytest.fixture
 def step_name(folder, tasks, make_engine, monkeypatch):
     """Returns the name of the file that would keep the step of an engine, which is not compiled."""
-    step_path = compilation._step_path
+    step_path = programs._step_path
 
     class Named(Exception):
         pass
@@ -82,7 +82,7 @@ def step_name(folder, tasks, make_engine, monkeypatch):
             raise Named(step_path(*arguments).name)
 
         with monkeypatch.context() as patch, pytest.raises(Named) as named:
-            patch.setattr(compilation, "_step_path", stop)
+            patch.setattr(programs, "_step_path", stop)
             make_engine(*tasks, **options).train_round()
         return str(named.value)
 
@@ -101,7 +101,7 @@ def test_another_program_is_another_step(step_name, monkeypatch):
     }
     names = {change: step_name(**options) for change, options in changes.items()}
     with monkeypatch.context() as patch:
-        patch.setattr(compilation, "_sources", lambda: "another version")
+        patch.setattr(programs, "_sources", lambda: "another version")
         names["source"] = step_name()
     with monkeypatch.context() as patch:
         patch.setenv("XLA_FLAGS", "--xla_cpu_enable_fast_math=false")
@@ -122,7 +122,7 @@ def test_a_damaged_step_is_compiled_again_and_named(folder, tasks, make_engine, 
 
 
 def test_only_the_steps_used_last_are_kept(folder, tasks, make_engine, train, monkeypatch):
-    monkeypatch.setattr(compilation, "_MOST_STEPS", 1)
+    monkeypatch.setattr(programs, "_MOST_STEPS", 1)
     train(make_engine(*tasks), rounds=1)
     (before,) = folder.iterdir()
     train(make_engine(*tasks, remat="full"), rounds=1)

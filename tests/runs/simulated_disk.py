@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 
 from jaxmux.peft import peft_folder
 from jaxmux.runs.checkpoints import Checkpoints
-from jaxmux.server import database as server_store
+from jaxmux.server import database
 
 
 class Crash(BaseException):
@@ -93,9 +93,9 @@ class SimulatedDisk:
         for owner, name in (
             (peft_folder, "save_file"),
             (Checkpoints, "save"),
-            (server_store.ServerStore, "_write_adapters"),
-            (server_store.ServerStore, "_write_checkpoint"),
-            (server_store.ServerStore, "tell"),
+            (database.ServerStore, "_write_adapters"),
+            (database.ServerStore, "_write_checkpoint"),
+            (database.ServerStore, "tell"),
         ):
             real, own = getattr(owner, name), getattr(self, f"_{name.strip('_')}")
             monkeypatch.setattr(owner, name, lambda *a, real=real, own=own, **k: own(real, *a, **k))

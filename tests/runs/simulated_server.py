@@ -11,9 +11,8 @@ from pathlib import Path
 from random import Random
 
 from jaxmux.engine import EngineSize
-from jaxmux.runs import run_directory as retry
-from jaxmux.server import LiveTraining
-from jaxmux.server import server as server_module
+from jaxmux.runs import run_directory
+from jaxmux.server import LiveTraining, server
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.server.task import ENDED
 
@@ -106,7 +105,7 @@ class SimulatedServer:
 
     def _patch(self, monkeypatch) -> None:
         """Puts seams around the preparation of data and the loading of the backbone."""
-        prepare, load = server_module.prepare_task, server_module.load_on
+        prepare, load = server.prepare_task, server.load_on
         loaded = {}
 
         def prepare_slowly(task, **keywords):
@@ -126,10 +125,10 @@ class SimulatedServer:
         soon_smaller = functools.partial(LiveTraining, quiet_rounds=4)
         # What could not be written is tried again without a wait.
         for seconds in ("_FIRST", "_LONGEST"):
-            monkeypatch.setattr(retry, seconds, 0.0)
-        monkeypatch.setattr(server_module, "LiveTraining", soon_smaller)
-        monkeypatch.setattr(server_module, "prepare_task", prepare_slowly)
-        monkeypatch.setattr(server_module, "load_on", load_once)
+            monkeypatch.setattr(run_directory, seconds, 0.0)
+        monkeypatch.setattr(server, "LiveTraining", soon_smaller)
+        monkeypatch.setattr(server, "prepare_task", prepare_slowly)
+        monkeypatch.setattr(server, "load_on", load_once)
 
     def _start(self) -> None:
         self._slots, rank = self.random.choice(self._pools)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmux.server import database as server_store
+from jaxmux.server import database
 from jaxmux.server import server as server_module
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.server.task import ENDED
@@ -133,7 +133,7 @@ def test_folders_without_files_of_tasks_are_opened(
     serve, mine, write_lines, reading, tmp_path, monkeypatch
 ):
     """Older servers have not recorded them, neither in checkpoints nor in the journal."""
-    ends, fields = threading.Event(), server_store._fields
+    ends, fields = threading.Event(), database._fields
     reading(ends.wait)
 
     def without_files(own):
@@ -142,7 +142,7 @@ def test_folders_without_files_of_tasks_are_opened(
         return found
 
     with monkeypatch.context() as patch, serve(tmp_path / "server") as server:
-        patch.setattr(server_store, "_fields", without_files)
+        patch.setattr(database, "_fields", without_files)
         server.register(mine)
         server.step()
         server.save()

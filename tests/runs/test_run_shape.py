@@ -39,8 +39,7 @@ from jaxmux.planner.replicas import (
     make_deployment_plan,
     predicted_round_seconds,
 )
-from jaxmux.runs import mesh_choice as replica_fit
-from jaxmux.runs import run_shape as shape
+from jaxmux.runs import mesh_choice, run_shape
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.run_layout import choose_layout
 from jaxmux.runs.run_shape import best_shape, choose_run_shape, run_costs
@@ -97,7 +96,7 @@ def price(point) -> float:
 @pytest.fixture
 def ship(tmp_path, monkeypatch, small_profile):
     """Writes a profile and makes it the only one that ships."""
-    monkeypatch.setattr(shape, "PROFILES", str(tmp_path))
+    monkeypatch.setattr(run_shape, "PROFILES", str(tmp_path))
 
     def write(config=CONFIG, dtype="float32", device="cpu") -> None:
         size = estimated_memory(size_of(config, jnp.dtype(dtype))).backbone
@@ -300,10 +299,10 @@ def test_choice_is_better_than_the_plain_rule_and_the_log_names_the_costs(tasks,
     plain = by_plain_rule(tasks)
     assert choice.alignment.seconds < plain.seconds
     assert choice.alignment.padding < plain.padding
-    shape, padding = choice.alignment.shape, choice.alignment.padding
+    run_shape, padding = choice.alignment.shape, choice.alignment.padding
     assert str(choice) == (
-        f"microbatches of {shape.rows} rows of {shape.row_len} tokens, chunks of "
-        f"{shape.chunk_len} ({padding:.0%} padding)"
+        f"microbatches of {run_shape.rows} rows of {run_shape.row_len} tokens, chunks of "
+        f"{run_shape.chunk_len} ({padding:.0%} padding)"
     )
     assert len(str(choice)) <= 80
     line = caplog.messages[0]
@@ -313,8 +312,8 @@ def test_choice_is_better_than_the_plain_rule_and_the_log_names_the_costs(tasks,
 
 def test_both_lengths_given_leave_nothing_to_choose(tasks):
     choice = chosen(tasks, row_len=256, chunk_len=128)
-    shape = choice.alignment.shape
-    assert shape == ShapeClass(8, 256, 128, shape.max_sequences)
+    run_shape = choice.alignment.shape
+    assert run_shape == ShapeClass(8, 256, 128, run_shape.max_sequences)
 
 
 def test_held_out_samples_fit_a_row_too(tasks):
@@ -387,7 +386,7 @@ def test_a_continued_run_keeps_its_shape_class(
         raise AssertionError("chosen again")
 
     monkeypatch.setattr(Engine, "train_round", train_round)
-    monkeypatch.setattr(replica_fit, "choose_run_shape", choose_otherwise)
+    monkeypatch.setattr(mesh_choice, "choose_run_shape", choose_otherwise)
     train(tmp_path / "stopped", task, **options)
     found, expected = (adapter_bytes(tmp_path / d / "adapters") for d in ("stopped", "whole"))
     assert found == expected

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from jaxmux import SGD, AdamW, Lion
-from jaxmux.server import database as journal
-from jaxmux.server import database as server_store
+from jaxmux.server import database
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, settle, step, step_until
@@ -51,7 +50,7 @@ def test_commands_after_a_checkpoint_that_was_not_completed_come_last(
         server.register(task("a"))
         step(server)
         with monkeypatch.context() as patch:
-            patch.setattr(server_store.ServerStore, "_write_checkpoint", lambda *_: None)
+            patch.setattr(database.ServerStore, "_write_checkpoint", lambda *_: None)
             server.save()
         server.pause("a")
         step(server)
@@ -335,7 +334,7 @@ def test_a_paused_task_shows_its_steps_when_its_data_have_been_read(serve, task,
 def test_a_segment_that_cannot_be_begun_leaves_the_one_before(tmp_path, monkeypatch):
     from jaxmux.server import Command
 
-    own = journal.Journal(tmp_path / "journal")
+    own = database.Journal(tmp_path / "journal")
     own.begin(0)
     real = os.open
 

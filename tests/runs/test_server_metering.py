@@ -13,10 +13,7 @@ import pytest
 
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import AdamW
-from jaxmux.server import database as event_log
-from jaxmux.server import database as journal
-from jaxmux.server import database as server_store
-from jaxmux.server import saving
+from jaxmux.server import database, saving
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, settle, step, step_until
@@ -245,7 +242,7 @@ def test_only_known_names_are_kept_of_the_events(tmp_path):
     states = (("a", "failed", 1.0), ("b", "queued", 5.0), ("b", "succeeded", 6.0))
     lines += [{"time": t, "task": n, "kind": "state", "state": state} for n, state, t in states]
     path.write_text("".join(f"{json.dumps(line)}\n" for line in lines) + '{"time": 7, "ta')
-    log = event_log.EventLog(path, print)
+    log = database.EventLog(path, print)
     assert log.told({"a": 4.9999, "b": 0.0, "c": 0.0}) == {"a": (3, None), "b": (0, "succeeded")}
     log.close()
 
@@ -255,7 +252,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(broken, tmp_path, monkeypatch):
     from jaxmux.server import Event
 
     path, said = tmp_path / "events.jsonl", []
-    log = event_log.EventLog(path, said.append, 200)
+    log = database.EventLog(path, said.append, 200)
 
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -358,7 +355,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
 
 def test_a_folder_of_an_earlier_version_is_opened(serve, cosine, tmp_path, monkeypatch):
     """Its commands and checkpoints tell neither steps of extensions nor totals."""
-    fields, line = server_store._fields, journal._line
+    fields, line = database._fields, database._line
 
     def earlier_fields(own):
         found = fields(own)
@@ -367,9 +364,9 @@ def test_a_folder_of_an_earlier_version_is_opened(serve, cosine, tmp_path, monke
 
     folder = tmp_path / "server"
     with monkeypatch.context() as patch:
-        patch.setattr(server_store, "_fields", earlier_fields)
-        patch.setattr(journal, "_line", lambda command: line(command._replace(at=None)))
-        patch.setattr(server_store, "_totals", lambda totals: {})
+        patch.setattr(database, "_fields", earlier_fields)
+        patch.setattr(database, "_line", lambda command: line(command._replace(at=None)))
+        patch.setattr(database, "_totals", lambda totals: {})
         with serve(folder, checkpoint_every=1000) as server:
             server.register(cosine)
             server.register(dataclasses.replace(cosine, name="b"))

@@ -7,7 +7,7 @@ from collections import defaultdict
 import pytest
 
 from jaxmux.runs.metrics import LineLog
-from jaxmux.server import database as server_store
+from jaxmux.server import database
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, step
@@ -75,7 +75,7 @@ def test_rounds_are_set_aside_by_size_and_have_details_now_and_then(
     serve, make_task, tmp_path, monkeypatch
 ):
     folder = tmp_path / "server"
-    monkeypatch.setattr(server_store, "has_details", lambda index: False)
+    monkeypatch.setattr(database, "has_details", lambda index: False)
     with serve(folder, events_bytes=1000) as server:
         server.register(make_task("a", steps=30))
         step(server, 25)

@@ -7,10 +7,10 @@ import time
 import orbax.checkpoint
 import pytest
 
-from jaxmux.runs import run_directory as retry
+from jaxmux.runs import run_directory
 from jaxmux.runs.checkpoints import Checkpoints
 from jaxmux.runs.run_directory import RunDirectoryError
-from jaxmux.server import database as server_store
+from jaxmux.server import database
 
 from .server_steps import finish, settle, step
 from .test_server_faults import serve, task  # noqa: F401
@@ -25,14 +25,14 @@ def until(server, name):
 @pytest.fixture
 def refuse(monkeypatch):
     """Lets the adapters of some tasks fail, as long as they are in the result."""
-    refused, export = {}, server_store.export_adapter
+    refused, export = {}, database.export_adapter
 
     def write(folder, *arguments, **keywords):
         if error := refused.get(folder.name):
             raise error
         return export(folder, *arguments, **keywords)
 
-    monkeypatch.setattr(server_store, "export_adapter", write)
+    monkeypatch.setattr(database, "export_adapter", write)
     return refused
 
 
@@ -66,7 +66,7 @@ def test_an_adapter_that_fails_in_any_way_holds_up_nothing_else(
 
 
 def test_whoever_calls_step_need_not_save(serve, task, tmp_path, refuse, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(retry, "_FIRST", 0.01)
+    monkeypatch.setattr(run_directory, "_FIRST", 0.01)
     refuse["a"] = OSError(28, "No space left on device")
     with serve(tmp_path / "server") as server:
         server.register(task("a", steps=1))
@@ -171,7 +171,7 @@ def test_orbax_does_not_begin_what_the_disk_has_no_room_for(
         step(server, 2)
         with monkeypatch.context() as patch:
             full = shutil.disk_usage(tmp_path)._replace(free=10)
-            patch.setattr(server_store.shutil, "disk_usage", lambda path: full)
+            patch.setattr(database.shutil, "disk_usage", lambda path: full)
             patch.setattr(Checkpoints, "save", None)
             server.save()
             assert server.problem == "checkpoint 1: cannot be written (No space left on device)"

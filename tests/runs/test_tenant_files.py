@@ -16,9 +16,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.engine import prepare_task
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import LoRA, export_adapter, initial_adapter, resolve_targets
-from jaxmux.specifications import SpecificationLimits, copy_files, task_from_json
-from jaxmux.specifications import files as confined_files
-from jaxmux.specifications import files as tenant_files
+from jaxmux.specifications import SpecificationLimits, copy_files, files, task_from_json
 from jaxmux.specifications.files import open_inside
 from jaxmux.tasks import Task, TaskError
 
@@ -165,7 +163,7 @@ def test_a_file_that_may_not_be_read_is_named(place):
 )
 def test_what_is_swapped_between_check_and_opening_is_refused(path, target, place, monkeypatch):
     os.mkfifo(place / "fifo")
-    check = confined_files._require
+    check = files._require
 
     def check_then_swap(part, *arguments):
         check(part, *arguments)
@@ -176,7 +174,7 @@ def test_what_is_swapped_between_check_and_opening_is_refused(path, target, plac
             else:
                 (place / "mine" / path).symlink_to(place / target)
 
-    monkeypatch.setattr(confined_files, "_require", check_then_swap)
+    monkeypatch.setattr(files, "_require", check_then_swap)
     with pytest.raises(TaskError, match="'in/a.jsonl' (cannot be opened|should be a file)"):
         open_inside(place / "mine", "in/a.jsonl", 100, "here")
 
@@ -362,7 +360,7 @@ def test_a_copy_checks_what_it_copies(place):
 def test_a_file_that_grows_while_it_is_copied_is_refused(name, place, monkeypatch):
     write_adapter(place)
     task = read(place, resume_from="start")
-    opened = tenant_files.open_inside
+    opened = files.open_inside
 
     def grown(folder, path, *arguments):
         file = opened(folder, path, *arguments)
@@ -371,7 +369,7 @@ def test_a_file_that_grows_while_it_is_copied_is_refused(name, place, monkeypatc
                 more.write(b"{}\n" * 3 + b"          {}\n" * 100)
         return file
 
-    monkeypatch.setattr(tenant_files, "open_inside", grown)
+    monkeypatch.setattr(files, "open_inside", grown)
     limits = SpecificationLimits(data_bytes=100, adapter_bytes=50)
     with pytest.raises(TaskError, match=f"{name} grew beyond"):
         copy_files(task, place / "mine", place / "store" / "t", limits)
