@@ -15,6 +15,7 @@ import pytest
 
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
+from jaxmux.engine.tasks import task_data
 from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import BackboneConfig
 from jaxmux.package_files import resolve_path
@@ -42,6 +43,24 @@ def clean_gin():
     """Clears gin's configuration, which is global."""
     yield
     gin.clear_config()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokenize_once():
+    """The demo's data is tokenized once in this file."""
+    load_samples, known = task_data.load_samples, {}
+
+    def remembered(source, tokenizer, *, max_length, part, **keywords):
+        key = source, max_length, part
+        if key not in known:
+            known[key] = load_samples(
+                source, tokenizer, max_length=max_length, part=part, **keywords
+            )
+        return known[key]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task_data, "load_samples", remembered)
+        yield
 
 
 @pytest.fixture
