@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -43,6 +44,23 @@ POOL = {"reserved_rank": 4, "reserved_targets": ("q_proj", "down_proj")}
 SERVER = RUN | POOL | {"reserved_slots": 3}
 # Runs have the sizes of servers, so that they share their programs.
 SIZES = SERVER | {"max_sequences": 8}
+
+
+DRAW = Figure.draw
+
+
+@pytest.fixture(scope="session", autouse=True)
+def empty_plots():
+    """Figures stay empty, because to draw one takes longer than a short run."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "draw", lambda *_: None)
+        yield
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """Figures are drawn."""
+    monkeypatch.setattr(Figure, "draw", DRAW)
 
 
 @pytest.fixture(scope="session")

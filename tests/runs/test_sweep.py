@@ -202,6 +202,7 @@ def test_tasks_that_end_early_leave_smaller_microbatches_and_places_to_the_other
     assert tokens_of_rounds(tmp_path / "brief") == 9 * [256]
 
 
+@pytest.mark.long
 def test_a_plan_tells_the_smaller_microbatches_that_training_then_takes(
     write_config, data, tmp_path, capsys
 ):
@@ -357,7 +358,7 @@ def test_plan_shows_all_configurations(write_config, capsys):
     assert "tiny-rank_4" not in shown
 
 
-def test_values_of_any_characters_are_shown(tmp_path):
+def test_values_of_any_characters_are_shown(tmp_path, drawn):
     values = ["[qv] from $5 to $6_", "$^$ [/b]", "two\nlines\ud800\0"]
     task = Task("base", "a.jsonl", steps=3, validation_fraction=0.1)
     sweep = Sweep(task, {"sample_prompt": values})
