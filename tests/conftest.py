@@ -14,9 +14,10 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 # Grain's module with the function `index_shuffle`.
 SHUFFLING = "grain._src.python.experimental.index_shuffle.python.index_shuffle_module"
-# Folders whose tests `make test` leaves out, and fixtures by which tests train or serve.
+# Folders whose tests `make test` leaves out, and fixtures by which tests train, serve or measure.
 LONG_FOLDERS = {"parity", "research", "several_devices"}
-LONG_FIXTURES = {"calm", "make_engine", "recording", "said_by", "serve", "served", "train", "watch"}
+LONG_FIXTURES = {"calm", "make_engine", "profile_path", "recording", "said_by", "serve", "served"}
+LONG_FIXTURES |= {"train", "watch"}
 # Packages that take longest to import and that the package imports when it needs them.
 IMPORTED_WHEN_NEEDED = ("grain", "matplotlib.pyplot", "orbax.checkpoint", "transformers")
 

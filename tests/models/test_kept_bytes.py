@@ -9,7 +9,7 @@ from jaxmux.data import Microbatch
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable, kept_bytes
 from jaxmux.peft import empty_pool
 
-WIDTH, WIDE, LAYERS = 32, 96, 4
+WIDTH, WIDE, LAYERS = 32, 96, 2
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, WIDTH, WIDE, LAYERS, 4, 2, 8)
 MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
 TOKENS, RANK = 512, 4
@@ -39,6 +39,7 @@ def kept(inputs, policy: str, unroll: bool) -> int:
     return kept_bytes(config, options, *arrays)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("unroll", [False, True], ids=["scan", "unrolled"])
 def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     stream, wide, low = 4 * TOKENS * WIDTH, 4 * TOKENS * WIDE, 4 * TOKENS * RANK
@@ -52,6 +53,7 @@ def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     assert kept(inputs, "none", unroll) > kept(inputs, "norms", unroll)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("policy", ["norms", "dots", "lean"])
 def test_cudnn_keeps_its_output_once(inputs, policy, monkeypatch):
     # Nothing runs, so no cuDNN is needed.

@@ -88,6 +88,7 @@ def results(inputs, compiled):
     return {name: run(*inputs) for name, run in compiled.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "name", ["norms", "dots", "lean", "full", "dots, unrolled", "mixed", "mixed, in turns"]
 )
@@ -101,6 +102,7 @@ def test_losses_and_gradients_do_not_depend_on_the_policy(name, results):
         assert error < 1e-6
 
 
+@pytest.mark.long
 def test_each_policy_keeps_less_than_the_one_before(compiled):
     none, norms, dots, lean, full = (
         compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT_POLICIES

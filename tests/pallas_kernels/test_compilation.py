@@ -62,6 +62,7 @@ def program(h200):
         return traced.lower(lowering_platforms=("cuda",))
 
 
+@pytest.mark.long
 def test_equal_calls_are_lowered_once(program):
     # The norm and its gradient; the factors; s and ds, which have the same shapes; y; dx; and one
     # for dA and dB.

@@ -82,6 +82,7 @@ def solved():
         return case, jax.block_until_ready(fused(case))
 
 
+@pytest.mark.long
 def test_output_and_gradients_are_those_of_the_single_linears(solved):
     case, found = solved
     assert_owned_rows_are_close(case, found, expected(case))

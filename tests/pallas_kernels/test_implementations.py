@@ -84,17 +84,20 @@ def solved(implementation, request):
     return case, run(implementation, case), expected(case)
 
 
+@pytest.mark.long
 def test_outputs_and_gradients_follow_the_formula(solved):
     _, found, wanted = solved
     assert_close(found, wanted)
 
 
+@pytest.mark.long
 def test_empty_chunks_are_zeros(solved):
     case, found, _ = solved
     empty = case.is_owned_by(-1)
     assert not any(np.any(y[empty]) for y in (*found.outputs, found.dx))
 
 
+@pytest.mark.long
 def test_other_layers_and_idle_slots_keep_the_bits_of_their_accumulators(solved):
     case, found, _ = solved
     for before, after in pairs(case.accumulators, found.accumulators):
