@@ -99,9 +99,9 @@ def make_backbone(config):
 
 @pytest.fixture(scope="module")
 def tasks(make_wide_task):
-    """Tasks of ten updates, of different lengths, ranks, optimizers, targets and dropout; clipping
+    """Tasks of six updates, of different lengths, ranks, optimizers, targets and dropout; clipping
     bites."""
-    make = partial(make_wide_task, steps=10)
+    make = partial(make_wide_task, steps=6)
     return (
         make("long", lengths=(60, 120)),
         make("dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.02)),
@@ -166,7 +166,7 @@ def test_other_backbones_have_the_gradients_of_one_device(
 
 
 def check_training(mesh, trained, model, make_engine, tasks, train):
-    """Losses and adapters after ten updates, and the gradients of one round."""
+    """Losses and adapters after six updates, and the gradients of one round."""
     begin, end, expected_updates = trained
     engine = make_engine(*tasks, model=model, **mesh)
     updates = train(engine)
@@ -289,7 +289,7 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
     model, updates = make_backbone(), {}
     engine = make_engine(*tasks, model=model)
     for mesh in (MESHES["dp2,fsdp2,tp2"], MORE_MESHES["dp2"]):
-        for name, more in train(engine, rounds=3).items():
+        for name, more in train(engine, rounds=2).items():
             updates[name] = updates.get(name, []) + more
         assert not engine.train_round(lambda: True)
         assert any(engine.accumulated(name) for name in engine.names)
@@ -307,7 +307,13 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
 
 
 @pytest.mark.usefixtures("trace_once")
-@pytest.mark.parametrize("mesh", [MESHES["dp2,fsdp2,tp2"], MORE_MESHES["tp4"]], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MESHES["dp2,fsdp2,tp2"], id="dp2,fsdp2,tp2", marks=pytest.mark.slow),
+        pytest.param(MORE_MESHES["tp4"], id="tp4"),
+    ],
+)
 def test_policies_are_chosen_by_the_memory_of_a_device(
     mesh, make_backbone, make_engine, make_wide_task
 ):

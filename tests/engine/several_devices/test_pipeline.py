@@ -19,7 +19,7 @@ PIPELINES = {
     "1f1b": {"layers": (3, 1), "schedule": "1f1b"},
     "lorapp": {"layers": (3, 1), "schedule": "lorapp"},
     "template": {"layers": (3, 1), "schedule": "template"},
-    "gpipe": {"layers": (1, 2, 1), "schedule": "gpipe"},
+    "gpipe": {"layers": (1, 1, 1, 1), "schedule": "gpipe"},
     "interleaved": {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"},
 }
 
@@ -173,7 +173,7 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
     assert_same_bits({n: before[n] for n in adapter}, {n: after[n] for n in adapter})
 
 
-@pytest.mark.parametrize("moves", [((3, 1), (1, 2, 1)), ((), (3, 1))], ids=str)
+@pytest.mark.parametrize("moves", [((3, 1), (1, 1, 1, 1)), ((), (3, 1))], ids=str)
 def test_training_moves_to_other_devices_in_the_middle_of_a_round(
     moves, make_engine, different_tasks, train, on_one_device, assert_same_training
 ):
@@ -223,7 +223,7 @@ def test_training_can_stop_after_every_microbatch(
             updates += engine.train_round(lambda: calls.append(1) or len(calls) >= stop_after)
         return engine, updates + engine.drain()
 
-    for stop_after in (1, 6, 11, 16):
+    for stop_after in (1, 11):
         before, updates = stopped(stop_after)
         after = make_engine(*different_tasks)
         for name in before.names:
@@ -254,11 +254,11 @@ def test_draining_after_every_round_changes_nothing(
 
 
 def test_a_stop_ends_the_round_with_what_has_begun(make_engine, different_tasks):
-    engine = make_engine(*different_tasks, layers=(1, 2, 1))
+    engine = make_engine(*different_tasks, layers=(1, 1, 1, 1))
     calls = []
     engine.train_round(lambda: calls.append(1) or True)
-    # Three microbatches are in flight, and a fourth one begins while the first one ends.
-    assert engine.microbatches == len(calls) == 4
+    # Four microbatches are in flight, and a fifth one begins while the first one ends.
+    assert engine.microbatches == len(calls) == 5
     assert engine.rounds == 0
     assert sum(len(engine.accumulated(name)) for name in engine.names) > 0
 
