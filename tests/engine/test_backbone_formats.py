@@ -31,10 +31,12 @@ def encoded(config) -> Backbone:
     sizes = dict(hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
     random = Backbone.random(dataclasses.replace(config, **sizes), seed=5)
     weights = jax.tree.map(lambda w: w if w.ndim == 1 else 5 * w, random.weights)
-    return with_linears(
-        dataclasses.replace(random, weights=weights),
-        lambda name, weight: FrozenWeight.encoded(weight.values, FORMAT_OF[name]),
-    )
+
+    @partial(jax.jit, static_argnums=0)
+    def in_format(name: str, weight: FrozenWeight) -> FrozenWeight:
+        return FrozenWeight.encoded(weight.values, FORMAT_OF[name])
+
+    return with_linears(dataclasses.replace(random, weights=weights), in_format)
 
 
 def with_linears(backbone: Backbone, change) -> Backbone:

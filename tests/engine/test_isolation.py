@@ -188,6 +188,8 @@ BREAKS = {
     "infinite adapter": ({}, lambda x: np.full_like(x, np.inf)),
     "huge adapter": ({}, lambda x: np.full_like(x, 1e18)),
 }
+# Each is like one of the others.
+MORE_BREAKS = ("learning rate 1e10", "learning rate 1e6", "sgd at 1e6", "infinite adapter")
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +206,13 @@ def undisturbed(healthy, make_wide_task, make_engine, train):
     return train(engine), {t.task.name: engine.task_arrays(t.task.name) for t in healthy}
 
 
-@pytest.mark.parametrize(("fields", "change"), BREAKS.values(), ids=BREAKS)
+@pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        pytest.param(*own, id=name, marks=[pytest.mark.slow] if name in MORE_BREAKS else [])
+        for name, own in BREAKS.items()
+    ],
+)
 def test_a_broken_task_changes_no_bit_of_the_others(
     fields,
     change,
