@@ -22,7 +22,7 @@ from tests.engine.conftest import random_samples
 def tasks(make_task):
     steps = {"a": 5, "b": 3, "c": 6, "d": 4, "e": 2}
     return {
-        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=5 + 2 * i, steps=own)
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=3 + i, steps=own)
         for i, (name, own) in enumerate(steps.items())
     }
 
@@ -362,7 +362,10 @@ def waits_for_the_state(monkeypatch):
 @pytest.mark.parametrize(
     "replicas",
     [
-        pytest.param({"layers": (2, 2), "stage": Stage(tp=2)}, id="pipeline"),
+        pytest.param({"layers": (3, 1)}, id="pipeline"),
+        pytest.param(
+            {"layers": (2, 2), "stage": Stage(tp=2)}, id="pp2,tp2", marks=pytest.mark.slow
+        ),
         pytest.param(
             {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
             id="unlike replicas",
