@@ -24,7 +24,7 @@ from jaxmux.runs import RunDirectoryError, read_task
 
 main = partial(run_command, "train", prog="jaxmux train")
 
-STEPS = 30
+STEPS = 20
 TASKS = f"""
 fine_tune.checkpoint_every = 4
 fine_tune.keep_checkpoints = 2

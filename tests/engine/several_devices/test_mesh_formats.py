@@ -74,6 +74,7 @@ def tasks(make_task, plain):
 
 
 def test_divided_formats_have_the_gradients_of_one_device(plain, tasks, make_engine):
+    @partial(jax.jit, static_argnums=0)
     def encoded(name: str, weight: FrozenWeight) -> FrozenWeight:
         if FORMAT_OF[name] == "scaled":
             return in_blocks(weight.values)

@@ -74,14 +74,14 @@ def test_the_schedule_of_the_options_is_the_one_that_runs(
     shutil.copytree(backbone, deep)
     config = dataclasses.replace(BackboneConfig.from_folder(backbone), num_layers=4)
     save_backbone(Backbone.random(config, seed=7), deep)
-    train(tmp_path / "one", *tasks, backbone=deep, **OPTIONS)
-    for schedule in ("gpipe", "interleaved"):
-        run_dir = tmp_path / schedule
-        train(run_dir, *tasks, backbone=deep, mesh="pp2", schedule=schedule, **OPTIONS)
+    for schedule, model in {"gpipe": backbone, "interleaved": deep}.items():
+        run_dir, one = tmp_path / schedule, tmp_path / f"one-{schedule}"
+        train(one, *tasks, backbone=model, **OPTIONS)
+        train(run_dir, *tasks, backbone=model, mesh="pp2", schedule=schedule, **OPTIONS)
         shown = capsys.readouterr().out
         assert f" layers, 1 data shard, schedule {schedule}\n" in shown
-        assert losses(run_dir) == losses(tmp_path / "one")
-        assert adapter_bytes(run_dir / "adapters") == adapter_bytes(tmp_path / "one" / "adapters")
+        assert losses(run_dir) == losses(one)
+        assert adapter_bytes(run_dir / "adapters") == adapter_bytes(one / "adapters")
         lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
         first = next(line["passes"] for line in lines if line.get("passes"))
         passes = [(letter, part) for _, _, stage, part, _, _, letter in first if stage == 0]

@@ -1,4 +1,4 @@
-"""Two processes of four devices each train one run: the results of one process and one device."""
+"""Two processes of two devices each train one run: the results of one process and one device."""
 
 import json
 import os
@@ -52,7 +52,7 @@ class Pair:
     def __init__(self, config: str, run_dir: Path):
         self.run_dir, self.arguments = run_dir, [f"--gin_file={config}", f"--run_dir={run_dir}"]
         devices = "--xla_force_host_platform_device_count="
-        flags = os.environ["XLA_FLAGS"].replace(f"{devices}8", f"{devices}4")
+        flags = os.environ["XLA_FLAGS"].replace(f"{devices}8", f"{devices}2")
         self.environment = os.environ | {"XLA_FLAGS": flags}
         # The tests' setting would leave XLA too few threads.
         del self.environment["NPROC"]
@@ -111,14 +111,14 @@ def config(write_config, data) -> str:
 def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path):
     """A signal reaches only the second process, within a round. The run goes on with two replicas,
     one in each process."""
-    pair.start("pp2,dp2,tp2")
+    pair.start("pp2,tp2")
     pair.wait_until(lambda: pair.lines() >= 4)
     pair.processes[1].send_signal(signal.SIGTERM)
     for code, _, errors in pair.ended():
         assert code == 128 + signal.SIGTERM, errors
         assert "state saved, the same command continues from here" in errors
     assert 4 <= pair.lines() < LINES
-    pair.start("2*(dp2,tp2)")
+    pair.start("2*(tp2)")
     (first, printed, errors), (second, silent, _) = pair.ended()
     assert (first, second) == (0, 0), errors
     assert "going on from the checkpoint after round" in printed
@@ -142,7 +142,7 @@ def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path
 def left_alone(config, tmp_path_factory) -> Path:
     """Folder of a run in two processes that nothing interrupted."""
     pair = Pair(config, tmp_path_factory.mktemp("runs") / "pair")
-    pair.start("pp2,dp2,tp2")
+    pair.start("pp2,tp2")
     assert [code for code, *_ in pair.ended()] == [0, 0]
     return pair.run_dir
 
@@ -151,11 +151,11 @@ def left_alone(config, tmp_path_factory) -> Path:
 @pytest.mark.parametrize("killed", [0, 1])
 def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone, adapter_bytes):
     """The process that is left ends by itself, though JAX may have to abort it."""
-    pair.start("pp2,dp2,tp2")
+    pair.start("pp2,tp2")
     pair.wait_until(lambda: pair.lines() >= 12)
     pair.processes[killed].kill()
     assert 0 not in [code for code, *_ in pair.ended()]
-    pair.start("pp2,dp2,tp2")
+    pair.start("pp2,tp2")
     (code, printed, errors), _ = pair.ended()
     assert code == 0, errors
     assert "going on from the checkpoint after round" in printed
@@ -188,7 +188,7 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
     """The argument reaches only the second process."""
-    pair.start("dp8", argument.format(**data))
+    pair.start("dp4", argument.format(**data))
     (first, _, of_first), (second, _, of_second) = pair.ended()
     assert (first, second) == (2, 2), of_second
     assert message in of_first
@@ -199,7 +199,7 @@ def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
 # Rarely the process that is left waits in a collective, until JAX aborts it after 100 seconds.
 @pytest.mark.slow
 def test_a_signal_that_ends_the_start_of_one_process_ends_all(pair):
-    pair.start("dp8")
+    pair.start("dp4")
     pair.wait_until(lambda: (pair.run_dir / ".lock").exists())
     pair.processes[1].send_signal(signal.SIGTERM)
     for code, _, errors in pair.ended():
@@ -211,7 +211,7 @@ def test_a_process_without_devices_of_the_mesh_is_refused(pair):
     pair.start("pp2")
     for code, _, errors in pair.ended():
         assert code == 2
-        assert "2 devices, of which process 1 has none; take a mesh of all 8 devices" in errors
+        assert "2 devices, of which process 1 has none; take a mesh of all 4 devices" in errors
 
 
 HANGS = """
@@ -263,7 +263,7 @@ def test_two_processes_stop_the_same_configurations_at_rungs(write_config, data,
     )
     pair = Pair(config, tmp_path / "pair")
     try:
-        pair.start("dp4,pp2")
+        pair.start("dp2,pp2")
         assert [code for code, *_ in pair.ended()] == [0, 0]
     finally:
         for process in pair.processes:
