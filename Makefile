@@ -83,15 +83,17 @@ test-one-device: .venv/installed ## run the fast and the long tests of one devic
 test-devices: .venv/installed ## run the tests of several devices, eight parts of the CPU
 	JAXMUX_TEST_DEVICES=8 $(PYTEST) tests/engine/several_devices tests/runs/several_devices
 
+TEST_PEFT = JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
 SLOW = -n $(WORKERS) --timeout 600 -m "slow and not gpu"
 
-test-slow: .venv/installed ## run what CI leaves out: more meshes, shapes, benchmarks
+test-slow: .venv/installed .venv-peft/installed ## run what CI leaves out: more meshes, shapes, benchmarks
 	$(MAIN)/pytest $(SLOW) --ignore tests/docs
 	JAXMUX_TEST_DEVICES=8 $(MAIN)/pytest $(SLOW) \
 		tests/engine/several_devices tests/runs/several_devices
+	$(TEST_PEFT) -m "slow and not gpu"
 
 test-peft: .venv/installed .venv-peft/installed ## compare with transformers, PEFT and others
-	JAXMUX_PYTHON=$(CURDIR)/$(MAIN)/python $(PEFT)/pytest tests/parity
+	$(TEST_PEFT)
 
 test-trackers: .venv-trackers/installed ## log to Weights & Biases and MLflow, without a network
 	.venv-trackers/bin/pytest tests/runs/trackers

@@ -74,7 +74,11 @@ def jaxmux() -> Jaxmux:
     return run
 
 
-@pytest.fixture(scope="session", params=["stories260k", "qwen2", "qwen3"])
+# Adapters of other kinds, and one of LoRA, are trained on qwen2.
+QWEN2 = pytest.param("qwen2", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="session", params=["stories260k", QWEN2, "qwen3"])
 def trained(request, tmp_path_factory, jaxmux) -> Trained:
     """The three parity tasks, trained together on one of three backbones."""
     folder = tmp_path_factory.mktemp(request.param)

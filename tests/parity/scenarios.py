@@ -24,7 +24,7 @@ PROMPT_TEXT = "the dog ran"
 
 
 def _task(name: str, words: tuple[int, int], **fields: Any) -> TaskFields:
-    return {"name": name, "words": words, "steps": 30, **fields}
+    return {"name": name, "words": words, "steps": 15, **fields}
 
 
 def _adamw(learning_rate: float, warmup_steps: int, clip_norm: float) -> dict[str, Any]:
@@ -155,7 +155,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.05),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
     _task(
         "ln_tuning",
@@ -164,7 +164,7 @@ KIND_TASKS = [
         optimizer=_adamw(1e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     # On square linears, because PEFT would also train the entries that fill up the others.
     _task(
@@ -174,7 +174,7 @@ KIND_TASKS = [
         optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
     _task(
         "sparse_diff",
@@ -183,7 +183,7 @@ KIND_TASKS = [
         optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
     _task(
         "prompt_tuning",
@@ -192,7 +192,7 @@ KIND_TASKS = [
         optimizer=_adamw(3e-2, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
     _task(
         "dora",
@@ -201,7 +201,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     _task(
         "pattern",
@@ -215,7 +215,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
     _task(
         "vera",
@@ -224,7 +224,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     # Spaces and words, which are in nearly all samples.
     _task(
@@ -234,7 +234,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     _task(
         "lora",
@@ -243,7 +243,7 @@ KIND_TASKS = [
         optimizer=_adamw(5e-4, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     _task(
         "tables",
@@ -257,7 +257,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     # Their initial values depend on the data.
     _task(
@@ -272,7 +272,7 @@ KIND_TASKS = [
         optimizer=_adamw(2e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     _task(
         "gradient",
@@ -287,7 +287,7 @@ KIND_TASKS = [
         optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
 ]
 
@@ -307,7 +307,7 @@ KIND_TASKS += [
         optimizer=_adamw(1e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=9,
         max_length=64,
-        steps=20,
+        steps=10,
     ),
     _task(
         "olora",
@@ -329,7 +329,7 @@ KIND_TASKS += [
         },
         batch_size=12,
         max_length=32,
-        steps=20,
+        steps=10,
     ),
 ]
 
