@@ -56,6 +56,12 @@ def logged():
         logger.removeHandler(handler)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def nothing_older_is_collected():
+    """After other tests, to look at all their objects would take seconds in each test."""
+    gc.freeze()
+
+
 @pytest.fixture
 def assert_calm(capfd, logged, monkeypatch):
     """Fails if something was printed or logged, or a thread was left, since the test began."""
