@@ -1,8 +1,8 @@
 """Optimizers: the numbers that a task sets, and the optax transform that applies them.
 
 To add an optimizer, write its class and list it in `OPTIMIZERS`. The only other list of optimizers
-is that of the public names in `jaxmux/__init__.py`: this file imports pydantic, and the help of the
-commands does without.
+is the one of public names in `jaxmux/__init__.py`. It cannot be made from this one, because this
+file imports pydantic, which takes longer than the help of a command should.
 
 The numbers of an optimizer reach the compiled update as float32 data, so one program serves all
 tasks that use the same optimizer kind.
@@ -13,9 +13,9 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from .field_checks import EXACT, Positive, checked_dataclass
+from .field_checks import EXACT, Part, Positive, checked_dataclass
 from .learning_rates import SCHEDULES, Schedule
 
 if TYPE_CHECKING:
@@ -23,16 +23,8 @@ if TYPE_CHECKING:
 
 
 _Decay = Annotated[float, Field(ge=0, lt=1), EXACT]
+_SCHEDULE = f"a Schedule or one of {', '.join(map(repr, SCHEDULES))}"
 _NotNegative = Annotated[float, Field(ge=0), EXACT]
-
-
-def _schedule(value: Any) -> Any:
-    if isinstance(value, str):
-        return Schedule(value)
-    if not isinstance(value, Schedule):
-        kinds = ", ".join(map(repr, SCHEDULES))
-        raise ValueError(f"schedule should be a Schedule or one of {kinds}, found {value!r}")
-    return value
 
 
 @checked_dataclass
@@ -55,7 +47,7 @@ class Optimizer:
     """
 
     learning_rate: _NotNegative = 2e-4
-    schedule: Annotated[Schedule, BeforeValidator(_schedule)] = Schedule()
+    schedule: Annotated[Schedule, Part({"": Schedule}, _SCHEDULE, short="kind")] = Schedule()
     weight_decay: _NotNegative = 0.0
     clip_norm: Positive | None = 1.0
 
@@ -66,7 +58,7 @@ class Optimizer:
         return ValueError(f"{self.kind}: {message}")
 
     def hyperparameters(self) -> dict[str, float]:
-        """The numbers, by field name, that the compiled update takes as data.
+        """Returns the numbers that the compiled update takes as data, by field name.
 
         The learning rate and its schedule are left out, because the engine applies them. A
         `clip_norm` of None becomes infinity.
@@ -80,8 +72,8 @@ class Optimizer:
 
     @staticmethod
     def transform(hyper: Mapping[str, Any]) -> "optax.GradientTransformation":
-        """The optax transform that turns the gradients of one slot into a direction. The engine
-        then subtracts the direction times the learning rate from the parameters.
+        """Returns the optax transform that turns the gradients of one slot into a direction. The
+        engine then subtracts the direction times the learning rate from the parameters.
 
         The structure of the transform's state must not depend on the values in `hyper`, which may
         be traced scalars. Every entry of the state is a tree with the parameters' structure (a
@@ -94,7 +86,7 @@ class Optimizer:
 
 
 # optax is imported only where a transform is built, because it imports JAX, which the planner and
-# the help of the commands do without.
+# the help of the commands do not need.
 @checked_dataclass
 class AdamW(Optimizer):
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), as `torch.optim.AdamW`.
@@ -210,10 +202,7 @@ OPTIMIZERS: Mapping[str, type[Optimizer]] = {o.kind: o for o in (AdamW, SGD, Lio
 
 
 def optimizer_class(kind: str) -> type[Optimizer]:
-    """The optimizer class of a kind.
-
-    Args:
-      kind: "adamw", "sgd" or "lion".
+    """Returns the optimizer class of a kind such as "adamw".
 
     Raises:
       ValueError: the kind is unknown. There is no Adafactor, because its factored moments would

@@ -1,15 +1,22 @@
 """A task: the fine-tuning job of one tenant."""
 
-import os
-import re
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field, SkipValidation
+from pydantic import Field
 
 from .data import Source
 from .errors import InputError
-from .field_checks import EXACT, Count, Natural, PathText, Positive, Text, checked_dataclass
-from .left_out import why_left_out
+from .field_checks import (
+    EXACT,
+    Count,
+    Natural,
+    Part,
+    PathText,
+    Positive,
+    Rule,
+    Text,
+    checked_dataclass,
+)
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
 
@@ -23,35 +30,35 @@ class TaskError(InputError):
     names the task and says what is wrong."""
 
 
-def _source(value: Any) -> Any:
-    """The source for which a path is short; any other value as it is."""
-    return Source(os.fspath(value)) if isinstance(value, str | os.PathLike) else value
+_SOURCE = {"": Source}
+_HELD_OUT = "eval_data", "validation_fraction"
 
 
-def _sources(value: Any) -> Any:
-    return tuple(map(_source, value)) if isinstance(value, list | tuple) else _source(value)
-
-
-def _name(name: Any) -> str:
-    if not isinstance(name, str) or not re.fullmatch(TASK_NAME, name):
-        raise TaskError(
-            f"task {name!r}: a name consists of letters, digits, '.', '_' and '-', and begins with "
-            "a letter or digit"
-        )
-    if len(name) > LONGEST_NAME:
-        raise TaskError(
-            f"task {name!r}: a name has at most {LONGEST_NAME} characters, not {len(name)}"
-        )
-    return name
-
-
-@checked_dataclass
+@checked_dataclass(
+    rules=(
+        Rule("give epochs or steps, one of the two", ("epochs", "steps"), required=True),
+        Rule("keep_best needs eval_every", ("eval_every",), needed_by="keep_best"),
+        Rule("patience needs eval_every", ("eval_every",), needed_by="patience"),
+        Rule(
+            "eval_every needs eval_data or validation_fraction", _HELD_OUT, needed_by="eval_every"
+        ),
+        Rule(
+            "give eval_data or validation_fraction, not both: each says which records are held out",
+            _HELD_OUT,
+        ),
+        Rule(
+            "validation_seed needs validation_fraction",
+            ("validation_fraction",),
+            needed_by="validation_seed",
+        ),
+    )
+)
 class Task:
     """One fine-tuning job: its data, adapter, optimizer and length, independent of all other tasks.
 
     Several tasks train at the same time on one frozen backbone, and none changes the result of
-    another (on a GPU, up to rounding). A *global batch* is the samples of one optimizer update. A
-    *step* of a task is one global batch with its update.
+    another (on a GPU, up to rounding). A *global batch* is the set of samples of one optimizer
+    update. A *step* of a task is one global batch with its update.
 
     Attributes:
       name: name of the task, unique in a training run (one call of `fine_tune`). Files are named
@@ -76,23 +83,24 @@ class Task:
         training. None stands for no held-out records, unless `validation_fraction` takes them from
         `data`.
       validation_fraction: fraction of the records of `data` that is held out and not trained on, if
-        there is no `eval_data`. Which ones depends on their numbers in the source and on
-        `validation_seed` only. None holds out none.
+        there is no `eval_data`. The choice depends only on the numbers of the records in the source
+        and on `validation_seed`. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
       keep_best: True exports the adapter with the lowest held-out loss that was measured after a
         step; False exports the last one. It needs `eval_every`.
-      patience: training ends, and the task has succeeded, when so many measurements one after
-        another have found no lower held-out loss. It needs `eval_every`. None trains all steps.
-      max_seconds: training ends, and the task has succeeded, with the step after which the task has
-        trained for so many seconds, waiting not included. None trains all steps.
-      validation_seed: seed of the choice of these records. None takes `seed`; the configurations of
-        a `Sweep` over "seed" take that of its task.
+      patience: number of measurements in a row without a lower held-out loss after which training
+        ends. The task has then succeeded. It needs `eval_every`. None trains all steps.
+      max_seconds: training ends with the first step at which the task has trained for this many
+        seconds, without the time that it waited. The task has then succeeded. None trains all
+        steps.
+      validation_seed: seed of the choice of the records that `validation_fraction` holds out. None
+        takes `seed`; the configurations of a `Sweep` over "seed" take the seed of its task.
       seed: seed of the shuffling, of the initial adapter and of dropout; not negative.
       resume_from: folder of an adapter from which training starts, of Hugging Face PEFT, or of
-        AdapterHub for a `Bottleneck`. What it computes (for LoRA rank, alpha, rsLoRA setting and
-        target modules) must equal `adapter`. Only the weights are read, so the optimizer and the
-        data begin anew. None starts from a new adapter.
+        AdapterHub for a `Bottleneck`. It must compute the same as `adapter` (for LoRA: the same
+        rank, alpha, rsLoRA setting and target modules). Only the weights are read, so the optimizer
+        and the data begin anew. None starts from a new adapter.
       sample_prompt: a prompt that the backbone completes after training, once without and once with
         the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
         to samples.jsonl. None prints nothing.
@@ -102,22 +110,29 @@ class Task:
         and `steps` is given.
     """
 
-    name: Annotated[str, BeforeValidator(_name)]
-    data: Annotated[
-        Source | Annotated[tuple[Source, ...], Field(min_length=1)],
-        BeforeValidator(_sources),
-        Field(json_schema_extra={"$comment": "a path or a Source, or a list of them"}),
+    name: Annotated[
+        str,
+        Field(
+            pattern=f"^{TASK_NAME}$",
+            max_length=LONGEST_NAME,
+            json_schema_extra={
+                "$comment": f"a name of at most {LONGEST_NAME} letters, digits, '.', '_' and '-' "
+                "that begins with a letter or digit"
+            },
+        ),
     ]
-    adapter: SkipValidation[Any] = LoRA()
-    optimizer: SkipValidation[Optimizer] = AdamW()
+    data: Annotated[
+        Source | tuple[Source, ...],
+        Part(_SOURCE, "a path or a Source, or a list of them", short="path", several=True),
+    ]
+    adapter: Annotated[Any, Part(SPECIFICATIONS)] = LoRA()
+    optimizer: Annotated[Optimizer, Part(OPTIMIZERS)] = AdamW()
     batch_size: Count = 16
     max_length: Annotated[int, Field(ge=2), EXACT] = 1024
     epochs: Count | None = None
     steps: Count | None = None
     eval_data: Annotated[
-        Source | None,
-        BeforeValidator(_source),
-        Field(json_schema_extra={"$comment": "a path or a Source"}),
+        Source | None, Part(_SOURCE, "a path or a Source", short="path", optional=True)
     ] = None
     eval_every: Count | None = None
     keep_best: bool = False
@@ -130,40 +145,6 @@ class Task:
     validation_seed: Natural | None = None
 
     def __post_init__(self):
-        self._check_mixture()
-        if not isinstance(self.adapter, tuple(SPECIFICATIONS.values())):
-            is_class = isinstance(self.adapter, type)
-            hint = "; write it with parentheses" if is_class else ""
-            cls = self.adapter if is_class else type(self.adapter)
-            name = self.adapter if isinstance(self.adapter, str) else cls.__name__
-            if reason := why_left_out(name):
-                hint = f"; {reason}"
-            known = ", ".join(sorted(own.__name__ for own in SPECIFICATIONS.values()))
-            raise self._error(
-                f"adapter should be a specification ({known}), found {self.adapter!r}{hint}"
-            )
-        if not isinstance(self.optimizer, tuple(OPTIMIZERS.values())):
-            known = ", ".join(o.__name__ for o in OPTIMIZERS.values())
-            raise self._error(f"unknown optimizer {self.optimizer!r}; known: {known}")
-        if (self.epochs is None) == (self.steps is None):
-            found = "neither" if self.steps is None else "both"
-            raise self._error(f"give epochs or steps, one of the two; found {found}")
-
-        if self.eval_every is None:
-            for field in ("keep_best", "patience"):
-                if getattr(self, field):
-                    raise self._error(f"{field} needs eval_every")
-        elif self.eval_data is None and self.validation_fraction is None:
-            raise self._error("eval_every needs eval_data or validation_fraction")
-        if self.eval_data is not None and self.validation_fraction is not None:
-            raise self._error(
-                "give eval_data or validation_fraction, not both: each says which records are held "
-                "out"
-            )
-        if self.validation_seed is not None and self.validation_fraction is None:
-            raise self._error("validation_seed needs validation_fraction")
-
-    def _check_mixture(self) -> None:
         for field in ("repeat", "weight"):
             if self.eval_data and getattr(self.eval_data, field) is not None:
                 raise self._error(f"eval_data: {field} is for training data only")
@@ -179,12 +160,12 @@ class Task:
 
     @property
     def sources(self) -> tuple[Source, ...]:
-        """The sources of the training records, one or more."""
+        """The sources of the training records, at least one."""
         return self.data if isinstance(self.data, tuple) else (self.data,)
 
     @property
     def split_seed(self) -> int:
-        """Seed of the choice of the records that `validation_fraction` holds out."""
+        """The seed with which `validation_fraction` chooses records."""
         return self.seed if self.validation_seed is None else self.validation_seed
 
     def _error(self, message: str) -> TaskError:

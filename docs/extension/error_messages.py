@@ -128,7 +128,11 @@ class _Module:
         raised = node.exc if isinstance(node, ast.Raise) else None
         if isinstance(node, _FUNCTIONS):
             function = node
-        if isinstance(node, ast.Call):
+        if isinstance(node, ast.Call) and _name(node.func) == "Rule":
+            # Classes raise the messages of their rules, see `jaxmux.field_checks`.
+            text = f"{PLACEHOLDER}{ast.literal_eval(node.args[0])}{PLACEHOLDER}"
+            yield Message("error", text, self._path, node.lineno)
+        elif isinstance(node, ast.Call):
             yield from self._made(node, function)
         elif isinstance(raised, ast.Call) and self._kind(raised) is None and raised.args:
             # The class is an argument of the function, as in `jaxmux.field_checks`.

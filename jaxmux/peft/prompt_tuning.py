@@ -7,7 +7,7 @@ from typing import Any, Literal
 import jax.numpy as jnp
 import numpy as np
 
-from jaxmux.field_checks import Count, Naturals, Text, checked_dataclass
+from jaxmux.field_checks import Count, Naturals, Rule, Text, checked_dataclass
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, rows_of_chunks
 
@@ -19,7 +19,14 @@ from .targets import LayerMask
 _TENSOR = "prompt_embeddings"
 
 
-@checked_dataclass
+@checked_dataclass(
+    rules=[
+        Rule(
+            "give one of start, start_text and start_tokens",
+            ("start", "start_text", "start_tokens"),
+        )
+    ]
+)
 class PromptTuning:
     """Rows are trained that stand before the embeddings of every sequence (Lester et al. 2021).
 
@@ -44,11 +51,6 @@ class PromptTuning:
     start: Literal["vocabulary", "random"] = "vocabulary"
     start_text: Text | None = None
     start_tokens: Naturals = ()
-
-    def __post_init__(self):
-        given = [self.start != "vocabulary", self.start_text is not None, bool(self.start_tokens)]
-        if sum(given) > 1:
-            raise ValueError("give one of start, start_text and start_tokens")
 
 
 class _Rows(AdapterOp):

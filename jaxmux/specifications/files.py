@@ -1,18 +1,18 @@
 """The files of a tenant who is not trusted: checked against limits, and copied to where the tenant
 cannot change them.
 
-`check_files` guarantees only that the files were as they should be when it read them. The tenant
-may change them until they are read again. `copy_files` applies the same checks to the very bytes
-that it copies, and nothing that the tenant does later changes the copy. In particular, weights are
-mapped into memory when training starts, and a tenant who shortens a mapped file ends the whole
-process with SIGBUS. The folder of the copies is trusted.
+`check_files` guarantees only that the files were right when it read them. The tenant may change the
+files before they are read again. `copy_files` applies the same checks to the bytes that it copies,
+and the tenant cannot change the copy. This matters for weights, which are mapped into memory when
+training starts: a tenant who shortens a mapped file ends the whole process with SIGBUS. The folder
+of the copies is trusted.
 
-Every component of a path below the tenant's folder is opened by itself, relative to the one above
-it, and without following links (`openat` with `O_NOFOLLOW`). So a file is refused that is reached
-through a symbolic link, even one that appears while the path is opened. Files with several hard
-links, which may be somebody else's, are refused too, and so is everything that is not a regular
-file: opening a FIFO or a device may block or act. The folder itself, the folders above it and the
-file system are trusted: the server of a network file system may answer every read with other bytes.
+Each part of a path below the tenant's folder is opened by itself, relative to the folder above it,
+and without following links (`openat` with `O_NOFOLLOW`). So a file that is reached through a
+symbolic link is refused, even if the link appears while the path is opened. Files with several hard
+links are refused, because they may be somebody else's. Everything that is not a regular file is
+refused, because opening a FIFO may block and opening a device may have effects. The tenant's folder
+itself, the folders above it and the file system are trusted.
 """
 
 import dataclasses
@@ -31,9 +31,9 @@ from jaxmux.peft.lora_tokens import token_indices
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
 from jaxmux.tasks import Task, TaskError
 
-from .fields import to_json, value_schema
-from .limits import SpecificationLimits
-from .strict_json import parse_object, refusal, shown
+from .fields import to_json
+from .limits import SpecificationLimits, refusals
+from .strict_json import parse_object, shown
 
 _OPEN = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = (
@@ -44,38 +44,6 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
     (stat.S_ISCHR, "a device"),
 )
-_REASONS = (
-    (lambda path: "://" in path, "specifications name no network addresses"),
-    (
-        lambda path: path.startswith("hf:"),
-        "data sets come over the network, and saved ones name their files themselves",
-    ),
-    (lambda path: path.startswith("jaxmux:"), "files of jaxmux are not the tenant's"),
-    (lambda path: path.startswith(("/", "~")), "paths are relative to the tenant's folder"),
-    (lambda path: ".." in path.split("/"), "'..' could lead out of the tenant's folder"),
-    (
-        lambda path: path.endswith(".parquet"),
-        "a small Parquet file can expand to more memory than there is",
-    ),
-    (
-        lambda path: path.endswith((".gz", ".zst")),
-        "a small compressed file can expand to more memory than there is",
-    ),
-    (
-        lambda path: path.endswith((".csv", ".tsv")),
-        "limits count lines, and a row may have several; write one JSON object per line",
-    ),
-    (lambda path: "*" in path or "?" in path, "a specification names its one file"),
-)
-
-
-def why_outside(path: str) -> str:
-    """Why a path of a specification is refused, in a few words; empty if its spelling says nothing.
-
-    Args:
-      path: the path, as the specification spells it.
-    """
-    return next((reason for applies, reason in _REASONS if applies(path)), "")
 
 
 def read_bytes(folder: str | Path, path: str, most_bytes: int, where: str) -> bytes:
@@ -85,7 +53,7 @@ def read_bytes(folder: str | Path, path: str, most_bytes: int, where: str) -> by
       folder: the folder, which is trusted.
       path: path of the file relative to the folder.
       most_bytes: the largest permitted size.
-      where: what an error message begins with.
+      where: the first words of error messages.
 
     Raises:
       TaskError: the file is larger, or cannot be opened as `open_inside` does.
@@ -107,7 +75,7 @@ def open_inside(folder: str | Path, path: str, most_bytes: int, where: str) -> B
       folder: the folder, which is trusted, and may be reached through links.
       path: path relative to the folder, with "/" between its components.
       most_bytes: the largest permitted size at this time. The file may grow while it is read.
-      where: what an error message begins with.
+      where: the first words of error messages.
 
     Raises:
       TaskError: there is no such file, it is reached through a symbolic link, it has several hard
@@ -134,17 +102,17 @@ def open_inside(folder: str | Path, path: str, most_bytes: int, where: str) -> B
     file = open(descriptor, "rb")
     try:
         # Between the check and the opening, the tenant may have put something else there.
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            raise TaskError(f"{where}: {path!r} should be a file, found {_kind(found.st_mode)}")
-        if found.st_nlink > 1:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode):
+            raise TaskError(f"{where}: {path!r} should be a file, found {_kind(info.st_mode)}")
+        if info.st_nlink > 1:
             raise TaskError(
-                f"{where}: {path!r} has {found.st_nlink} hard links, so it may be somebody else's; "
+                f"{where}: {path!r} has {info.st_nlink} hard links, so it may be somebody else's; "
                 "make a copy"
             )
-        if found.st_size > most_bytes:
+        if info.st_size > most_bytes:
             raise TaskError(
-                f"{where}: {path!r} has {found.st_size} bytes; expected at most {most_bytes}"
+                f"{where}: {path!r} has {info.st_size} bytes; expected at most {most_bytes}"
             )
     except BaseException:
         file.close()
@@ -166,14 +134,15 @@ _CHUNK = 2**20
 
 
 def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
-    """The task with other paths of its data, its held-out data and its first adapter.
+    """Returns the task with other paths of its data, of its held-out data and of the adapter from
+    which it begins.
 
     Args:
       task: the task.
       changed: function that returns the new path for an old one.
     """
     held_out, adapter = task.eval_data, task.resume_from
-    data = tuple(dataclasses.replace(own, path=changed(own.path)) for own in task.sources)
+    data = tuple(dataclasses.replace(each, path=changed(each.path)) for each in task.sources)
     return dataclasses.replace(
         task,
         data=data if isinstance(task.data, tuple) else data[0],
@@ -183,11 +152,7 @@ def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
 
 
 def relative_to(task: Task, folder: str | Path) -> Task:
-    """The task with paths relative to a folder.
-
-    Args:
-      task: the task, with absolute paths.
-      folder: the folder.
+    """Returns a task that has absolute paths with paths relative to a folder.
 
     Raises:
       TaskError: a path is not inside the folder.
@@ -209,7 +174,7 @@ def check_files(task: Task, folder: str | Path, limits: SpecificationLimits, whe
       task: the task, with paths relative to `folder`.
       folder: the folder with the tenant's files.
       limits: the most bytes, lines and steps.
-      where: what an error message begins with.
+      where: the first words of error messages.
 
     Raises:
       TaskError: a file cannot be opened as `open_inside` does, or exceeds a limit; or the adapter
@@ -256,14 +221,14 @@ def copy_files(
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """Reads the files of a task once, and writes what it has checked.
+    """Reads the files of a task once, checks them, and copies them if there is a store.
 
     Attributes:
       task: the task, with paths relative to `folder`.
       folder: the folder with the tenant's files.
       store: the folder to which they are copied; None copies nothing.
       limits: the most bytes, lines and steps.
-      where: what an error message begins with.
+      where: the first words of error messages.
     """
 
     task: Task
@@ -288,7 +253,7 @@ class _Files:
             self._adapter(task.resume_from, f"{self.where}: resume_from")
 
     def _data(self, path: str, key: str) -> int:
-        """The number of lines of a data file, which is copied line by line."""
+        """Checks and copies a data file line by line, and returns its number of lines."""
         limits, where, lines, size = self.limits, f"{self.where}: {key}", 0, 0
         is_blank = True
         with (
@@ -330,7 +295,7 @@ class _Files:
                 copy.write(data)
 
     def _check_settings(self, data: bytes, where: str) -> None:
-        """Checks what would cost memory or time before it is compared with the task."""
+        """Checks the settings of an adapter without interpreting expressions in it."""
         try:
             settings = parse_object(data, self.limits.specification_bytes)
         except ValueError as e:
@@ -345,13 +310,13 @@ class _Files:
                 f"{where}: r should be the rank of the task, {wanted.rank}, found {shown(rank)}"
             )
         for field in ("rank_pattern", "alpha_pattern"):
-            # Expressions of strangers can take Python's `re` years.
-            found = settings.get(field) or {}
+            # Matching a stranger's regular expression can take years.
+            stored = settings.get(field) or {}
             of_task = getattr(wanted, field)
-            if not isinstance(found, dict) or tuple(found.items()) != of_task:
+            if not isinstance(stored, dict) or tuple(stored.items()) != of_task:
                 raise TaskError(
                     f"{where}: {field} should be that of the task, {shown(dict(of_task))}, found "
-                    f"{shown(found)}"
+                    f"{shown(stored)}"
                 )
         try:
             tokens = token_indices(settings)
@@ -362,12 +327,12 @@ class _Files:
                 f"{where}: trainable_token_indices should be those of the task, "
                 f"{shown(wanted.trained_tokens)}, found {shown(tokens)}"
             )
-        schema = value_schema(LoRA, "target_modules", self.limits)
-        if problem := refusal(settings.get("target_modules"), schema):
-            raise TaskError(f"{where}: target_modules {problem}")
+        modules = {"target_modules": settings.get("target_modules")}
+        for problem in refusals(LoRA, modules, self.limits).values():
+            raise TaskError(f"{where}: {problem}")
 
     def _copy(self, path: str, where: str) -> BinaryIO:
-        """The file of the store that gets the copy, or one that forgets what is written."""
+        """Opens the file of the store for the copy; without a store, the null device."""
         if self.store is None:
             return open(os.devnull, "wb")
         copy = self.store / path
@@ -379,11 +344,11 @@ class _Files:
 
 
 def _hint(adapter: Any, stored: Any) -> str:
-    """How a task goes on from a folder if folders hold its adapter as one of another kind.
+    """Tells how a task can go on from a folder that holds its adapter as one of another kind.
 
     Args:
       adapter: the specification of the task's adapter.
-      stored: that of the adapter in a folder.
+      stored: the specification of the same adapter in a folder.
     """
     asked = to_json(adapter)
     changes = {key: value for key, value in to_json(stored).items() if value != asked[key]}

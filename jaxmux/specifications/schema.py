@@ -1,9 +1,5 @@
 """The JSON Schema of tasks and of the files of a watched folder, for editors and for programs that
-write specifications.
-
-The rules that tie several fields stand here as JSON Schema; the classes check them in Python, with
-messages of their own. A test compares both on random specifications.
-"""
+write specifications."""
 
 import dataclasses
 import re
@@ -13,131 +9,13 @@ from typing import Annotated, Any
 
 from pydantic import Field, SkipValidation
 
-from jaxmux.data import Source
-from jaxmux.data.forms import REQUIRED_FIELDS, fields_of
-from jaxmux.field_checks import EXACT, checked_dataclass
-from jaxmux.peft import SPECIFICATIONS, DoRA, LoRA, PromptTuning
-from jaxmux.peft.lora import ZERO_PRODUCTS
-from jaxmux.peft.targets import TABLES
+from jaxmux.field_checks import EXACT, KIND, LARGEST_INTEGER, Part, checked_dataclass, parts_of
 from jaxmux.tasks import Task, TaskError
 
-from .fields import (
-    CALIBRATED,
-    KIND,
-    PARTS,
-    Part,
-    part_to_json,
-    refused_default,
-    required_fields,
-    to_json,
-    value_schema,
-)
-from .limits import SpecificationLimits, TenantLimits
-from .reading import name_of_specification, task_from_fields
-from .strict_json import parse_object, refusal, shown
-
-_Schema = dict[str, Any]
-_NO_TABLES = {"not": {"enum": sorted(TABLES)}, "items": {"not": {"enum": sorted(TABLES)}}}
-
-
-def rules(cls: type, limits: SpecificationLimits) -> list[_Schema]:
-    """The rules of a class, all of which its specifications have to keep.
-
-    One rule is left out, because JSON Schema does not multiply: `eva_rho` times `rank` may not
-    exceed the largest rank.
-
-    Args:
-      cls: the class of a specification.
-      limits: the largest values.
-    """
-    found = []
-    if issubclass(cls, Task):
-        found += _of_task()
-    if issubclass(cls, Source):
-        found += [{"anyOf": [_columns_of(form) for form in REQUIRED_FIELDS]}]
-    if issubclass(cls, LoRA):
-        found += _of_lora(limits)
-    if issubclass(cls, DoRA):
-        found += [{"properties": {"target_modules": _NO_TABLES}}]
-    if issubclass(cls, PromptTuning):
-        found += _at_most_one(
-            _given("start", {"not": {"const": "vocabulary"}}),
-            _has_value("start_text"),
-            _given("start_tokens", {"minItems": 1}),
-        )
-    if cls in CALIBRATED and refused_default(cls, "calibration_tokens", limits):
-        field, value = CALIBRATED[cls]
-        found += [_if(_given(field, {"const": value}), {"required": ["calibration_tokens"]})]
-    return found
-
-
-def _of_task() -> list[_Schema]:
-    low_rank = {
-        KIND: {"enum": [kind for kind, own in SPECIFICATIONS.items() if issubclass(own, LoRA)]}
-    }
-    held_out = [_has_value("eval_data"), _has_value("validation_fraction")]
-    return [
-        _if(_has_value("resume_from"), {"properties": {"adapter": {"properties": low_rank}}}),
-        {"oneOf": [_has_value("epochs"), _has_value("steps")]},
-        *_at_most_one(*held_out),
-        _if(_has_value("eval_every"), {"anyOf": held_out}),
-        _if(_has_value("patience"), _has_value("eval_every")),
-        _if(_given("keep_best", {"const": True}), _has_value("eval_every")),
-        _if(_has_value("validation_seed"), _has_value("validation_fraction")),
-    ]
-
-
-def _columns_of(form: str) -> _Schema:
-    """Sources that may have this form, with columns for its fields only."""
-    columns = {"propertyNames": {"enum": list(fields_of(form))}}
-    return {"properties": {"form": {"enum": ["auto", form]}, "columns": columns}}
-
-
-def _of_lora(limits: SpecificationLimits) -> list[_Schema]:
-    def ranks(of_each: _Schema) -> _Schema:
-        return {"rank": of_each, "rank_pattern": {"additionalProperties": of_each}}
-
-    positive = {"exclusiveMinimum": 0}
-    no_tables = {"properties": {"target_modules": _NO_TABLES}}
-    begins_at_weight = {
-        "properties": {
-            "dropout": {"const": 0},
-            "alpha": positive,
-            "alpha_pattern": {"additionalProperties": positive},
-            "trained_tokens": {"maxItems": 0},
-            "target_modules": _NO_TABLES,
-            # The arrays have twice the rank.
-            **ranks({"maximum": limits.rank // 2}),
-        },
-        "required": ["rank"] if 2 * LoRA().rank > limits.rank else [],
-    }
-    eva = {"properties": {"rank_pattern": {"maxProperties": 0}, "target_modules": _NO_TABLES}}
-    even = {"properties": ranks({"multipleOf": 2})}
-    return [
-        _if(_given("initialisation", {"not": {"enum": list(ZERO_PRODUCTS)}}), begins_at_weight),
-        _if(_given("initialisation", {"const": "eva"}), eva),
-        _if(_given("initialisation", {"const": "orthogonal"}), even),
-        _if(_given("trained_tokens", {"minItems": 1}), no_tables),
-    ]
-
-
-def _given(field: str, schema: _Schema) -> _Schema:
-    """A field is given and has such a value."""
-    return {"properties": {field: schema}, "required": [field]}
-
-
-def _has_value(field: str) -> _Schema:
-    return _given(field, {"not": {"type": "null"}})
-
-
-def _if(condition: _Schema, then: _Schema) -> _Schema:
-    return {"if": condition, "then": then}
-
-
-def _at_most_one(*conditions: _Schema) -> list[_Schema]:
-    pairs = [(a, b) for i, a in enumerate(conditions) for b in conditions[i + 1 :]]
-    return [{"not": {"allOf": list(pair)}} for pair in pairs]
-
+from .fields import to_json
+from .limits import SpecificationLimits, TenantLimits, refusals, value_schema
+from .reading import name_of_specification, read_object, task_from_fields
+from .strict_json import parse_object, shown
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
 # These fields accept less than the attributes of their classes say.
@@ -154,64 +32,101 @@ _OWN_DESCRIPTIONS = {
 def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the specifications that `task_from_json` accepts.
 
-    It is made from the fields of `Task` and of its parts: their checks, defaults and descriptions.
-    docs/task_files.md lists what it cannot express.
+    It is made from the fields of `Task` and of its parts: their types, defaults and descriptions,
+    and the rules on which may be set together. docs/task_files.md lists what it leaves out.
 
     Args:
       limits: the largest values; None for the defaults of `SpecificationLimits`.
     """
     limits = limits or SpecificationLimits()
-    parts = {cls.__name__: (kind, cls) for part in PARTS.values() for kind, cls in _of(part)}
     return {
         "$schema": _DRAFT,
         "title": "A fine-tuning task of jaxmux",
         "description": "Where a description says None, True or False, write null, true or false.",
         **_object(Task, "", limits),
-        "$defs": {name: _object(cls, kind, limits) for name, (kind, cls) in sorted(parts.items())},
+        "$defs": dict(sorted(_parts(Task, limits))),
     }
 
 
-def _of(part: Part) -> list[tuple[str, type]]:
-    return list(part.classes.items())
+def _parts(cls: type, limits: SpecificationLimits) -> Iterator[tuple[str, dict[str, Any]]]:
+    for part in parts_of(cls).values():
+        for kind, inner in part.classes.items():
+            yield inner.__name__, _object(inner, kind, limits)
+            yield from _parts(inner, limits)
 
 
 def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]:
-    """The schema of a specification, with its kind if it has one."""
-    descriptions = _descriptions(cls)
+    """The schema of the specifications of one class, with their kind if they have one."""
+    descriptions, parts = _descriptions(cls), parts_of(cls)
     properties: dict[str, Any] = {KIND: {"const": kind}} if kind else {}
-    needed = list(required_fields(cls, limits))
+    refused, required = _refused_defaults(cls, limits), list(properties)
     for field in dataclasses.fields(cls):
-        part = PARTS.get(field.name)
-        schema = _part(part, field, limits) if part else value_schema(cls, field.name, limits)
-        if field.name not in needed and field.default is not dataclasses.MISSING:
-            is_part = dataclasses.is_dataclass(field.default)
-            default = part_to_json(field.name, field.default) if is_part else field.default
-            schema["default"] = dict(default) if schema.get("type") == "object" else default
+        part, default = parts.get(field.name), field.default
+        schema = _one_of(part, limits) if part else _exact(value_schema(cls, field.name, limits))
+        if default is dataclasses.MISSING or field.name in refused:
+            required.append(field.name)
+        elif part:
+            schema["default"] = part.to_object(default)
+        else:
+            schema["default"] = _as_json(default, schema)
         schema["description"] = _OWN_DESCRIPTIONS.get(field.name, descriptions[field.name])
         properties[field.name] = schema
+    rules = [rule.json_schema(cls) for rule in getattr(cls, "rules", ())]
     return {
         "type": "object",
         "properties": properties,
-        "required": [*([KIND] if kind else []), *needed],
+        "required": required,
         "additionalProperties": False,
-        **({"allOf": tied} if (tied := rules(cls, limits)) else {}),
+        **({"allOf": rules} if rules else {}),
     }
 
 
-def _part(part: Part, field: dataclasses.Field, limits: SpecificationLimits) -> dict[str, Any]:
-    schemas = [{"$ref": f"#/$defs/{cls.__name__}"} for _, cls in _of(part)]
+def _refused_defaults(cls: type, limits: SpecificationLimits) -> set[str]:
+    """The fields that specifications must give because the limits refuse the defaults."""
+    refused, values = set(), {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.default):
+            if _refused_defaults(type(field.default), limits):
+                refused.add(field.name)
+        elif field.default is not dataclasses.MISSING and field.name not in parts_of(cls):
+            schema = value_schema(cls, field.name, limits)
+            values[field.name] = _as_json(field.default, schema)
+    return refused | refusals(cls, values, limits).keys()
+
+
+def _as_json(default: Any, schema: Mapping[str, Any]) -> Any:
+    if isinstance(default, tuple):
+        return dict(default) if schema.get("type") == "object" else list(default)
+    return default
+
+
+def _one_of(part: Part, limits: SpecificationLimits) -> dict[str, Any]:
+    schemas = [{"$ref": f"#/$defs/{cls.__name__}"} for cls in part.classes.values()]
     if part.short:
-        ((_, cls),) = _of(part)
-        schemas.append(value_schema(cls, part.short, limits))
-    if field.default is None:
+        schemas.append(_exact(value_schema(part.classes[""], part.short, limits)))
+    if part.optional:
         schemas.append({"type": "null"})
     return {"oneOf": schemas} if len(schemas) > 1 else schemas[0]
 
 
+def _exact(schema: Any) -> Any:
+    """Copies a schema and bounds its numbers by the largest exact JSON integer, because
+    `parse_object` refuses larger ones."""
+    if isinstance(schema, list):
+        return [_exact(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: _exact(value) for key, value in schema.items()}
+    for key, bound in (("minimum", max), ("maximum", min)):
+        if key in copy:
+            copy[key] = bound(copy[key], -LARGEST_INTEGER if bound is max else LARGEST_INTEGER)
+    return copy
+
+
 def _descriptions(cls: type) -> dict[str, str]:
-    """The descriptions of a class's attributes, from its docstring or that of the class from which
-    it has them."""
-    docs = [own.__doc__ for own in cls.__mro__ if "Attributes:\n" in (own.__doc__ or "")]
+    """Reads the descriptions of a class's attributes from its docstring, or from the docstring of
+    the class from which it inherits them."""
+    docs = [each.__doc__ for each in cls.__mro__ if "Attributes:\n" in (each.__doc__ or "")]
     _, _, attributes = (docs or [""])[0].partition("Attributes:\n")
     attributes = textwrap.dedent(attributes.partition("\n\n")[0])
     entries = re.findall(r"^(\w+): (.*(?:\n +.*)*)", attributes, flags=re.MULTILINE)
@@ -228,12 +143,12 @@ _DESCRIPTIONS = {
 
 @checked_dataclass
 class WatchedSpecification:
-    """What a file of a watched directory asks for.
+    """The content of a file of a watched directory.
 
     Attributes:
       task: the task, with paths relative to the tenant's folder.
-      priority: tasks of higher numbers go first.
-      paused: whether the task is not to be trained for the time being.
+      priority: tasks of higher numbers are trained first.
+      paused: whether the task waits until this becomes False.
     """
 
     task: SkipValidation[Task]
@@ -242,7 +157,7 @@ class WatchedSpecification:
 
 
 def watched_specification(data: bytes, name: str, limits: TenantLimits) -> WatchedSpecification:
-    """Reads the content of a file of a watched directory. The files of the task are not looked at.
+    """Reads the content of a file of a watched directory. The files of the task are not checked.
 
     Args:
       data: the content of the file.
@@ -250,23 +165,27 @@ def watched_specification(data: bytes, name: str, limits: TenantLimits) -> Watch
       limits: the most that it may ask for.
 
     Raises:
-      TaskError: it is refused. The message names the file and the key at fault.
+      TaskError: the content is refused. The message names the file and the key at fault.
     """
     where = name_of_specification(name)
     try:
         fields = parse_object(data, limits.specification_bytes)
     except ValueError as e:
         raise TaskError(f"{where}: {e}") from None
-    own = {key: fields.pop(key) for key in _DESCRIPTIONS if key in fields}
-    for key, value in own.items():
-        if problem := refusal(value, _schema_of(key, limits)):
-            raise TaskError(f"{where}: {key} {problem}")
-    return WatchedSpecification(task_from_fields(fields, name, limits, _DESCRIPTIONS), **own)
+    scheduling = {key: fields.pop(key) for key in _DESCRIPTIONS if key in fields}
+    task = task_from_fields(fields, name, limits, _DESCRIPTIONS)
+    read = read_object(WatchedSpecification, scheduling | {"task": task}, where, limits)
+    if read.priority > limits.priority:
+        raise TaskError(
+            f"{where}: priority should be an integer of at least {_LOWEST_PRIORITY} and of at most "
+            f"{limits.priority}, found {read.priority}"
+        )
+    return read
 
 
 def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:
-    """A JSON Schema (draft 2020-12) of the files of a watched directory: that of `task_schema`,
-    with the keys for scheduling.
+    """A JSON Schema (draft 2020-12) of the files of a watched directory: the schema of
+    `task_schema` with the keys for scheduling.
 
     Args:
       limits: the largest values; None for the defaults of `TenantLimits`.
@@ -276,21 +195,23 @@ def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:
     schema["title"] = "A task of a directory that jaxmux watches"
     defaults = {field.name: field.default for field in dataclasses.fields(WatchedSpecification)}
     for key, description in _DESCRIPTIONS.items():
-        own = {"default": defaults[key], "description": description}
-        schema["properties"][key] = _schema_of(key, limits) | own
+        values = value_schema(WatchedSpecification, key, limits)
+        described = values | {"default": defaults[key], "description": description}
+        schema["properties"][key] = described
+    schema["properties"]["priority"]["maximum"] = limits.priority
     return schema
 
 
 def registered_task(accepted: Task, new: Task, steps: int | None) -> Task:
-    """A task as it is registered now, with which its specification is compared.
+    """Returns the task as the server has registered it now, to compare a new specification with it.
 
-    The server may have extended it since it was accepted, also in the last moment before its end. A
-    specification may tell its steps in place of its epochs.
+    The server may have extended the task since it was accepted. A new specification may give the
+    steps in place of the epochs.
 
     Args:
       accepted: the task as it was accepted.
       new: the task that the specification asks for now.
-      steps: number of steps that the server lets it train; None if that is not known.
+      steps: number of steps that the server lets the task train; None if that is not known.
     """
     if None in (steps, new.steps):
         return accepted
@@ -298,16 +219,15 @@ def registered_task(accepted: Task, new: Task, steps: int | None) -> Task:
 
 
 def refused_change(old: Task, new: Task) -> str | None:
-    """Why a specification may not become another one, once its task is registered.
-
-    Only a larger number of steps is permitted.
+    """Returns why a specification may not change in this way once its task is registered. Only the
+    number of steps may change, and it may only grow.
 
     Args:
       old: the task as it is registered, from `registered_task`.
       new: the task that the specification asks for now.
 
     Returns:
-      The key at fault, what it was and what it is; None if the change is permitted.
+      The key at fault with its old and new value; None if the change is permitted.
     """
     before, now = dict(_flat(to_json(old))), dict(_flat(to_json(new)))
     for key in {**before, **now}:
@@ -328,15 +248,8 @@ def refused_change(old: Task, new: Task) -> str | None:
     return None
 
 
-def _schema_of(key: str, limits: SpecificationLimits) -> dict[str, Any]:
-    schema = value_schema(WatchedSpecification, key, limits)
-    if key == "priority":
-        schema["maximum"] = limits.priority
-    return schema
-
-
 def _flat(fields: Mapping[str, Any], at: str = "") -> Iterator[tuple[str, Any]]:
-    """The values of nested objects by their keys, such as "adapter.rank"."""
+    """Yields the values of nested objects with their keys, such as "adapter.rank"."""
     for key, value in fields.items():
         if isinstance(value, dict):
             yield from _flat(value, f"{at}{key}.")

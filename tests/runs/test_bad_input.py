@@ -118,7 +118,10 @@ SETTINGS = {
     "no target modules": ("bad/LoRA.target_modules = []", "target_modules is empty"),
     "rank 0": ("bad/LoRA.rank = 0", "rank should be an integer of at least 1, found 0"),
     "duplicate task names": ("bad/Task.name = 'tiny'", "task 'tiny': 2 tasks have this name"),
-    "unknown optimizer": ("bad/Task.optimizer = 'adamw'", "task 'bad': unknown optimizer 'adamw'"),
+    "unknown optimizer": (
+        "bad/Task.optimizer = 'adamw'",
+        "task 'bad': optimizer should be a specification (AdamW, Lion, SGD), found 'adamw'",
+    ),
     "unknown optimizer class": ("bad/Task.optimizer = @Adafactor()", "Adafactor"),
     "negative learning rate": ("bad/AdamW.learning_rate = -1", "learning_rate"),
     "unknown schedule": (

@@ -1,28 +1,22 @@
 """JSON of strangers is parsed as the standard library does, or refused with a reason."""
 
 import json
-import math
 import random
 
 import pytest
 
-from jaxmux.specifications.strict_json import (
-    LARGEST_INTEGER,
-    in_words,
-    parse_object,
-    refusal,
-    shown,
-)
+from jaxmux.specifications.strict_json import LARGEST_INTEGER, parse_object, shown
 
 MOST = 10_000
 # What is wrong, and a part of the message.
 MALFORMED = {
     "not a number": ('{"a": NaN}', "holds NaN"),
     "infinity": ('{"a": -Infinity}', "holds -Infinity"),
-    "beyond float64": ('{"a": 1e999}', "holds the number 1e999, which float64 cannot express"),
-    "huge integer": ('{"a": ' + "9" * 5000 + "}", "holds the integer 99999999999999999999…"),
+    "beyond float64": ('{"a": 1e999}', "holds Infinity; expected a number of at most"),
+    "huge integer": ('{"a": ' + "9" * 5000 + "}", "holds Infinity"),
     "inexact integer": (f'{{"a": {LARGEST_INTEGER + 1}}}', "2^53 - 1"),
-    "inner number": ('{"a": {"b": [1, 1e999]}}', '"a.b" holds the number 1e999'),
+    "inexact number": (f'{{"a": {LARGEST_INTEGER + 1}.0}}', "2^53 - 1"),
+    "inner number": ('{"a": {"b": [1, 1e999]}}', '"a.b" holds Infinity'),
     "long key": ('{"' + "a" * 5000 + '": NaN}', "a…"),
     "key twice": ('{"rank": 1, "rank": 2}', 'names the key "rank" twice'),
     "inner key twice": ('{"a": {"b": 1, "b": 1}}', 'names the key "b" twice'),
@@ -97,41 +91,3 @@ def test_long_values_are_cut_in_messages():
     assert shown({"a": 1}) == '{"a": 1}'
     assert len(shown("x" * 10_000)) < 100
     assert shown("\x1b[31m\u202e") == '"\\u001b[31m\\u202e"'
-
-
-SCHEMA = {"type": ["integer", "null"], "minimum": 1, "maximum": 9}
-
-
-@pytest.mark.parametrize("value", [1, 9, None])
-def test_permitted_values_are_not_refused(value):
-    assert refusal(value, SCHEMA) is None
-
-
-@pytest.mark.parametrize("value", [0, 10, True, 1.0, "1", [1], {}, math.pi])
-def test_other_values_are_refused_in_words(value):
-    expected = "should be an integer of at least 1 and of at most 9, or null"
-    assert refusal(value, SCHEMA) == f"{expected}, found {shown(value)}"
-
-
-def test_an_enumeration_of_strings_holds_no_bool():
-    assert refusal(True, {"enum": ["a"]}) == 'should be one of "a", found true'
-
-
-def test_patterns_match_the_whole_text():
-    schema = {"type": "string", "pattern": "^a*$", "$comment": "some a's"}
-    assert refusal("aaa", schema) is None
-    assert refusal("aaa\n", schema) == 'should be some a\'s, found "aaa\\n"'
-
-
-def test_bounds_of_all_numbers_are_told_of_what_exceeds_them():
-    schema = {"type": "number", "maximum": LARGEST_INTEGER, "exclusiveMinimum": 0}
-    assert in_words(schema) == in_words(schema, -1) == "a number above 0"
-    assert in_words(schema, 1e300) == "a number above 0 and of at most 9007199254740991"
-
-
-def test_bounds_of_what_a_comment_describes_are_told_of_what_exceeds_them():
-    schema = {"type": ["array", "null"], "items": {"type": "integer"}, "$comment": "a list of ids"}
-    schema |= {"minItems": 1, "maxItems": 2}
-    assert refusal([0.5], schema) == "should be a list of ids, or null, found [0.5]"
-    assert refusal([], schema) == "should be a list of ids, of at least 1 entry, or null, found []"
-    assert "a list of ids, of at most 2 entries, or null" in refusal([1, 2, 3], schema)
