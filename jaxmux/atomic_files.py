@@ -1,5 +1,4 @@
-"""Files that are replaced as a whole, whether they may and can be written, and who can read
-them."""
+"""Writing files: checks before a file is written, replacing it as a whole, and its permissions."""
 
 import json
 import os
@@ -14,9 +13,6 @@ from .errors import InputError
 def require_writable(path: Path) -> None:
     """Checks that a file can be written, before hours are spent on its content. Creates its folder.
 
-    Args:
-      path: the file.
-
     Raises:
       InputError: the folder cannot be created or written to, or `path` is a folder.
     """
@@ -30,12 +26,13 @@ def require_writable(path: Path) -> None:
 
 
 def require_output(path: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
-    """Checks that the output of a command may be written, and can be. What an earlier call of the
-    command has written is replaced, and a line on standard error says so. Nothing else is.
+    """Checks that a command may write its output to a file, and that it can. The command replaces
+    its own output of an earlier call, and a line on standard error says so. It replaces no other
+    file.
 
     Args:
       path: the file.
-      what: what the command writes, for messages, for example "plan file".
+      what: the kind of output, for messages, for example "plan file".
       is_ours: function of the file that tells whether it holds such an output.
 
     Raises:
@@ -49,8 +46,8 @@ def require_output(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
 
 
 def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> None:
-    """Raises InputError if there is something else than an earlier output of a command; see
-    `require_output`. A folder is left to `require_writable`."""
+    """Raises InputError if a path holds anything but an earlier output of a command, as described
+    for `require_output`. Folders are allowed, because `require_writable` refuses them."""
     if path.is_symlink():
         raise InputError(f"{path}: is a symbolic link, which is not written through; name a file")
     if not path.exists() or path.is_dir():
@@ -65,31 +62,22 @@ def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
 
 
 def holds_object(path: Path, keys: Collection[str]) -> bool:
-    """Whether the first line of a file, or all of it, is a JSON object with certain keys.
-
-    Args:
-      path: the file.
-      keys: the keys.
-    """
+    """Whether a file, or its first line, is a JSON object that has these keys."""
     try:
         text = path.read_text(encoding="utf-8")
         try:
-            found = json.loads(text)
+            value = json.loads(text)
         except ValueError:
-            found = json.loads(text.partition("\n")[0])
+            value = json.loads(text.partition("\n")[0])
     except (OSError, ValueError, RecursionError):
         return False
-    return isinstance(found, dict) and found.keys() >= set(keys)
+    return isinstance(value, dict) and value.keys() >= set(keys)
 
 
 def write_atomically(path: Path, text: str) -> None:
     """Writes a file so that readers find it complete or not at all, even after a crash.
 
     A symbolic link at `path` is replaced; the file to which it points stays as it is.
-
-    Args:
-      path: the file.
-      text: its new content.
 
     Raises:
       OSError: the file cannot be written, for example because the disk is full.
@@ -110,14 +98,11 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Returns when a file, or the names in a folder, are on disk. A file that was synced can still
-    lose its name if the machine loses power before its folder was.
-
-    Args:
-      path: the file or the folder.
+    """Waits until the content of a file, or the list of files in a folder, is on disk. A file can
+    still lose its name in a power failure until its folder is on disk too.
 
     Raises:
-      OSError: its file system reports an error.
+      OSError: the file system reports an error.
     """
     opened = os.open(path, os.O_RDONLY)
     try:
@@ -127,13 +112,10 @@ def sync(path: Path) -> None:
 
 
 def share_like_folder(path: Path) -> None:
-    """Gives a file the permissions of its folder, but none to execute it. safetensors makes files
-    that only their owner can read.
-
-    Args:
-      path: the file.
+    """Gives a file the permissions of its folder, except those to execute. It is for files of
+    safetensors, which only their owner can read.
 
     Raises:
-      OSError: it belongs to another user.
+      OSError: the file belongs to another user.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)

@@ -1,4 +1,4 @@
-"""Where a backbone lies: in a folder of the user, or in one that ships with the package."""
+"""The folder of a backbone, which is the user's or ships with the package."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ _HUB_ID = re.compile(r"(?:hf:)?([\w.-]+/[\w.-]+)")
 
 
 def resolve_backbone(backbone: str | Path) -> str:
-    """The path of a backbone's folder, as `resolve_path` gives it.
+    """Returns the path of a backbone's folder, from `resolve_path`.
 
     Args:
       backbone: a folder, or "jaxmux:" followed by a folder of the package.
@@ -19,10 +19,10 @@ def resolve_backbone(backbone: str | Path) -> str:
       BackboneError: there is no such folder, and it is spelt like a model of the Hugging Face hub.
     """
     folder = resolve_path(backbone)
-    if (found := _HUB_ID.fullmatch(folder)) and not Path(folder).exists():
+    if (hub := _HUB_ID.fullmatch(folder)) and not Path(folder).exists():
         raise BackboneError(
             f"backbone {str(backbone)!r}: there is no such folder, and models of the Hugging Face "
-            f"hub are not downloaded; run `hf download {found[1]} --local-dir FOLDER`, and use the "
+            f"hub are not downloaded; run `hf download {hub[1]} --local-dir FOLDER`, and use the "
             "folder"
         )
     return folder

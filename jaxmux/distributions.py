@@ -13,7 +13,7 @@ _Integer = Annotated[int, Field(ge=-(2**53)), EXACT]
 
 
 class _Interval:
-    """What all distributions over an interval check."""
+    """Checks the ends of an interval."""
 
     def __post_init__(self):
         if self.low >= self.high:
@@ -39,18 +39,13 @@ class Uniform(_Interval):
     high: Number
 
     def draw(self, source: random.Random) -> float:
-        """A number of the interval.
-
-        Args:
-          source: the source of randomness.
-        """
         return source.uniform(self.low, self.high)
 
 
 @checked_dataclass
 class LogUniform(_Interval):
-    """Positive numbers drawn from an interval, whose logarithms are equally likely: as many between
-    1e-5 and 1e-4 as between 1e-4 and 1e-3.
+    """Positive numbers drawn from an interval so that all their logarithms are equally likely. As
+    many numbers lie between 1e-5 and 1e-4 as between 1e-4 and 1e-3.
 
     Attributes:
       low: the smallest number, above 0.
@@ -64,11 +59,6 @@ class LogUniform(_Interval):
     high: Positive
 
     def draw(self, source: random.Random) -> float:
-        """A number of the interval.
-
-        Args:
-          source: the source of randomness.
-        """
         drawn = math.exp(source.uniform(math.log(self.low), math.log(self.high)))
         return min(max(drawn, self.low), self.high)
 
@@ -89,11 +79,6 @@ class Integers(_Interval):
     high: _Integer
 
     def draw(self, source: random.Random) -> int:
-        """An integer of the range.
-
-        Args:
-          source: the source of randomness.
-        """
         return source.randint(self.low, self.high)
 
 

@@ -15,13 +15,12 @@ LONGEST_LINE = 2000
 
 
 class InputError(ValueError):
-    """The input cannot be used. The message is one line that names what is at fault and says what
-    to do."""
+    """The input cannot be used. The message, of one line, names the fault and says what to do."""
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """Training needs more memory than the device has, however much is computed again. The message
-    says what would need less."""
+    """Training needs more memory than the device has, even if all values are computed again. The
+    message says what would need less."""
 
 
 class ProcessFailed(RuntimeError):
@@ -29,19 +28,19 @@ class ProcessFailed(RuntimeError):
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an exception's message, or the name of its type if it has none. Of a line
-    with more than 2,000 characters, in which somebody's data are quoted, the first ones."""
+    """Returns the first line of an exception's message, or the name of its type if it has none. A
+    line with more than 2,000 characters, which may quote data, is cut."""
     line = str(error).strip().partition("\n")[0].rstrip() or type(error).__name__
     return line if len(line) <= LONGEST_LINE else f"{line[:LONGEST_LINE]}…"
 
 
 def message_of(error: Exception) -> str | None:
-    """What is told of an exception that has ended a command; None if it is a fault of jaxmux, whose
-    traceback is needed."""
+    """Returns the message for an exception that has ended a command; None if the exception is a
+    fault of jaxmux, whose traceback is needed."""
     if isinstance(error, InputError | OutOfDeviceMemory | ProcessFailed):
         return str(error)
     if isinstance(error, OSError):
-        # The second file is the one to which a copy goes.
+        # The second file of a copy is its destination.
         where = error.filename2 or error.filename or "input or output"
         return f"{where}: {error.strerror or error}"
     if isinstance(error, MemoryError):
@@ -61,18 +60,14 @@ def message_of(error: Exception) -> str | None:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """The exception that has ended a server's training, if `error` is the one that tells of it, and
-    else `error`."""
+    """Returns the exception that has ended a server's training if `error` only reports it, else
+    `error` itself."""
     return error.__cause__ if type(error) is RuntimeError and error.__cause__ else error
 
 
 def without_task(message: str, name: str) -> str:
-    """A message without the name of its task, with which messages about tasks begin.
-
-    Args:
-      message: the message of an exception.
-      name: name of the task, which is named already where the message is shown.
-    """
+    """Removes the name of a task from the beginning of a message, for places that show the name
+    already."""
     return message.removeprefix(f"task {name!r}: ")
 
 
@@ -84,7 +79,8 @@ def ran_out_of_memory(error: Exception) -> bool:
 class Interrupted(BaseException):
     """SIGINT, SIGTERM or SIGHUP stopped a training run. The same call of `fine_tune` continues it.
 
-    Like `KeyboardInterrupt`, it is no `Exception`, so code that handles all errors lets it pass.
+    Like `KeyboardInterrupt`, it is not an `Exception`, so code that handles all errors does not
+    catch it.
 
     Attributes:
       signal_number: number of the signal, for example `signal.SIGTERM`.
@@ -95,9 +91,9 @@ class Interrupted(BaseException):
         """Makes the exception for a signal.
 
         Args:
-          signal_number: its number.
-          saved: whether the state was saved.
-          problem: why not all of it was; None if there was nothing to save.
+          signal_number: as the attribute.
+          saved: as the attribute.
+          problem: why not all of the state was saved; None if there was nothing to save.
         """
         what = "nothing was trained since the start"
         if saved:
@@ -109,12 +105,8 @@ class Interrupted(BaseException):
 
 
 def fits(call: Callable[..., Any], *arguments: Any) -> bool:
-    """Whether a call returns without running out of a device's memory.
-
-    Args:
-      call: the function; other errors of JAX are raised.
-      *arguments: its arguments.
-    """
+    """Whether a function runs without running out of a device's memory. Other errors of JAX are
+    raised."""
     # Imported here because `jaxmux --help` needs no JAX.
     import jax
 
@@ -129,11 +121,8 @@ def fits(call: Callable[..., Any], *arguments: Any) -> bool:
 
 
 def microbatch_too_large(tokens: int) -> OutOfDeviceMemory:
-    """The exception for a microbatch that does not fit, however much is computed again.
-
-    Args:
-      tokens: tokens of the microbatch.
-    """
+    """Returns the exception for a microbatch of this many tokens that does not fit, even if all
+    values are computed again."""
     return OutOfDeviceMemory(
         f"a microbatch of {tokens} tokens does not fit into the device's memory, even if all "
         f"values are computed again; try tokens_per_microbatch={tokens // 2}, or fewer or smaller "

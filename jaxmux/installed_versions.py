@@ -4,11 +4,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def installed_versions(*packages: str) -> dict[str, str]:
-    """The versions of the given packages, without those that are not installed."""
-    found = {}
+    """Returns the versions of packages by name, without packages that are not installed."""
+    versions = {}
     for package in packages:
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

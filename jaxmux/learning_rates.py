@@ -39,10 +39,10 @@ class Schedule:
         return ValueError(f"schedule: {message}")
 
     def factor(self, update: int, total: int) -> float:
-        """The learning rate of one update, divided by the peak learning rate: a number in [0, 1].
+        """Returns the learning rate of one update, divided by the peak: a number in [0, 1].
 
         Args:
-          update: number of updates that the task has applied before this one; 0 for the first.
+          update: number of updates that the task has applied before this one.
           total: number of updates that the task plans, one for each of its global batches.
         """
         warmup = self.warmup_steps or math.ceil(self.warmup_ratio * total)

@@ -1,9 +1,9 @@
-"""Adapters and initialisations of Hugging Face PEFT that are left out, with the reasons, for error
-messages."""
+"""Adapters and initialisations of Hugging Face PEFT that jaxmux leaves out, with the reasons, for
+error messages."""
 
 import re
 
-# By name in small letters and digits only, how it is written and why it is left out.
+# By name in small letters and digits, the usual spelling of the name and the reason.
 _LEFT_OUT = {
     "boft": ("BOFT", "its butterfly factors would need a product of their own for every linear"),
     "oft": ("OFT", "its rotations give linears that read the same input different inputs"),
@@ -34,12 +34,11 @@ _LEFT_OUT = {
 
 
 def why_left_out(name: object) -> str:
-    """Returns why something is left out, as a sentence: "OFT is left out: its rotations …". The
-    text is empty if the name is none of these.
+    """Returns the reason why jaxmux leaves out an adapter or an initialisation, as in "OFT is left
+    out: its rotations …". The text is empty for other names and for values that are not texts.
 
     Args:
-      name: a name in any spelling, such as "OFT", "OFTConfig", "prefix_tuning" or "lora_ga"; values
-        that are no text have no reason.
+      name: a name in any spelling, such as "OFT", "OFTConfig", "prefix_tuning" or "lora_ga".
     """
     if not isinstance(name, str):
         return ""

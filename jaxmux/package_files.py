@@ -1,5 +1,5 @@
-"""Paths of files that ship with the package, which configs write as `jaxmux:demo/base`, and of its
-cache."""
+"""Paths of files that ship with the package, which configs write as `jaxmux:demo/base`, and paths
+of its cache."""
 
 import os
 from importlib.resources import files
@@ -9,7 +9,7 @@ _PREFIX = "jaxmux:"
 
 
 def resolve_path(path: str | Path) -> str:
-    """The path of a file that may ship with the package.
+    """Returns the path of a file, which may ship with the package.
 
     Args:
       path: a path, or "jaxmux:" followed by a path within the package's folder.
@@ -24,11 +24,11 @@ def resolve_path(path: str | Path) -> str:
 
 
 def cache_folder(name: str) -> Path:
-    """A folder for what can be computed again, in the user's cache ($XDG_CACHE_HOME, else
-    ~/.cache). It may not exist.
+    """Returns a folder for results that can be computed again, in the user's cache
+    ($XDG_CACHE_HOME, else ~/.cache). The folder may not exist.
 
     Args:
-      name: its name within jaxmux's cache.
+      name: name of the folder within jaxmux's cache.
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(user_cache) / "jaxmux" / name

@@ -1,7 +1,9 @@
-"""What people read on terminals and pages. Text of others, such as names of files and words of a
-model, is shown without unprintable characters: control characters, which a terminal obeys, line
-separators, and halves of surrogate pairs. Names that are too wide for a table are broken between
-words."""
+"""Text for terminals and pages.
+
+Text from elsewhere, such as names of files and words of a model, is shown without unprintable
+characters: control characters, which a terminal obeys, line separators, and halves of surrogate
+pairs. Names that are too wide for a table are broken between words.
+"""
 
 import re
 from collections.abc import Iterator
@@ -17,7 +19,7 @@ _WORD = re.compile(r"(?:[^\s_./=:;,+-]|(?<=\d),(?=\d))+[\s_./=:;,+-]*|[\s_./=:;,
 
 
 def escaped(text: str, keep: str = "") -> str:
-    """The text with escapes in place of unprintable characters, as in "\\x1b".
+    """Writes unprintable characters of a text as escapes such as "\\x1b".
 
     Args:
       text: the text.
@@ -27,28 +29,28 @@ def escaped(text: str, keep: str = "") -> str:
 
 
 def spaced(text: str) -> str:
-    """The text with a space in place of each unprintable character, so that it has one line."""
+    """Replaces each unprintable character of a text by a space, so that the text has one line."""
     return "".join(c if c.isprintable() else " " for c in text)
 
 
-# The state of a task that has given an adapter before its last step.
+# The state of a task that ended with an adapter before its last step.
 STOPPED_EARLY = "stopped early"
 
 
 def shown_state(state: str, reason: str | None) -> str:
-    """The state of a task as people and files call it: "stopped early" if training has ended well
-    before the last step, else the state itself.
+    """Returns the state of a task for people and files: "stopped early" if the task succeeded
+    before its last step, else the state itself.
 
     Args:
       state: the task's status in training, or the state of a task of a server.
-      reason: why the task is in that state; None if there is nothing to say. A task that has
-        succeeded has a reason only if it stopped early.
+      reason: why the task is in that state, or None. A task that has succeeded has a reason only if
+        it stopped early.
     """
     return STOPPED_EARLY if state == "succeeded" and reason else state
 
 
 class Name:
-    """A cell of a rich table with a text such as a name or a path. Where the column is too narrow,
+    """A cell of a rich table with a text such as a name or a path. If the column is too narrow,
     the text is broken behind spaces, underscores, slashes and other separators; a word is broken
     only if it is wider than the column."""
 
@@ -77,7 +79,7 @@ class Name:
         for line in self.text.split("\n"):
             shown = ""
             for part in re.findall(r"\s*\S+\s*|\s+", line):
-                # A part that has room in a line of its own is not broken.
+                # A part that fits into one line is not broken.
                 for word in [part] if fits(part) else _WORD.findall(part):
                     if shown and not fits(shown + word):
                         yield Text(shown.rstrip(), overflow="fold")

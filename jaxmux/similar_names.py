@@ -5,12 +5,7 @@ from difflib import get_close_matches
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Returns "did you mean NAME?" with the most similar of the known names, or an empty text if
-    none is similar.
-
-    Args:
-      name: the name that is unknown.
-      known: the names that are known.
-    """
+    """Returns "did you mean NAME?" with the known name that is most similar to an unknown one. The
+    text is empty if none is similar."""
     similar = get_close_matches(name, list(known), n=1)
     return f"did you mean {similar[0]}?" if similar else ""

@@ -18,11 +18,11 @@ from .planner.numbers import numbered
 from .similar_names import did_you_mean
 from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
-# A value that would take more characters in a task's name is named by its place in its list.
+# A value that would take more characters in a task's name is named by its number in its list.
 _LONGEST_LABEL = 24
-# Most configurations of a sweep. More would take minutes before anything is said of them.
+# Most configurations of a sweep. Checking more of them would take minutes.
 MOST_CONFIGURATIONS = 10_000
-# So many times as many configurations are drawn at most, until enough are different.
+# At most this many configurations are drawn for each one that is wanted, to find different ones.
 _MOST_DRAWS = 100
 
 
@@ -30,7 +30,7 @@ class Configuration(NamedTuple):
     """One configuration of a sweep.
 
     Attributes:
-      task: the task, with its own name.
+      task: the task of the configuration, with a name that tells its values.
       values: by path of a swept field ("adapter.rank"), the value.
     """
 
@@ -43,18 +43,18 @@ class Sweep:
     """One task in many configurations, which train together on one backbone.
 
     It stands in the list of tasks of `fine_tune` and of configs. Without `samples` it is a grid:
-    all combinations of the values. With `samples`, so many configurations are drawn at random.
+    all combinations of the values. With `samples`, this number of configurations is drawn.
 
     With `first_rung`, successive halving (Jamieson & Talwalkar 2016, synchronous) stops bad
     configurations early. The *rungs* are the steps first_rung, first_rung * factor, first_rung *
     factor ** 2 … before the last step of the task. At rung i, the held-out losses of all
-    configurations that have come so far are compared, and only the best n / factor ** i of the n
-    configurations, rounded down and at least one, go on. The others stop early, like tasks that
-    stop early, with the adapter that they have then. The losses are compared when all of them are
-    measured, so the choice depends on nothing but them: not on the number of configurations that
-    train at the same time, nor on the devices. A configuration that has failed, or whose loss is
-    not finite, ranks last. One that has ended before the rung ranks by the loss with which it
-    ended. Of equal losses, that of the earlier configuration is better.
+    configurations that have reached it are compared. Only the best n / factor ** i of the n
+    configurations, rounded down and at least one, train on. The others stop early and keep the
+    adapter that they have then. The losses are compared when all of them are measured. So the
+    choice depends on the losses only, and not on the devices or on the number of configurations
+    that train at the same time. A configuration that has failed, or whose loss is not finite, ranks
+    last. A configuration that ended before the rung ranks by its last loss. Of two equal losses,
+    that of the earlier configuration is better.
 
     Configurations with different seeds hold out the same records by `Task.validation_fraction`:
     they get the seed of `task` as their `Task.validation_seed`.
@@ -62,15 +62,15 @@ class Sweep:
     Attributes:
       task: the task with the values that are not swept. The names of configurations begin with its
         name.
-      space: by path of a field of the task ("seed", "data", "adapter.rank",
-        "optimizer.learning_rate"), the values: a list, or, with `samples`, a `Uniform`, a
-        `LogUniform` or an `Integers`. A value may be anything that the field may hold, so a value
-        of "data" may be a list of sources, and one of "adapter" a `LoRA`.
+      space: the values by path of a field of the task ("seed", "data", "adapter.rank",
+        "optimizer.learning_rate"): a list, or, with `samples`, a `Uniform`, a `LogUniform` or an
+        `Integers`. A value may be anything that the field may hold. So a value of "data" may be a
+        list of sources, and a value of "adapter" may be a `LoRA`.
       samples: number of configurations that are drawn from `space`. None takes all combinations.
       seed: seed of the drawing.
       first_rung: number of steps after which configurations are compared for the first time. It
         needs held-out data. None lets all of them train to their ends.
-      factor: successive halving keeps one of so many configurations at each rung.
+      factor: at each rung, successive halving keeps one of this many configurations.
 
     Raises:
       TaskError: a value is outside its range, a path or a value does not suit the task, or there
@@ -98,32 +98,32 @@ class Sweep:
         ):
             raise self._error("first_rung needs eval_data or validation_fraction of the task")
         self._require_moderate()
-        # Everything that is wrong with a value is said now.
+        # Making the tasks checks all values.
         steps = [task.steps for task in self.tasks()]
         if None not in steps:
             self.require_rung(max(steps))
 
     @property
     def name(self) -> str:
-        """Name of the sweep, that of its task."""
+        """Name of the sweep, which is that of its task."""
         return self.task.name
 
     def configurations(self) -> list[Configuration]:
-        """The configurations, of a grid in the order of the values, the last path changing fastest;
-        else as they are drawn.
+        """Returns the configurations in the order in which they are drawn. Those of a grid are in
+        the order of the values, and the last path changes fastest.
 
         Raises:
           TaskError: a value does not suit the task.
         """
         values = list(self._values())
         return [
-            Configuration(self._task(own, name), own)
-            for own, name in zip(values, self._names(values), strict=True)
+            Configuration(self._task(chosen, name), chosen)
+            for chosen, name in zip(values, self._names(values), strict=True)
         ]
 
     def tasks(self) -> list[Task]:
         """The tasks of all configurations."""
-        return [own.task for own in self.configurations()]
+        return [configuration.task for configuration in self.configurations()]
 
     def rungs(self, steps: int) -> list[int]:
         """The steps at which configurations are compared, ascending; empty without `first_rung`.
@@ -131,14 +131,14 @@ class Sweep:
         Args:
           steps: number of steps of the longest configuration.
         """
-        found, step = [], self.first_rung
+        rungs, step = [], self.first_rung
         while step is not None and step < steps:
-            found.append(step)
+            rungs.append(step)
             step *= self.factor
-        return found
+        return rungs
 
     def require_rung(self, steps: int) -> None:
-        """Raises TaskError if there is a `first_rung` that never comes.
+        """Raises TaskError if the configurations end before their `first_rung`.
 
         Args:
           steps: number of steps of the longest configuration.
@@ -164,51 +164,51 @@ class Sweep:
 
     def _values(self) -> Iterator[dict[str, Any]]:
         if self.samples is None:
-            for own in itertools.product(*self.space.values()):
-                yield dict(zip(self.space, own, strict=True))
+            for combination in itertools.product(*self.space.values()):
+                yield dict(zip(self.space, combination, strict=True))
             return
         source = random.Random(self.seed)
-        found: list[dict[str, Any]] = []
+        drawn: list[dict[str, Any]] = []
         for _ in range(_MOST_DRAWS * self.samples):
-            own = {
+            draw = {
                 path: values.draw(source)
                 if isinstance(values, DISTRIBUTIONS)
                 else values[source.randrange(len(values))]
                 for path, values in self.space.items()
             }
-            if own not in found:
-                found.append(own)
-                yield own
-            if len(found) == self.samples:
+            if draw not in drawn:
+                drawn.append(draw)
+                yield draw
+            if len(drawn) == self.samples:
                 return
         raise self._error(
             f"samples: {self.samples} different configurations were asked for, and space has only "
-            f"{len(found)}"
+            f"{len(drawn)}"
         )
 
     def _task(self, values: Mapping[str, Any], name: str) -> Task:
-        found: Any = dataclasses.replace(self.task, name=name)
+        task: Any = dataclasses.replace(self.task, name=name)
         # A whole part comes before fields of it.
         for path in sorted(values, key=lambda path: path.count(".")):
             try:
-                found = _replaced(found, path.split("."), values[path])
+                task = _replaced(task, path.split("."), values[path])
             except ValueError as e:
-                # The name of the configuration would say the same again.
+                # The message of the sweep names the configuration's value already.
                 message = without_task(str(e), name)
                 raise self._error(f"space: {path!r} = {values[path]!r}: {message}") from None
-        splits = found.validation_fraction is not None and found.validation_seed is None
+        splits = task.validation_fraction is not None and task.validation_seed is None
         if splits and "seed" in values and "validation_seed" not in values:
-            # Losses can be compared only if they are those of the same records.
-            found = dataclasses.replace(found, validation_seed=self.task.seed)
-        return found
+            # Losses can be compared only if they are losses of the same records.
+            task = dataclasses.replace(task, validation_seed=self.task.seed)
+        return task
 
     def _names(self, all_values: Sequence[Mapping[str, Any]]) -> list[str]:
-        """The name of each configuration: that of the task, and the values."""
+        """Names each configuration by the name of the task and the values."""
         ends = [path.rpartition(".")[2] for path in self.space]
         keys = {p: e if ends.count(e) == 1 else p for p, e in zip(self.space, ends, strict=True)}
         names = []
         for values in all_values:
-            parts = [f"{keys[path]}_{self._label(path, own)}" for path, own in values.items()]
+            parts = [f"{keys[path]}_{self._label(path, value)}" for path, value in values.items()]
             names.append("-".join([self.name, *parts]))
         counts, width = Counter(names), len(str(len(names)))
         for i, name in enumerate(names):
@@ -219,12 +219,12 @@ class Sweep:
         return names
 
     def _label(self, path: str, value: Any) -> str:
-        """A value as the name of a task shows it; for one that has no short text, its number in the
-        list of values, from 1."""
+        """A value as it stands in the name of a task. If it has no short text, its number in the
+        list of values stands for it, counted from 1."""
         drawn = isinstance(self.space[path], DISTRIBUTIONS)
         short = _short(value, digits=3 if drawn else None)
         if short is not None and len(short) <= _LONGEST_LABEL:
-            others = () if drawn else [_short(own) for own in self.space[path]]
+            others = () if drawn else [_short(other) for other in self.space[path]]
             if list(others).count(short) <= 1:
                 return short
         return f"no{_index(self.space[path], value) + 1}"
@@ -244,13 +244,13 @@ class Sweep:
                 )
             return
         if not isinstance(values, list | tuple) or not values:
-            known = ", ".join(own.__name__ for own in DISTRIBUTIONS)
+            known = ", ".join(cls.__name__ for cls in DISTRIBUTIONS)
             raise self._error(
                 f"space: {path!r} should be a list of values, or {known}, found {values!r}"
             )
-        for i, own in enumerate(values):
-            if _index(values, own) < i:
-                raise self._error(f"space: {path!r} has the value {own!r} twice")
+        for i, value in enumerate(values):
+            if _index(values, value) < i:
+                raise self._error(f"space: {path!r} has the value {value!r} twice")
 
     def _error(self, message: str) -> TaskError:
         name = f"sweep {self.task.name!r}" if isinstance(self.task, Task) else "Sweep"
@@ -258,54 +258,43 @@ class Sweep:
 
 
 def expanded(tasks: Sequence[Task | Sweep]) -> list[Task]:
-    """The tasks, with those of all configurations in place of each sweep.
-
-    Args:
-      tasks: tasks and sweeps.
-    """
-    return [t for own in tasks for t in (own.tasks() if isinstance(own, Sweep) else [own])]
+    """Replaces each sweep in a list of tasks by the tasks of its configurations."""
+    return [t for each in tasks for t in (each.tasks() if isinstance(each, Sweep) else [each])]
 
 
 def sweeps_of(tasks: Sequence[Task | Sweep]) -> list[Sweep]:
-    """The sweeps among tasks.
-
-    Args:
-      tasks: tasks and sweeps.
+    """Returns the sweeps in a list of tasks and sweeps.
 
     Raises:
       TaskError: two sweeps have the same name.
     """
-    found = [own for own in tasks if isinstance(own, Sweep)]
-    names = [own.name for own in found]
+    sweeps = [each for each in tasks if isinstance(each, Sweep)]
+    names = [sweep.name for sweep in sweeps]
     if repeated := [name for name in names if names.count(name) > 1]:
         raise TaskError(f"sweep {repeated[0]!r}: {names.count(repeated[0])} sweeps have this name")
-    return found
+    return sweeps
 
 
 def shown_value(value: Any) -> str:
-    """A swept value as tables and plots show it.
-
-    Args:
-      value: the value of a configuration.
-    """
+    """A swept value as tables and plots show it."""
     if isinstance(value, float):
         return f"{value:.3g}"
     if isinstance(value, list | tuple):
         return ", ".join(map(shown_value, value))
     if dataclasses.is_dataclass(value):
-        own = [
+        changed = [
             f"{f.name}={shown_value(getattr(value, f.name))}"
             for f in dataclasses.fields(value)
             if getattr(value, f.name) != f.default
         ]
         path = getattr(value, "path", None)
-        return path.rpartition("/")[2] if path else f"{type(value).__name__}({', '.join(own)})"
+        return path.rpartition("/")[2] if path else f"{type(value).__name__}({', '.join(changed)})"
     return str(value)
 
 
 def _refuse_unknown(task: Task, path: str, error: Any, space: Mapping[str, Any]) -> None:
-    """An error if a task has no field of this path. Fields of a part that is swept itself are
-    checked with each of its values."""
+    """Raises `error` if a task has no field of this path. If `space` has values of a whole part,
+    such as "adapter", the fields of the part are checked with each of these values."""
     part: Any = task
     names = path.split(".")
     for i, name in enumerate(names):
@@ -323,7 +312,7 @@ def _refuse_unknown(task: Task, path: str, error: Any, space: Mapping[str, Any])
 
 
 def _replaced(part: Any, names: Sequence[str], value: Any) -> Any:
-    """A specification with another value of the field of this path."""
+    """Returns a specification in which the field of this path has another value."""
     first, *rest = names
     known = [f.name for f in dataclasses.fields(part)] if dataclasses.is_dataclass(part) else []
     if first not in known:
@@ -334,21 +323,21 @@ def _replaced(part: Any, names: Sequence[str], value: Any) -> Any:
 
 
 def _index(values: Sequence[Any], value: Any) -> int:
-    """The place of a value in a list; True is not 1, and 1.0 is not 1."""
-    return next(i for i, own in enumerate(values) if type(own) is type(value) and own == value)
+    """The index of a value in a list. Values of different types, such as 1 and True, differ."""
+    return next(i for i, v in enumerate(values) if type(v) is type(value) and v == value)
 
 
 def _short(value: Any, digits: int | None = None) -> str | None:
-    """A text of the characters that names of tasks may have; None for a value without one."""
+    """Writes a value in the characters that names of tasks may have; None if that is impossible."""
     if isinstance(value, float):
         return f"{value:.{digits}g}".replace("+", "") if digits else repr(value).replace("+", "")
     if isinstance(value, bool | int | None):
         return str(value)
     if isinstance(value, list | tuple):
-        parts = [_short(own) for own in value]
+        parts = [_short(part) for part in value]
         return ".".join(parts) if parts and None not in parts else None
     if isinstance(value, str):
-        # Of a path, its last part tells most.
+        # The last part of a path tells most.
         name = re.sub(r"\.jsonl?$", "", value.rpartition("/")[2])
         return name if re.fullmatch(TASK_NAME, name) else None
     return None
