@@ -25,10 +25,6 @@ def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
     """The inverse of `to_json`, for objects that jaxmux itself has written. `task_from_json` reads
     those of others.
 
-    Args:
-      fields: the JSON object.
-      cls: the class of the specification.
-
     Raises:
       ValueError: the object does not describe such a specification.
     """

@@ -47,16 +47,10 @@ _KINDS = (
 
 
 def read_bytes(folder: str | Path, path: str, most_bytes: int, where: str) -> bytes:
-    """Reads a small file of a folder.
-
-    Args:
-      folder: the folder, which is trusted.
-      path: path of the file relative to the folder.
-      most_bytes: the largest permitted size.
-      where: the first words of error messages.
+    """Reads a small file of a folder. The arguments are those of `open_inside`.
 
     Raises:
-      TaskError: the file is larger, or cannot be opened as `open_inside` does.
+      TaskError: the file is larger than `most_bytes`, or `open_inside` cannot open it.
     """
     try:
         with open_inside(folder, path, most_bytes, where) as file:
@@ -135,12 +129,7 @@ _CHUNK = 2**20
 
 def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
     """Returns the task with other paths of its data, of its held-out data and of the adapter from
-    which it begins.
-
-    Args:
-      task: the task.
-      changed: function that returns the new path for an old one.
-    """
+    which it begins. `changed` makes a new path from an old one."""
     held_out, adapter = task.eval_data, task.resume_from
     data = tuple(dataclasses.replace(each, path=changed(each.path)) for each in task.sources)
     return dataclasses.replace(
@@ -221,15 +210,8 @@ def copy_files(
 
 @dataclasses.dataclass(frozen=True)
 class _Files:
-    """Reads the files of a task once, checks them, and copies them if there is a store.
-
-    Attributes:
-      task: the task, with paths relative to `folder`.
-      folder: the folder with the tenant's files.
-      store: the folder to which they are copied; None copies nothing.
-      limits: the most bytes, lines and steps.
-      where: the first words of error messages.
-    """
+    """Reads the files of a task once, checks them, and copies them to `store` if it is not None.
+    Paths of the task are relative to `folder`; `where` begins error messages."""
 
     task: Task
     folder: Path

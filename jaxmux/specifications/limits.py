@@ -166,12 +166,8 @@ _REASONS = (
 
 def refusal(task: Task, limits: SpecificationLimits) -> str | None:
     """Returns the first reason why the limits do not permit a task; None if they permit it. They
-    hold for defaults as for values that the tenant has written.
-
-    Args:
-      task: the task, with paths relative to the tenant's folder.
-      limits: the most that it may ask for.
-    """
+    hold for defaults as for values that the tenant has written. Paths of the task are relative to
+    the tenant's folder."""
     if isinstance(task.data, tuple):
         return (
             f"data should be a string or an object, found {len(task.data)} sources; a "
@@ -195,13 +191,8 @@ def refusal(task: Task, limits: SpecificationLimits) -> str | None:
 
 
 def refusals(cls: type, fields: Mapping[str, Any], limits: SpecificationLimits) -> dict[str, str]:
-    """Returns, by name of a field, why a tenant may not give the field its value.
-
-    Args:
-      cls: the class of a specification.
-      fields: some of its fields, as JSON. Other specifications in it are not checked.
-      limits: the most that it may ask for.
-    """
+    """Returns, by name of a field, why a tenant may not give the field its value. `fields` are some
+    fields of a specification as JSON; other specifications in them are not checked."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     switch, value = _CALIBRATED.get(cls, (None, None))
     if switch and fields.get(switch) != value:
@@ -225,12 +216,6 @@ def refusals(cls: type, fields: Mapping[str, Any], limits: SpecificationLimits) 
 def expected_and_found(cls: type, name: str, value: Any, limits: SpecificationLimits) -> str:
     """Tells of a refused value which values a tenant may give to the field, what was found, and
     what the tenant may have meant.
-
-    Args:
-      cls: the class of a specification.
-      name: name of the field.
-      value: the value, as JSON.
-      limits: the most that a specification may ask for.
     """
     if name in _open_fields(cls, limits):
         return f"cannot be set: {__name__} does not say which texts it may hold"
@@ -257,13 +242,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @functools.cache
 def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str, Any]:
-    """The values that a tenant may give to a field, as JSON Schema, which callers do not change.
-
-    Args:
-      cls: the class of a specification.
-      name: name of the field.
-      limits: the most that it may ask for.
-    """
+    """The values that a tenant may give to a field, as JSON Schema. Callers must not change it."""
     permitted = _checks(cls, limits).json_schema().get("properties", {})
     schema = dict(permitted.get(name) or field_schema(cls, name))
     for key in ("title", "default"):

@@ -107,14 +107,7 @@ def read_object(
     other_keys: Iterable[str] = (),
 ) -> Any:
     """Makes a specification from a JSON object whose author is not trusted. It may still ask for
-    more than the limits permit.
-
-    Args:
-      cls: the class of the specification.
-      fields: the JSON object.
-      where: the first words of error messages.
-      limits: the most that the specification may ask for, for error messages.
-      other_keys: as for `task_from_fields`.
+    more than the limits permit, which only stand in error messages. `where` begins the messages.
 
     Raises:
       TaskError: the object does not describe such a specification.
@@ -187,10 +180,8 @@ def _hint(key: str, cls: type, at: str, other_keys: Iterable[str]) -> str:
 
 
 def name_of_specification(name: str | None) -> str:
-    """Returns the first words of error messages about a specification, which name its file.
-
-    Args:
-      name: name of the file without ".json"; None if there is no file.
+    """Returns the first words of error messages about a specification, which name its file. `name`
+    is that of the file without ".json", or None if there is no file.
 
     Raises:
       TaskError: no task may have this name.

@@ -54,11 +54,7 @@ def parse_object(text: str | bytes, most_bytes: int) -> dict[str, Any]:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message: JSON in ASCII, cut if it is long.
-
-    Args:
-      value: a value from `parse_object`.
-    """
+    """Writes a JSON value for an error message, in ASCII and cut if it is long."""
     text = json.dumps(value)
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}…"
 
