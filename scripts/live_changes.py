@@ -271,8 +271,8 @@ class Changes:
 def microbatches_in_flight(engine: Engine) -> int:
     """Number of microbatches that have begun in a pipeline and whose last backward pass has not
     been dispatched; 0 on one device, which has no pipeline."""
-    replicas = getattr(engine._executor, "_replicas", [])
-    return sum(replica._order.begun - replica._order.ended for replica in replicas)
+    orders = (getattr(replica, "_order", None) for replica in engine._executor._replicas)
+    return sum(order.begun - order.ended for order in orders if order)
 
 
 def comings(engine: Engine, changes: Changes, task: PreparedTask, count: int) -> None:

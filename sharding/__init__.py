@@ -1,6 +1,6 @@
 """Several devices: the parts of a backbone that each stage holds, and the programs that it runs."""
 
-from .compiling import in_threads, only_compiling, shapes_of
+from .compiling import compiles_only, in_threads, only_compiling, shapes_of
 from .placed_backbone import (
     Part,
     PlacedBackbone,
@@ -9,16 +9,18 @@ from .placed_backbone import (
     place_backbone,
     random_placed_backbone,
 )
-from .stage_mesh import StageMesh, stage_meshes
+from .stage_mesh import OneDevice, StageMesh, stage_meshes
 from .stage_programs import Passed, StageOptions, backward, evaluate, forward, forward_into
 
 __all__ = [
+    "OneDevice",
     "Part",
     "Passed",
     "PlacedBackbone",
     "StageMesh",
     "StageOptions",
     "backward",
+    "compiles_only",
     "consecutive_parts",
     "evaluate",
     "forward",

@@ -21,7 +21,7 @@ from jaxmux.models import (
 from jaxmux.models.modules import abstract_weights, random_weights
 from jaxmux.models.quantised.writing import reader_of
 
-from .stage_mesh import StageMesh
+from .stage_mesh import OneDevice, StageMesh
 
 
 class Part(NamedTuple):
@@ -65,6 +65,29 @@ class PlacedBackbone:
     weights: tuple[Weights, ...]
     name_or_path: str
     fingerprint: str = ""
+
+    @classmethod
+    def on_one_device(cls, backbone: Backbone) -> "PlacedBackbone":
+        """The backbone on the device on which it lies; on the default device if it has shapes and
+        dtypes in place of arrays."""
+        (part,) = consecutive_parts([backbone.config.num_layers])
+        array = jax.tree.leaves(backbone.weights)[0]
+        devices = array.devices() if isinstance(array, jax.Array) else jax.local_devices()
+        device, *_ = devices
+        return cls(
+            backbone.config,
+            (part,),
+            (OneDevice.of_device(device),),
+            (backbone.weights,),
+            backbone.name_or_path,
+            backbone.fingerprint,
+        )
+
+    @property
+    def is_fused(self) -> bool:
+        """Whether the forward and the backward pass of a microbatch are one program, because the
+        backbone is one part on one device."""
+        return len(self.parts) == 1 and isinstance(self.homes[0], OneDevice)
 
     @property
     def compute_dtype(self) -> jnp.dtype:

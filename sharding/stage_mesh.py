@@ -4,25 +4,23 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.modules import divisible_weights, is_weight
-from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, WeightSharding
+from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, UNDIVIDED, WeightSharding
 from jaxmux.pallas_kernels.collectives import blocks_of_sums
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.peft import LeafSpec
+from jaxmux.planner.devices import ONE_DEVICE, Replica, Stage
 
 from .compiling import compiled_results, compiles_only, shapes_of
 from .transfers import is_local, move, put, share
-
-if TYPE_CHECKING:
-    from jaxmux.planner.devices import Replica, Stage
 
 DP = "dp"
 # If there are more devices than key heads, every device has the whole outputs of these linears.
@@ -47,9 +45,7 @@ class StageMesh:
     weights: WeightSharding
 
     @classmethod
-    def of(
-        cls, stage: "Stage", devices: Sequence[jax.Device], config: BackboneConfig
-    ) -> "StageMesh":
+    def of(cls, stage: Stage, devices: Sequence[jax.Device], config: BackboneConfig) -> "StageMesh":
         sizes = (stage.dp, stage.fsdp, stage.tp)
         weights = WeightSharding(
             tp=stage.tp,
@@ -215,15 +211,33 @@ def _module(path: tuple[Any, ...]) -> str | None:
     return next((key for key in keys if key in MODULES), None)
 
 
-def run_on(home: StageMesh | None, program: Callable[..., Any], *arguments: Any) -> Any:
-    """`StageMesh.run`, or a call of the program on the default device if `home` is None."""
-    return program(*arguments) if home is None else home.run(program, *arguments)
+@dataclasses.dataclass(frozen=True)
+class OneDevice(StageMesh):
+    """The device of a backbone that is neither divided nor part of a pipeline. Its arrays have no
+    axes of copies or data shards, so its programs are those of a single device, without
+    `jax.shard_map`."""
+
+    @classmethod
+    def of_device(cls, device: jax.Device) -> "OneDevice":
+        return cls(Mesh(np.asarray([[[device]]]), AXES), UNDIVIDED)
+
+    @property
+    def device(self) -> jax.Device:
+        return self.mesh.devices.item()
+
+    def shardings(self, specs: Any) -> Any:
+        return jax.tree.map(lambda _: SingleDeviceSharding(self.device), specs)
+
+    def with_copies(self, leaves: Any) -> Any:
+        return leaves
 
 
 def stage_meshes(
-    replica: "Replica", devices: Sequence[jax.Device], config: BackboneConfig
+    replica: Replica, devices: Sequence[jax.Device], config: BackboneConfig
 ) -> list[StageMesh]:
     """The meshes of a replica's stages, which take the devices in their order."""
+    if replica == ONE_DEVICE:
+        return [OneDevice.of_device(devices[0])]
     left = iter(devices)
     if blocks := max(blocks_of_sums(stage.tp) for stage in replica.stages):
         # NCCL reads this when devices first communicate.

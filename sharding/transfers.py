@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
@@ -32,13 +32,13 @@ def put(tree: Any, shardings: Any) -> Any:
     one sharding for all arrays."""
     if jax.process_count() == 1:
         return jax.device_put(tree, shardings)
-    if isinstance(shardings, NamedSharding):
+    if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(_put, tree, shardings)
 
 
-def _put(value: Any, sharding: NamedSharding) -> Any:
-    if not is_local(sharding.mesh):
+def _put(value: Any, sharding: Sharding) -> Any:
+    if jax.process_index() not in {device.process_index for device in sharding.device_set}:
         return jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=sharding)
     lies_there = isinstance(value, jax.Array) and not value.is_fully_addressable
     if lies_there or sharding.is_fully_addressable:

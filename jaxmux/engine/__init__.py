@@ -15,7 +15,7 @@ round and, at the end, the adapter of every task.
     engine.close()
 """
 
-from .devices.size_ahead import SizeAhead
+from .devices.programs_ahead import ProgramsAhead
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .queued_engine import Bracket, QueuedEngine, rung_of
@@ -33,8 +33,8 @@ __all__ = [
     "EngineOptions",
     "EngineSize",
     "PreparedTask",
+    "ProgramsAhead",
     "QueuedEngine",
-    "SizeAhead",
     "SuspendedTask",
     "TaskEvaluation",
     "TaskProgress",

@@ -16,7 +16,7 @@ from jaxmux.planner.numbers import numbered
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import TaskError
 
-from .devices.size_ahead import DeviceSizeAhead, ProgramsAhead, SizeAhead
+from .devices.programs_ahead import ProgramsAhead
 from .engine_options import EngineOptions, EngineSize
 from .round_loop import RoundLoop
 from .state.slots import (
@@ -124,19 +124,15 @@ class Engine(RoundLoop):
         """The present number of slots of the pool, and of rows of a microbatch."""
         return EngineSize(self._slots.pool.slots, self.options.shape.rows)
 
-    def compile_ahead(self, size: EngineSize) -> SizeAhead:
+    def compile_ahead(self, size: EngineSize) -> ProgramsAhead:
         """Begins to compile the programs for another size in a thread, for `resize`. PlanningError
         if the replicas have different shapes, or the engine trains in several processes."""
         if jax.process_count() > 1:
             raise PlanningError("programs for another size are compiled ahead in one process only")
         slots, options = self._slots, self.options.of_size(size)
         pool, sizes = slots.pool._replace(slots=size.slots), (self.size, size)
-        if self._replicas is None:
-            backbone = self.backbone
-            return DeviceSizeAhead(sizes, backbone, options, pool, slots.optimizers, slots.layout)
-        from .devices.several_devices import MeshSizeAhead
-
-        return MeshSizeAhead(sizes, self._replicas, options, pool, slots.optimizers, slots.stored)
+        kinds, stored = slots.optimizers, slots.stored
+        return ProgramsAhead.of_size(sizes, self._replicas, options, pool, kinds, stored)
 
     def refusal_of(self, size: EngineSize) -> str | None:
         """Why rounds of another size would not fit into the devices' memory, as predicted by
@@ -158,7 +154,7 @@ class Engine(RoundLoop):
             count += replica_input.replica.shards * (1 if stages == 1 else 2 * stages)
         return count
 
-    def resize(self, size: EngineSize, programs: SizeAhead | None = None) -> None:
+    def resize(self, size: EngineSize, programs: ProgramsAhead | None = None) -> None:
         """Changes the number of slots and of the rows of a microbatch between two rounds. The
         devices finish their work, then the state moves. Tasks continue where they are; their later
         results may differ in the last bits from those at another size.
@@ -195,7 +191,7 @@ class Engine(RoundLoop):
                 f"microbatches of {size.rows * self.options.shape.row_len} tokens"
             ) from None
 
-    def _take_size(self, size: EngineSize, programs: SizeAhead | None) -> None:
+    def _take_size(self, size: EngineSize, programs: ProgramsAhead | None) -> None:
         options = self.options.of_size(size)
         self._take_options(options, self._slots.resize(size.slots), programs)
 
@@ -351,8 +347,7 @@ class Engine(RoundLoop):
         """Tells `admission` a new peak of memory use in a round. The device reports only the
         highest peak so far. `pools` has, for each task of the round, the pool that would hold only
         this task."""
-        one_device = self._slots.stored.homes == [None]
-        peak = device_peak() if self.admission and one_device else None
+        peak = device_peak() if self.admission and self._slots.stored.alone else None
         # A restored round without microbatches may have been updated before anything was compiled.
         if peak and peak > self._peak and self.remat:
             self._peak = peak
@@ -434,7 +429,7 @@ class Engine(RoundLoop):
         self._refuse_unfinished_round()
 
     def _refuse_stages(self, pools: dict[str, PoolSpec]) -> None:
-        for replica in self._replicas or ():
+        for replica in self._replicas:
             refuse_stages(pools, len(set(replica.homes)), len(replica.parts))
 
     @property

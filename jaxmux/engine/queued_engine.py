@@ -17,7 +17,7 @@ from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import PricedShape
 from jaxmux.tasks import TaskError
 
-from .devices.size_ahead import SizeAhead
+from .devices.programs_ahead import ProgramsAhead
 from .engine import Engine
 from .engine_options import EngineSize
 from .state.slots import Slot, SuspendedTask, best_arrays, without_best
@@ -232,7 +232,7 @@ class QueuedEngine(Engine):
         self._brackets = tuple(brackets)
         self._places = places
         self._shrinking = shrinking
-        self._ahead: SizeAhead | None = None
+        self._ahead: ProgramsAhead | None = None
         # By name, the tasks without a slot; and the names of all tasks, in their order.
         self._outside: dict[str, SuspendedTask] = {}
         self._order: list[str] = []

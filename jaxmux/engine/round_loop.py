@@ -13,10 +13,10 @@ from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.sharding import PlacedBackbone, consecutive_parts
+from jaxmux.sharding import PlacedBackbone
 
-from .devices.executor import Executor, SingleDevice
-from .devices.size_ahead import ProgramsAhead, SizeAhead
+from .devices.executor import Executor
+from .devices.programs_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .rounds.held_out import HeldOut
 from .rounds.position import RoundPosition, RoundStream
@@ -58,20 +58,21 @@ class RoundLoop:
         self.computed_tokens = 0
         self.device_time = DeviceTime()
         if isinstance(backbone, Backbone):
-            self._replicas, self.backbone = None, backbone
-            stored = StoredState(consecutive_parts([backbone.config.num_layers]), [None])
+            self._replicas = [PlacedBackbone.on_one_device(backbone)]
+            self.backbone = backbone
         else:
             self._replicas = [backbone] if isinstance(backbone, PlacedBackbone) else list(backbone)
             if not self._replicas:
                 raise PlanningError("an engine needs at least one replica of the backbone")
             self.backbone = self._replicas[0]
-            stored = StoredState(self.backbone.parts, self.backbone.homes)
+        first, *others = self._replicas
+        stored = StoredState(first.parts, first.homes, alone=first.is_fused and not others)
         self._slots = Slots(self.backbone.config, options.reserved, stored)
         self._observe = observe
         self._results = RoundResults(options.max_bad_steps)
         # This thread waits for copies to reach the host, so that their device memory becomes free.
         self._copies = ThreadPoolExecutor(1)
-        self._executor = self._make_executor(programs)
+        self._executor = Executor(self._replicas, options, stored, programs)
         self._stream = RoundStream(self._slots, options, self._executor)
         self._position = RoundPosition(self._stream)
         self._held_out = self._measure_held_out()
@@ -79,16 +80,6 @@ class RoundLoop:
         # Keys are the slots of an update that is being dispatched, values the learning rate of each
         # of these slots.
         self._learning_rates: dict[tuple[int, ...], dict[int, float]] = {}
-
-    def _make_executor(self, programs: ProgramsAhead | SizeAhead | None) -> Executor:
-        if self._replicas is None:
-            (options,) = self.options.of_replicas(1)
-            return SingleDevice(self.backbone, options, self._slots.stored, programs)
-        # Training on one device needs neither schedules nor their planner.
-        from .devices.several_devices import MeshSizeAhead, SeveralDevices
-
-        ahead = programs.programs if isinstance(programs, MeshSizeAhead) else None
-        return SeveralDevices(self._replicas, self.options, self._slots.stored, ahead)
 
     def _measure_held_out(self) -> HeldOut:
         return HeldOut(
@@ -101,14 +92,14 @@ class RoundLoop:
         )
 
     def _take_options(
-        self, options: EngineOptions, numbers: Mapping[int, int], programs: SizeAhead | None
+        self, options: EngineOptions, numbers: Mapping[int, int], programs: ProgramsAhead | None
     ) -> None:
         """Continues with other options, for whose sizes the state is ready. Programs that were not
         compiled ahead are compiled and run once. Programs that were compiled ahead run for the
         first time when they are needed; here the executor only tries whether their memory can be
         allocated. `numbers` maps the old number of every occupied slot to its new one."""
         self.options = options
-        self._executor = self._make_executor(programs)
+        self._executor = Executor(self._replicas, options, self._slots.stored, programs)
         self._stream = self._stream.resized(options, self._executor, numbers)
         self._position.renumber(numbers, self._stream)
         self._position.prepare(self._live())

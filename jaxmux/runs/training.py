@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 
 from jaxmux.engine import Engine, PreparedTask, QueuedEngine
-from jaxmux.engine.devices.size_ahead import ProgramsAhead
+from jaxmux.engine.devices.programs_ahead import ProgramsAhead
 from jaxmux.errors import Interrupted, OutOfDeviceMemory, first_line, ran_out_of_memory
 from jaxmux.models import Backbone, backbone_dtype, device_memory, planned_remat
 from jaxmux.peft import Adapter
@@ -190,7 +190,7 @@ class Training:
         with ExitStack() as stack:
             programs = None
             if layout.deployment.devices == 1:
-                programs = ProgramsAhead(config, dtype, chosen_options, prepared[:places])
+                programs = ProgramsAhead.of_tasks(config, dtype, chosen_options, prepared[:places])
                 stack.enter_context(closing(programs))
             with self.timeline.span("load the backbone"):
                 model = processes.together(

@@ -2,7 +2,7 @@
 
 import logging
 
-from jaxmux.engine import Engine, EngineSize, SizeAhead
+from jaxmux.engine import Engine, EngineSize, ProgramsAhead
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner import PlanningError
 from jaxmux.planner.growth import fitting_size
@@ -46,7 +46,7 @@ class ElasticSize:
         self._full: list[EngineSize] = []
         self._refused: dict[EngineSize, bool] = {}
         self._asked_at = engine.rounds
-        self._ahead: SizeAhead | None = None
+        self._ahead: ProgramsAhead | None = None
         # The round in which the present size was needed last, and the largest size needed since.
         self._needed_at = engine.rounds
         self._needed = self.least

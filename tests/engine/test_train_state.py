@@ -24,12 +24,13 @@ from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
-from jaxmux.sharding import consecutive_parts
+from jaxmux.sharding import OneDevice, consecutive_parts
 
 # As many layers as slots: an axis that is found by its size would be the wrong one.
 LAYERS = SLOTS = 3
 WIDTH = 5
 RATE = 0.1
+ON_ONE_DEVICE = OneDevice.of_device(jax.devices()[0])
 
 
 def imagined_leaves(slots: int) -> dict[str, dict[str, LeafSpec]]:
@@ -159,7 +160,7 @@ def imagined_kind(monkeypatch):
 
 
 def stored_state(specs) -> StoredState:
-    stored = StoredState(consecutive_parts([LAYERS]), [None])
+    stored = StoredState(consecutive_parts([LAYERS]), [ON_ONE_DEVICE])
     stored.make_room(specs)
     stored.states = [random_state(specs)]
     return stored
@@ -242,7 +243,7 @@ def test_a_state_that_grows_keeps_its_slots_and_pads_the_new_ones():
     small, large = specs_of(2, "sgd"), specs_of(4, "adamw")
     before = jax.device_get(random_state(small))
     leaves = named_leaves(random_state(small))
-    after = jax.device_get(grown(leaves, large))
+    after = jax.device_get(grown(leaves, large, ON_ONE_DEVICE))
     assert not leaves
     for name, old in named_leaves(before).items():
         spec, new = named_leaves(large)[name], named_leaves(after)[name]

@@ -57,17 +57,14 @@ class CompiledStages:
     stage v mod S. `programs` is None before the programs are chosen."""
 
     def __init__(
-        self,
-        backbone: PlacedBackbone,
-        options: EngineOptions,
-        stored: StoredState,
-        ahead: StagePrograms | None = None,
-        replicas: int = 1,
+        self, backbone: PlacedBackbone, options: EngineOptions, stored: StoredState, replicas: int
     ):
         self._replicas = replicas
         self.stages = list(dict.fromkeys(backbone.homes))
         self._backbone, self._options, self._stored = backbone, options, stored
-        self.programs = self._ahead = ahead
+        self.programs: StagePrograms | None = None
+        # The programs that have been compiled ahead.
+        self._ahead: StagePrograms | None = None
         # Whether the programs have run.
         self._has_run = False
         # How often a device ran out of memory.
@@ -153,9 +150,13 @@ class CompiledStages:
             spent.clear()
         self._released = True
 
-    def compile(self, dropout: bool) -> None:
-        """Allocates the memory of residuals, then compiles the programs of all parts and runs each
-        once; skips what has been done.
+    def take(self, programs: StagePrograms | None) -> None:
+        """Takes the `programs` of another executor."""
+        self.programs = self._ahead = programs
+
+    def compile(self, dropout: bool, run: bool) -> None:
+        """Allocates the memory of residuals; then, with `run`, compiles the programs of all parts
+        and runs each once. Skips what has been done.
 
         The memory suffices for the microbatches in flight; with GPipe it grows in the first round.
         It is allocated first, so that a device that has too little fails before programs are
@@ -171,7 +172,7 @@ class CompiledStages:
         if self._released:
             self._call_with_parts(self._allocate)
             self._released = False
-        if not self._has_run:
+        if run and not self._has_run:
             self._call_with_parts(self._compile)
             self._has_run = True
 

@@ -52,6 +52,7 @@ from jaxmux.peft import ops_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import PackedBytes
 from jaxmux.planner.costs.memory_model import USABLE, fill_layers, keeps_attention, working_bytes
+from jaxmux.sharding import OneDevice
 
 from ..engine_options import EngineOptions
 from ..rounds.rounds import empty_microbatch, slot_table
@@ -263,10 +264,8 @@ def forward_options(
 def refuse_implementations(
     backbone: Backbone, options: EngineOptions, dropout: bool, state: TrainState
 ) -> None:
-    """Raises PlanningError if an implementation that `options` names cannot serve the training step
-    on this device, with these dtypes and sizes. Traces the step if `options` names any."""
-    if not (options.attention or options.grouped_lora):
-        return
+    """Traces the training step. Raises PlanningError if an implementation that `options` names
+    cannot serve it on this device, with these dtypes and sizes."""
     forward = forward_options(backbone, options, state.adapters, dropout)
     microbatch = empty_microbatch(options.shape)
     slots = slot_table({}, None, len(state.loss))
@@ -278,17 +277,18 @@ def refuse_implementations(
 
 class TrainingStep(NamedTuple):
     """A compiled `accumulate`, with the options of its forward pass. If it was read from the cache
-    (`is_read`), it has not been traced, and JAX does not find it by its function and arguments."""
+    (`is_read`), it has not been traced, and JAX does not find it by its function and arguments.
+    `program` is None if the device belongs to another process."""
 
     forward: ForwardOptions
-    program: jax.stages.Compiled
+    program: jax.stages.Compiled | None
     is_read: bool = False
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of device memory that it needs while it runs, besides its arguments and results; 0
         if unknown."""
-        stats = self.program.memory_analysis()
+        stats = self.program and self.program.memory_analysis()
         return int(stats.temp_size_in_bytes) if stats else 0
 
 
@@ -299,22 +299,27 @@ def compile_accumulate(
     state: TrainState,
     microbatch: Microbatch,
     slots: SlotTable,
+    home: OneDevice,
     leaner_by: int = 0,
+    exchanged: float = 0.0,
 ) -> TrainingStep:
     """Chooses the remat policy of every layer, and compiles `accumulate` for microbatches of this
     shape. Only shapes and dtypes of `state`, `microbatch` and `slots` are read. Each time that the
-    device ran out of memory (`leaner_by`), layers recompute more. Raises OutOfDeviceMemory if that
-    was not enough."""
+    device ran out of memory (`leaner_by`), layers recompute more. `exchanged` is the bytes that
+    must be free for exchanges with other replicas. Raises OutOfDeviceMemory if recomputation was
+    not enough."""
     forward = forward_options(backbone, options, state.adapters, dropout)
     remat, memory = options.remat, options.memory or device_memory()
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    path = _step_path(arguments, remat, memory, leaner_by)
+    # A step that was compiled for one device cannot be loaded for another.
+    is_first = home.device == jax.devices()[0]
+    path = _step_path(arguments, remat, memory, leaner_by, exchanged) if is_first else None
     if path and (step := _read_step(path, arguments)):
         return step
     if remat == "auto" and memory is None:
         remat = "dots"
     elif remat == "auto":
-        room = step_room(backbone.weights, state.adapters, memory)
+        room = step_room(backbone.weights, state.adapters, memory) - int(exchanged)
         remat = choose_remat(backbone, forward, state.adapters, microbatch, slots, room)
     for _ in range(leaner_by):
         remat = leaner(per_layer(remat, backbone.config.num_layers))
@@ -322,8 +327,9 @@ def compile_accumulate(
             raise microbatch_too_large(options.shape.tokens)
     forward = forward._replace(remat=remat)
     arguments = accumulate_arguments(backbone, forward, state, microbatch, slots)
-    step = TrainingStep(forward, compiled(accumulate.lower(*arguments)))
-    if path:
+    is_local = home.is_local
+    step = TrainingStep(forward, compiled(accumulate.lower(*arguments)) if is_local else None)
+    if path and is_local:
         _keep_step(path, step)
     return step
 

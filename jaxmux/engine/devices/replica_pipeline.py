@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -29,19 +29,8 @@ from ..engine_options import EngineOptions
 from ..rounds.results import DispatchedPass
 from ..rounds.rounds import PackedMicrobatch, ReplicaInput, RoundPlan
 from ..state.stored_state import StoredState
-from .compiled_stages import CompiledStages, StagePrograms
-
-
-class Queued(NamedTuple):
-    """A microbatch that has not ended. `tables` has the round's `SlotTable` on each stage."""
-
-    plan: RoundPlan
-    index: int
-    tables: list[SlotTable]
-
-    @property
-    def microbatch(self) -> PackedMicrobatch:
-        return self.plan.microbatches[self.index]
+from .compiled_stages import CompiledStages
+from .executor import Queued
 
 
 class ReplicaPipeline:
@@ -61,18 +50,17 @@ class ReplicaPipeline:
         options: EngineOptions,
         state: StoredState,
         number: int = 0,
-        ahead: StagePrograms | None = None,
         replicas: int = 1,
     ):
-        """Creates a pipeline; nothing is compiled yet. `ahead` are programs that have been
-        compiled, and `replicas` is the number of replicas, which exchange gradients and adapters.
-        Raises PlanningError if the parts are not on the stages in turn, the stages have different
-        numbers of data shards, or `options.schedule` does not suit them."""
+        """Creates a pipeline; nothing is compiled yet. `number` is its index among the `replicas`,
+        which exchange gradients and adapters. Raises PlanningError if the parts are not on the
+        stages in turn, the stages have different numbers of data shards, or `options.schedule` does
+        not suit them."""
         self.state = state
         self._number = number
         self._passes: list[DispatchedPass] = []
         self._backbone, self._options = backbone, options
-        self.compiled = CompiledStages(backbone, options, state, ahead, replicas)
+        self.compiled = CompiledStages(backbone, options, state, replicas)
         self._stages = self.compiled.stages
         self._refuse_schedule()
         devices = tuple(Stage(**stage.mesh.shape) for stage in self._stages)
@@ -120,9 +108,14 @@ class ReplicaPipeline:
             )
 
     @property
+    def streams(self) -> bool:
+        """Whether rounds follow each other without a gap."""
+        return self._order is not None
+
+    @property
     def begun_all(self) -> bool:
         """Whether every known microbatch has begun, so that another round may begin."""
-        return self._order is not None and not self._waiting
+        return not self._waiting
 
     def refuse_implementations(self, dropout: bool) -> None:
         compiled = self.compiled

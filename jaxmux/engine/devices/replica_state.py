@@ -199,7 +199,8 @@ def _taken(
     held = state.accumulators, state.loss
 
     def total(spec: LeafSpec, copies: Array) -> Array:
-        return _of_slots(spec, copies, slots).sum(axis=0)
+        values = _of_slots(spec, copies, slots)
+        return values.sum(axis=0) if "copy" in spec.axes else values
 
     totals = jax.tree.map(total, specs, held)
     state = _like(home, layout, _without_gradients(layout, state, slots))
@@ -221,14 +222,18 @@ def _added(
     specs = layout.tree.accumulators, layout.tree.loss
 
     def add(spec: LeafSpec, copies: Array, *arrived: Array) -> Array:
-        # The axis of copies is the first one here; the pieces have none.
-        of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
+        has_copies, of_pieces = "copy" in spec.axes, spec
+        if has_copies:
+            # The axis of copies is the first one here; the pieces have none.
+            of_pieces = dataclasses.replace(spec, shape=spec.shape[1:], axes=spec.axes[1:])
         joined = spec.divides_layers
         piece = of_pieces.joined(arrived, jnp.concatenate) if joined else sum(arrived)
-        # The axis of copies is divided among devices. An indexed update of its first place would
-        # move all copies to one device.
-        is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
-        new = _of_slots(spec, copies, slots) + jnp.where(is_first, piece, 0)
+        if has_copies:
+            # The axis of copies is divided among devices. An indexed update of its first place
+            # would move all copies to one device.
+            is_first = jnp.arange(len(copies)).reshape(-1, *[1] * piece.ndim) == 0
+            piece = jnp.where(is_first, piece, 0)
+        new = _of_slots(spec, copies, slots) + piece
         return copies.at[_at(spec, slots)].set(new, mode="drop")
 
     held = state.accumulators, state.loss

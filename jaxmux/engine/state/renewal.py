@@ -217,13 +217,15 @@ def renewed(
     layers: Weights,
     slots: Mapping[str, Int[np.ndarray, " T"]],
     applied: Bool[Array, " T"],
+    run: Callable[..., Any],
 ) -> TrainState:
     """The state on one device with derived arrays computed from the present trained arrays, for
     `slots` that were due (from `slots_to_renew`). Slots whose update was not applied keep their
-    bits. The pools of the renewed kinds are donated."""
+    bits. The pools of the renewed kinds are donated. `run` calls a program."""
     for name, numbers in slots.items():
         factors, derived = state.adapters[LOW_RANK_KIND], state.adapters[name]
-        derived = _renew(KINDS[name].op, UNDIVIDED, layers, factors, derived, numbers, applied)
+        operator = KINDS[name].op
+        derived = run(_renew, operator, UNDIVIDED, layers, factors, derived, numbers, applied)
         state = state._replace(adapters=state.adapters | {name: derived})
     return state
 
@@ -250,20 +252,6 @@ def renewed_part(
         )
         state = state._replace(adapters=state.adapters | {name: derived})
     return state
-
-
-def compile_renewal(layout: Layout, layers: Weights, adapters: Any) -> None:
-    """Compiles `renewed` for a state. Only shapes and dtypes of `adapters` are read."""
-    for name, slots in slots_to_renew(layout, {}).items():
-        _renew.lower(
-            KINDS[name].op,
-            UNDIVIDED,
-            layers,
-            adapters[LOW_RANK_KIND],
-            adapters[name],
-            slots,
-            np.zeros(len(slots), bool),
-        ).compile()
 
 
 def changed_by_updates(specs: Mapping[str, Any], adapters: Mapping[str, Any]) -> dict[str, Any]:

@@ -356,7 +356,7 @@ class Slots:
     def state(self) -> TrainState | None:
         """The arrays of the state on one device; None until the first task is added. Raises
         RuntimeError if there are several devices."""
-        if self.stored.homes != [None]:
+        if not self.stored.alone:
             raise RuntimeError("the state lies on several devices; read tasks with task_arrays")
         return self.stored.states[0] if self.stored.states else None
 

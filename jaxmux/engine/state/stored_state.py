@@ -16,14 +16,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Sharding
 from jaxtyping import Int
 
 from jaxmux.errors import OutOfDeviceMemory, fits
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.sharding import Part, StageMesh, shapes_of
-from jaxmux.sharding.stage_mesh import run_on
 
 from .train_state import (
     READ_FIELDS,
@@ -38,7 +37,6 @@ from .train_state import (
     slot_kinds,
     slot_specs,
     slot_view,
-    with_empty_accumulators,
     with_slot_view,
     write_leaf,
     written_specs,
@@ -141,7 +139,8 @@ class StoredState:
     them.
 
     Attributes:
-      homes: the mesh of each part; None for the default device.
+      homes: the mesh of each part.
+      alone: whether the engine has no other device, so that no devices exchange arrays.
       states: the state of each part, on its devices; empty until `make_room` is called.
       layouts: the descriptions of `states`, each a `TrainState` of `LeafSpec`.
       summed: the same without the axis "copy".
@@ -151,9 +150,8 @@ class StoredState:
         them, so that `wait` includes them.
     """
 
-    def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh | None]):
-        self.parts = list(parts)
-        self.homes = list(homes)
+    def __init__(self, parts: Sequence[Part], homes: Sequence[StageMesh], alone: bool = False):
+        self.parts, self.homes, self.alone = list(parts), list(homes), alone
         self.states: list[TrainState] = []
         self.layouts: list[Layout] = []
         self.summed: list[Layout] = []
@@ -171,12 +169,13 @@ class StoredState:
         self.summed, layouts = self._described(specs)
         if not self.states:
             pairs = zip(layouts, self.homes, strict=True)
-            self.states = [_empty(part_layout, home) for part_layout, home in pairs]
+            self.states = [home.run(_empty_on(of_part, home)) for of_part, home in pairs]
         for i, part_layout in enumerate(layouts):
             if self.layout is not None:
                 leaves, self.states[i] = named_leaves(self.states[i]), None
-                larger = grown(leaves, part_layout.tree, self.homes[i])
-                self.states[i] = _placed(larger, part_layout, self.homes[i])
+                home = self.homes[i]
+                larger = grown(leaves, part_layout.tree, home)
+                self.states[i] = home.put(larger, home.leaf_specs(part_layout.tree))
         self.layout, self.layouts = layout, layouts
         self._ran = set()
 
@@ -202,8 +201,15 @@ class StoredState:
         self.layout, self.summed, self.layouts = Layout(specs), summed, layouts
         self.changes, self._ran = {}, set()
 
+    def describe(self, specs: TrainState) -> None:
+        """Gives the empty state shapes in place of arrays, for `sharding.only_compiling`."""
+        self.layout = Layout(specs)
+        self.summed, self.layouts = self._described(specs)
+        pairs = zip(self.layouts, self.homes, strict=True)
+        self.states = [shapes_of(layout.tree, _shardings(layout, home)) for layout, home in pairs]
+
     def without_arrays(self) -> "StoredState":
-        """A copy of this state on meshes with shapes in place of its arrays, for
+        """A copy of this state with shapes in place of its arrays, for
         `sharding.only_compiling`."""
         other = copy.copy(self)
         other.states, other.changes = [shapes_of(state) for state in self.states], {}
@@ -247,7 +253,7 @@ class StoredState:
                 spec, sharding = described[i][name]
                 of_part = _first_copy(spec, _layers_of(whole[name], value, part))
                 program = _placing(write_leaf, sharding)
-                arrays[name] = run_on(home, program, arrays[name], spec, slot, of_part)
+                arrays[name] = home.run(program, arrays[name], spec, slot, of_part)
             view = jax.tree.unflatten(jax.tree.structure(view), arrays.values())
             self.states[i] = with_slot_view(self.states[i], kind, view)
 
@@ -255,8 +261,8 @@ class StoredState:
         self._note_change(slot)
         self._wait_before_first({clear_slot})
         for i, (layout, home) in enumerate(zip(self.layouts, self.homes, strict=True)):
-            program = clear_slot if home is None else _clear_slot_on(layout, home)
-            self.states[i] = run_on(home, program, self.states[i], layout, slot)
+            program = _clear_slot_on(layout, home)
+            self.states[i] = home.run(program, self.states[i], layout, slot)
 
     def wait(self) -> None:
         jax.block_until_ready((self.states, self.measured))
@@ -264,7 +270,7 @@ class StoredState:
     def marker(self) -> jax.Array:
         """A small array that is ready when the devices of the last part have finished all
         dispatched microbatches."""
-        return run_on(self.homes[-1], copied, self.states[-1].loss)
+        return self.homes[-1].run(copied, self.states[-1].loss)
 
     def empty_accumulators(self) -> None:
         """Replaces accumulators and losses by zeros, even if they were donated to a program that
@@ -273,13 +279,9 @@ class StoredState:
         def zeros(array: jax.Array) -> jax.Array:
             return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
-        for i, (state, home) in enumerate(zip(self.states, self.homes, strict=True)):
-            if home is None:
-                # Arrays that are committed to a device would cause the programs to be recompiled.
-                self.states[i] = with_empty_accumulators(state)
-                continue
-            sums = jax.tree.map(zeros, (state.accumulators, state.loss))
-            self.states[i] = state._replace(accumulators=sums[0], loss=sums[1])
+        for i, state in enumerate(self.states):
+            accumulators, loss = jax.tree.map(zeros, (state.accumulators, state.loss))
+            self.states[i] = state._replace(accumulators=accumulators, loss=loss)
 
     def copy_to_host(
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
@@ -309,29 +311,23 @@ class StoredState:
         to_host = jax.process_count() == 1
         of_parts = []
         for state, layout, home in zip(self.states, self.layouts, self.homes, strict=True):
-            arrays = run_on(home, read_slot, state, layout, kind, fields, slot, to_host)
-            of_parts.append(arrays if home is None else jax.tree.map(home.read, arrays))
+            arrays = home.run(read_slot, state, layout, kind, fields, slot, to_host)
+            of_parts.append(jax.tree.map(home.read, arrays))
         return of_parts
 
     def _wait_before_first(self, programs: Set[Hashable]) -> None:
-        """Waits for the devices of meshes before a program runs for the first time, because none
-        may be loaded while stages exchange arrays. `programs` are keys that identify programs of
-        this state."""
-        if not programs <= self._ran and self.homes != [None]:
+        """Waits for the devices before a program runs for the first time, because none may be
+        loaded while devices exchange arrays. `programs` are keys that identify programs of this
+        state."""
+        if not programs <= self._ran and not self.alone:
             self.wait()
         self._ran |= programs
 
-    def _sharded_specs(
-        self, i: int, kind: SlotKind
-    ) -> dict[str, tuple[LeafSpec, NamedSharding | None]]:
-        """By path in a `SlotState`, the description and the sharding of a part's array; the
-        sharding is None on the default device."""
+    def _sharded_specs(self, i: int, kind: SlotKind) -> dict[str, tuple[LeafSpec, Sharding]]:
+        """By path in a `SlotState`, the description and the sharding of a part's array."""
         specs, home = slot_view(self.layouts[i].tree, kind), self.homes[i]
-        named = named_leaves(specs)
-        if home is None:
-            return {name: (spec, None) for name, spec in named.items()}
         shardings = named_leaves(home.shardings(home.leaf_specs(specs)))
-        return {name: (spec, shardings[name]) for name, spec in named.items()}
+        return {name: (spec, shardings[name]) for name, spec in named_leaves(specs).items()}
 
     def _described(self, specs: TrainState) -> tuple[list[Layout], list[Layout]]:
         summed = [Layout(_of_part(specs, part)) for part in self.parts]
@@ -343,16 +339,14 @@ class StoredState:
         already."""
         leaves = [named_leaves(state) for state in self.states]
         specs = [named_leaves(layout.tree) for layout in layouts]
-        shardings = [
-            None if home is None else named_leaves(_shardings(layout, home))
-            for layout, home in zip(layouts, self.homes, strict=True)
-        ]
+        pairs = zip(layouts, self.homes, strict=True)
+        shardings = [named_leaves(_shardings(layout, home)) for layout, home in pairs]
         structures = [jax.tree.structure(state) for state in self.states]
         self.states = []
 
         def move(i: int, name: str) -> jax.Array:
-            program = _placing(moved, shardings[i] and shardings[i][name], donates=False)
-            return run_on(self.homes[i], program, leaves[i][name], specs[i][name], sources)
+            program = _placing(moved, shardings[i][name], donates=False)
+            return self.homes[i].run(program, leaves[i][name], specs[i][name], sources)
 
         try:
             for name in specs[0]:
@@ -387,17 +381,11 @@ def _layers_of(specs: Any, values: Any, part: Part) -> Any:
     return jax.tree.map(of_part, specs, values)
 
 
-def with_copies(specs: TrainState, home: StageMesh | None) -> TrainState:
-    """The description of a part's state on the devices of its mesh (None for the default device),
-    where accumulators and losses have an axis of copies."""
-    if home is None:
-        return specs
+def with_copies(specs: TrainState, home: StageMesh) -> TrainState:
+    """The description of a part's state on the devices of its mesh, where accumulators and losses
+    have an axis of copies."""
     accumulators, loss = home.with_copies((specs.accumulators, specs.loss))
     return specs._replace(accumulators=accumulators, loss=loss)
-
-
-def _empty(layout: Layout, home: StageMesh | None) -> TrainState:
-    return empty_state(layout) if home is None else home.run(_empty_on(layout, home))
 
 
 @cache
@@ -411,12 +399,10 @@ def _shardings(layout: Layout, home: StageMesh) -> TrainState:
 
 @cache
 def _placing(
-    program: Callable[..., Any], sharding: NamedSharding | None, donates: bool = True
+    program: Callable[..., Any], sharding: Sharding, donates: bool = True
 ) -> Callable[..., Any]:
-    """A jitted program of one array and its description, with its result sharded over a mesh; the
-    same program if `sharding` is None. `donates` tells whether the array is donated."""
-    if sharding is None:
-        return program
+    """A jitted program of one array and its description, with its result sharded over a mesh.
+    `donates` tells whether the array is donated."""
     donated = (0,) if donates else ()
     return jax.jit(program, static_argnums=1, donate_argnums=donated, out_shardings=sharding)
 
@@ -425,10 +411,6 @@ def _placing(
 def _clear_slot_on(layout: Layout, home: StageMesh) -> Callable[..., TrainState]:
     shardings = _shardings(layout, home)
     return jax.jit(clear_slot, static_argnums=1, donate_argnums=0, out_shardings=shardings)
-
-
-def _placed(state: TrainState, layout: Layout, home: StageMesh | None) -> TrainState:
-    return state if home is None else home.put(state, home.leaf_specs(layout.tree))
 
 
 def _first_copy(spec: LeafSpec, value: np.ndarray) -> np.ndarray:

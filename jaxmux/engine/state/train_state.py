@@ -20,7 +20,6 @@ from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves, trained
 from jaxmux.planner.costs.pool_spec import KindSize
 from jaxmux.sharding import StageMesh
-from jaxmux.sharding.stage_mesh import run_on
 
 
 class TrainState(NamedTuple):
@@ -92,32 +91,22 @@ def pool_specs(
     return state_specs(adapters, slots, optimizer)
 
 
-def with_empty_accumulators(state: TrainState) -> TrainState:
-    def zeros(tree: Any) -> Any:
-        return jax.tree.map(lambda array: jnp.zeros(array.shape, array.dtype), tree)
-
-    return state._replace(accumulators=zeros(state.accumulators), loss=zeros(state.loss))
-
-
 @partial(jax.jit, static_argnums=0)
 def empty_state(layout: Layout) -> TrainState:
     return jax.tree.map(LeafSpec.empty, layout.tree)
 
 
-def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh | None = None) -> TrainState:
+def grown(leaves: dict[str, Array], specs: TrainState, home: StageMesh) -> TrainState:
     """A larger state with the values of a smaller one and empty new slots and ranks. It is made
     array by array, so that the device holds only one array twice at any time. `leaves` are the
     smaller state's arrays by path; each is removed from this dict when it is used."""
-    shardings = None if home is None else home.shardings(home.leaf_specs(specs))
-    places = named_leaves(shardings)
+    shardings = named_leaves(home.shardings(home.leaf_specs(specs)))
 
     def grow(name: str, spec: LeafSpec) -> Array:
         leaf = leaves.pop(name, None)
-        if leaf is None and home is None:
-            return spec.empty()
         if leaf is None:
-            return home.run(jax.jit(spec.empty, out_shardings=places[name]))
-        return leaf if leaf.shape == spec.shape else run_on(home, _pad, leaf, spec)
+            return home.run(jax.jit(spec.empty, out_shardings=shardings[name]))
+        return leaf if leaf.shape == spec.shape else home.run(_pad, leaf, spec)
 
     new = [grow(name, spec) for name, spec in named_leaves(specs).items()]
     return jax.tree.unflatten(jax.tree.structure(specs), new)

@@ -19,7 +19,7 @@ from jaxmux.models.weight_sharding import TP
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
-from jaxmux.sharding import StageMesh
+from jaxmux.sharding import OneDevice, StageMesh
 
 from .renewal import (
     Layer,
@@ -138,6 +138,8 @@ def update(
     updates: DueUpdates,
     layers: Weights | None = None,
     warm: bool = False,
+    stats: UpdateStats | None = None,
+    run: Callable[..., Any] = lambda program, *arguments: program(*arguments),
 ) -> tuple[TrainState, UpdateStats]:
     """Updates the slots that are due and clears their accumulators. Other slots keep their bits.
     `state` is donated; only `updates.renewed` needs `layers`, the weights of the backbone's layers.
@@ -146,17 +148,19 @@ def update(
     and update count. Each optimizer kind has its own program, which updates all slots at once and
     in place. In one pool, a task's bits therefore do not depend on the number of the other tasks or
     on their optimizers. On a GPU the program's temporaries are far smaller than a slot. `warm` runs
-    the programs of all optimizer kinds, so that they are compiled.
+    the programs of all optimizer kinds, so that they are compiled. `stats` is `no_stats` on the
+    device of the state, and `run` calls a program (see `StageMesh.run`).
     """
-    stats = no_stats(len(updates.due))
+    stats = stats or no_stats(len(updates.due))
+    paired = updates.paired
     if drops_foreign(layout, updates) and (warm or updates.due.any()):
-        state = without_foreign(layout, state, updates.due, updates.own, updates.paired)
+        state = run(without_foreign, layout, state, updates.due, updates.own, paired)
     for kind, due, hyper in updates.by_kind(every=warm):
-        state, stats = update_kind(
-            kind, layout, state, stats, due, updates.rates, hyper, updates.paired
+        state, stats = run(
+            update_kind, kind, layout, state, stats, due, updates.rates, hyper, paired
         )
     if updates.renewed and (warm or updates.due.any()):
-        state = renewed(state, layers, updates.renewed, stats.applied)
+        state = renewed(state, layers, updates.renewed, stats.applied, run)
     return state, stats
 
 
@@ -433,7 +437,8 @@ def _partial(reduction, x: Array, kept: int) -> Array:
 def update_parts(
     stored: StoredState, updates: DueUpdates, weights: Sequence[Weights], warm: bool = False
 ) -> UpdateStats:
-    """Updates a state that is divided into parts on several devices, with the results of `update`.
+    """Updates a state that may be divided into parts on several devices, with the results of
+    `update`.
 
     A task's gradient is clipped by its norm over all parts, and its update is skipped in all parts
     or in none. The parts of `stored` are replaced; `weights` are those of each part, and `warm` is
@@ -441,6 +446,12 @@ def update_parts(
     """
     homes, parts = stored.homes, range(len(stored.parts))
     last = homes[-1]
+    stats = last.put(no_stats(len(updates.due)), P())
+    if isinstance(last, OneDevice):
+        (state,), layers = stored.states, weights[0]["layers"]
+        state, stats = update(state, stored.layout, updates, layers, warm, stats, last.run)
+        stored.states = [state]
+        return last.share(stats)
 
     def gather(values: Sequence[Array]) -> list[Array]:
         pairs = zip(homes, values, strict=True)
@@ -450,7 +461,6 @@ def update_parts(
         return [last.move(value, home, P()) for home in homes]
 
     rates = [updates.rates[:, part.slice] for part in stored.parts]
-    stats = no_stats(len(updates.due))
     for i in parts:
         stored.states[i] = _sum_copies(homes[i], stored.summed[i], stored.states[i], updates)
         if drops_foreign(stored.layouts[i], updates):

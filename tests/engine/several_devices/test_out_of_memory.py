@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
-from jaxmux.engine.devices import compiled_stages
+from jaxmux.engine.devices import compiled_stages, executor
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 
@@ -19,20 +19,26 @@ TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),)}
 
 @pytest.fixture
 def fail_if(monkeypatch):
-    """Lets calls of `backward` fail like those on a full device, after they have taken the donated
-    arrays. `fails` gets the number of the call and the devices."""
+    """Lets calls of `backward`, and of `accumulate` on a replica of one device, fail like those on
+    a full device, after they have taken the donated arrays. `fails` gets the number of the call and
+    the devices."""
+    seen = itertools.count()
 
     def install(fails) -> None:
-        backward, seen = compiled_stages.backward, itertools.count()
+        def patch(module, name) -> None:
+            program = getattr(module, name)
 
-        def failing(program, *arguments):
-            found = backward(program, *arguments)
-            if fails(next(seen), set(program.home.mesh.devices.flat)):
-                raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-            return found
+            def failing(*arguments):
+                found = program(*arguments)
+                if fails(next(seen), jax.tree.leaves(found)[0].devices()):
+                    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+                return found
 
-        failing.lower, failing.eval_shape = backward.lower, backward.eval_shape
-        monkeypatch.setattr(compiled_stages, "backward", failing)
+            failing.lower, failing.eval_shape = program.lower, program.eval_shape
+            monkeypatch.setattr(module, name, failing)
+
+        patch(compiled_stages, "backward")
+        patch(executor, "accumulate")
 
     return install
 
