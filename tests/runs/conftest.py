@@ -49,7 +49,7 @@ SIZES = SERVER | {"max_sequences": 8}
 DRAW = Figure.draw
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def empty_plots():
     """Figures stay empty, because to draw one takes longer than a short run."""
     with pytest.MonkeyPatch.context() as patch:
