@@ -12,8 +12,8 @@ _CHARACTERS_PER_CALL = 2**18
 
 
 def groups_of_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Divides records into groups. The records of a group are few and short together, or there is
-    one long record."""
+    """Divides records into groups. A group has at most `_RECORDS_PER_CALL` records and
+    `_CHARACTERS_PER_CALL` characters, or is one record."""
     group: list[Record] = []
     characters = 0
     for record in records:
@@ -46,8 +46,8 @@ def _characters(value: Any) -> int:
 def groups_of_texts(
     rendered: Sequence[tuple[Record, RenderedText]],
 ) -> Iterator[list[tuple[Record, RenderedText]]]:
-    """Divides rendered records into at least one group. The texts of a group are short together, or
-    there is one long text."""
+    """Divides rendered records into at least one group. A group has at most `_CHARACTERS_PER_CALL`
+    characters, or is one text."""
     part: list[tuple[Record, RenderedText]] = []
     characters = 0
     for record, text in rendered:

@@ -18,7 +18,7 @@ from .planner.numbers import numbered
 from .similar_names import did_you_mean
 from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
-# A value that would take more characters in a task's name is named by its number in its list.
+# In a task's name, a value with a longer text is replaced by its number in the list.
 _LONGEST_LABEL = 24
 # Most configurations of a sweep. Checking more of them would take minutes.
 MOST_CONFIGURATIONS = 10_000

@@ -348,7 +348,7 @@ class Engine(RoundLoop):
         highest peak so far. `pools` has, for each task of the round, the pool that would hold only
         this task."""
         peak = device_peak() if self.admission and self._slots.stored.alone else None
-        # A restored round without microbatches may have been updated before anything was compiled.
+        # `remat` is None before compilation: a restored round may consist of updates alone.
         if peak and peak > self._peak and self.remat:
             self._peak = peak
             self.admission = self.admission.observe(pools, planned_remat(self.remat), peak)

@@ -152,8 +152,8 @@ def trained_on(folder: str | Path) -> str:
 
 
 def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
-    """Descriptions of tokens that are listed in files beside a vocabulary, but that `tokenizer`
-    does not have under the same ids."""
+    """Describes each added, BOS or EOS token in the folder's JSON files that differs from
+    `tokenizer`'s."""
     settings = _settings_in(folder / _SETTINGS)
     try:
         listed = settings.get("added_tokens_decoder", {})

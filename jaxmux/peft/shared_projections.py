@@ -1,8 +1,8 @@
 """Products of chunks with random projections that many slots share.
 
 A slot has one pair of projections for all layers, which is far too large to be gathered for every
-chunk. Tasks usually have the same pair, so one product serves all of their chunks in a group;
-`in_turns` takes one turn for each different pair that chunks of a group use.
+chunk. Tasks usually have the same pair, so `in_turns`, in each group of chunks, takes one turn for
+each different pair, not for each task.
 """
 
 import jax

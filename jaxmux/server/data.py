@@ -128,7 +128,7 @@ class Reading:
       files: its files at the time of its registration, from `file_identities`; empty if its data
         were read before.
       aside: whether nobody waits for the data, because the task is paused.
-      begins: whether the task has not begun before.
+      begins: False if the task has begun before.
       registered: when it was registered, in seconds since 1970. Chat templates that write the date
         write this one, in UTC, whenever the data are read.
     """
@@ -222,7 +222,7 @@ class Preparation:
           files: its files at the time of its registration, from `file_identities`. If they differ
             when they are read, the result is an error. Empty if that does not matter.
           aside: whether the task is paused, as for `set_aside`.
-          begins: whether the task has not begun before.
+          begins: False if the task has begun before.
           registered: when it was registered, in seconds since 1970; None for now.
         """
         reading = Reading(task, files, aside, begins, registered)

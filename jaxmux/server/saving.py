@@ -90,7 +90,7 @@ class Saving:
             nothing as long as the disk is busy.
         """
         if wait:
-            # What is being written may fail.
+            # A write that fails makes `wanted` true.
             self._store.wait()
         if self.wanted:
             self._copied = {}

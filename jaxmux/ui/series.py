@@ -13,7 +13,7 @@ class Series:
     """
 
     def __init__(self, columns: int, most: int = 256):
-        """Creates a series without points, of values with this number of columns."""
+        """Creates an empty series, each value of which has `columns` numbers."""
         self.stride = 1
         self._columns, self._most = columns, most
         # By point: x of the last value, number of values, sums of the columns, and the least and

@@ -9,7 +9,7 @@ from ..frozen_weight import FrozenWeight
 from ..implementations import Implementations, choose
 from . import base, mosaic_gpu, triton
 
-# A tree without arrays, so that it is static in a program.
+# An empty pytree, which `jit` treats as static structure.
 IN_ORDER: tuple[()] = ()
 
 

@@ -64,10 +64,10 @@ class ColumnOperands(NamedTuple):
       z: the activation, half precision.
       lows: the rank-r intermediates, in the dtype of `z`.
       accumulators: float32, one for each intermediate: [T, w, r] or, if rank-major, [T, r, w].
-        Accumulators of all layers, [L, T, …], are addressed like those of L T slots.
+        Accumulators of all layers, [L, T, …], count as those of L · T slots.
       rank_major: whether the accumulators are rank-major, like the gradient of B.
-      masks: dropout of `z`, with counters for each intermediate and a rate for each index in the
-        accumulators; None for none.
+      masks: dropout of `z`: counters for each intermediate, and a rate for each of the T or L · T
+        slots; None for none.
     """
 
     z: Float[Array, "N w"]

@@ -59,9 +59,9 @@ class ReplicaState:
     """The copy of the train state that a replica other than the first one has. `own` has adapters,
     accumulators and losses, but no optimizer states.
 
-    Arrays travel for some slots at a time. The argument `slots` has their numbers as int32 [K],
-    filled up with T, the number of slots, which stands for no slot; so few programs serve all
-    numbers of slots.
+    Arrays travel for some slots at a time. The argument `slots` has their indices as int32 [K],
+    padded with T, the number of slots, for no slot. K has at most two values, so few programs
+    suffice.
     """
 
     def __init__(self, own: StoredState, first: StoredState):

@@ -68,13 +68,13 @@ class TrainedTask(NamedTuple):
 
 @dataclasses.dataclass
 class Measuring:
-    """A measurement of a task's held-out loss, some of whose samples have not been dispatched.
+    """A measurement of a task's held-out loss that still has samples to dispatch.
 
     Attributes:
       step: number of steps that the measured adapter has trained.
       samples: number of held-out samples that have been dispatched.
       loss: sum of the losses of these samples, as far as results have arrived.
-      tokens: number of tokens of the chunks with these samples, with padding.
+      tokens: number of tokens in these samples' chunks, padding included.
     """
 
     step: int
@@ -544,7 +544,7 @@ class Slots:
         return numbers
 
     def own_specs(self, name: str) -> SlotState:
-        """Specs of the arrays that a checkpoint has of a task: a `SlotState` of `LeafSpec`."""
+        """Specs of a task's arrays in a checkpoint: a `SlotState` of `LeafSpec`."""
         return self.specs_of(self.named(name))
 
     def specs_of(self, slot: Slot) -> SlotState:

@@ -600,7 +600,7 @@ def _stage_squares(
     def on_device(state: TrainState) -> tuple[Array, Array]:
         accumulators = state.accumulators
         if home.weights.tp > 1:
-            # Arrays that all tensor-parallel devices have whole count only on the first device.
+            # An array that is whole on every tensor-parallel device counts only on the first.
             first = jax.lax.axis_index(TP) == 0
             accumulators = jax.tree.map(
                 lambda spec, x: x if TP in spec else jnp.where(first, x, 0),

@@ -172,9 +172,9 @@ class PreparedTask:
 
     @functools.cached_property
     def lengths(self) -> list[int]:
-        """Stream lengths in tokens that training or held-out samples have, each once, the shortest
-        first. The stream length of a sample is its number of tokens minus 1, because the model does
-        not read the last token, plus the number of virtual tokens that the adapter adds."""
+        """The different stream lengths of training and held-out samples, in tokens, ascending. The
+        stream length of a sample is its number of tokens minus 1, because the model does not read
+        the last token, plus the number of virtual tokens that the adapter adds."""
         parts = [stream_lengths(part) for part in (self.samples.samples, self.eval_samples)]
         return np.unique(np.concatenate(parts)).tolist()
 

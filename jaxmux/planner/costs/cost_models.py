@@ -109,7 +109,7 @@ def estimated_memory(
     for tokens in np.geomspace(*_TOKENS, num=7):
         sizes = {policy: size * tokens for policy, size in of_token.items()}
         needed = working_bytes(sizes, backbone.head_block_bytes)
-        # Row length does not matter: attention never stores a matrix of scores.
+        # Both row lengths need the same memory, as attention stores no matrix of scores.
         for row_len in (_ROW_LEN, tokens):
             working = working.observe(working_features(tokens, row_len), needed, _WEIGHT)
     packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone, on_cpu) else math.inf

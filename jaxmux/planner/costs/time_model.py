@@ -122,10 +122,10 @@ _FLOPS_OF_BYTE = h200.FLOPS / h200.BYTES_PER_SECOND
 
 
 def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> float:
-    """Returns the time of the forward pass of all kinds but LoRA in a layer, divided by the time of
+    """Returns the forward time of all adapter kinds but LoRA in a layer, divided by the time of
     both passes of its frozen linears. Every kind is computed for all chunks: for chunks of other
-    tasks its values are padding. FLOPs count as those of the linears, and bytes as the FLOPs that
-    take as long."""
+    tasks its values are padding. FLOPs are as fast as the linears'; a byte counts as
+    `_FLOPS_OF_BYTE` FLOPs."""
     flops = 0.0
     for kind in pool.others:
         work = kind.work

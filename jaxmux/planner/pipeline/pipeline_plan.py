@@ -170,7 +170,7 @@ def _lay(index: int, turn: PackedRound) -> list[PlannedMicrobatch]:
 def _fill_last(
     timeline: _Timeline, index: int, turn: PackedRound
 ) -> tuple[PlannedMicrobatch | None, PackedRound]:
-    """The timeline's last microbatch filled up with spans of the turn, and the rest of the turn."""
+    """The timeline's last microbatch with spans of the turn added, and the remaining turn."""
     end = len(timeline.microbatches) - 1
     ready = {
         slot: spans
