@@ -54,8 +54,8 @@ def in_threads(function: Callable[[Any], Any], values: Iterable[Any]) -> list[An
     """The function's result for each value. Each is computed in a thread, which is within
     `only_compiling` if the caller is. Raises the first exception of the function."""
     values = list(values)
-    if len(values) == 1:
-        return [function(*values)]
+    if len(values) < 2:
+        return [function(value) for value in values]
     with ThreadPoolExecutor() as threads:
         results = [threads.submit(copy_context().run, function, value) for value in values]
         return [result.result() for result in results]

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import jax
@@ -89,7 +89,7 @@ class StageMesh:
         """Number of data shards: dp · fsdp."""
         return self.mesh.shape[DP] * self.mesh.shape[FSDP]
 
-    @property
+    @cached_property
     def is_local(self) -> bool:
         return is_local(self.mesh)
 

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models.remat_policies import leaner
 
@@ -18,7 +18,7 @@ def fail_at(monkeypatch):
     they have taken the donated arrays."""
 
     def fail(numbers) -> None:
-        accumulate, seen = executor.accumulate, itertools.count()
+        accumulate, seen = programs.accumulate, itertools.count()
 
         def failing(*arguments):
             if next(seen) in numbers:
@@ -26,7 +26,8 @@ def fail_at(monkeypatch):
                 raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
             return accumulate(*arguments)
 
-        monkeypatch.setattr(executor, "accumulate", failing)
+        failing.lower = programs.accumulate.lower
+        monkeypatch.setattr(programs, "accumulate", failing)
 
     return fail
 
@@ -60,7 +61,7 @@ def test_the_round_is_done_again(
 ):
     # As on a GPU, where the engine holds an array that keeps small ones apart.
     guard = jax.numpy.zeros(2)
-    monkeypatch.setattr(executor, "keep_small_arrays_together", lambda: guard)
+    monkeypatch.setattr(programs, "keep_small_arrays_together", lambda: guard)
     expected, expected_updates = expected
     assert expected.microbatches > 2 * expected.rounds
     fail_at(numbers)
@@ -77,7 +78,7 @@ def test_only_the_step_is_compiled_again(make_task, make_engine, train, monkeypa
     engine = make_engine(make_task("a", rank=7), remat="norms")
     engine.train_round()
     engine.drain()
-    accumulate, seen = executor.accumulate, itertools.count()
+    accumulate, seen = programs.accumulate, itertools.count()
 
     def failing(*arguments):
         if next(seen) == 0:
@@ -85,7 +86,8 @@ def test_only_the_step_is_compiled_again(make_task, make_engine, train, monkeypa
         return accumulate(*arguments)
 
     failing.lower, failing.trace = accumulate.lower, accumulate.trace
-    monkeypatch.setattr(executor, "accumulate", failing)
+    failing.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", failing)
     compiles.clear()
     train(engine)
     assert compiles.count("jit(accumulate)") == 1
@@ -139,7 +141,8 @@ def test_another_error_is_passed_on(make_task, make_engine, train, monkeypatch):
     def failing(*arguments):
         raise jax.errors.JaxRuntimeError("INTERNAL: something else")
 
-    monkeypatch.setattr(executor, "accumulate", failing)
+    failing.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", failing)
     with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
         train(make_engine(*tasks(make_task)))
 

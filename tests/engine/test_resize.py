@@ -8,7 +8,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs as device_programs
 from jaxmux.engine.engine_options import EngineSize
 from jaxmux.engine.state import stored_state
 from jaxmux.errors import OutOfDeviceMemory
@@ -139,7 +139,7 @@ def test_a_size_for_whose_training_step_there_is_no_memory_changes_nothing(
     def full(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
-    monkeypatch.setattr(executor.CompiledStep, "try_memory", full)
+    monkeypatch.setattr(device_programs.CompiledStep, "try_memory", full)
     with pytest.raises(OutOfDeviceMemory, match="5 slots and microbatches of 256 tokens"):
         engine.resize(EngineSize(5, 2), programs)
     assert engine.size == (4, 1)

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs
 from jaxmux.engine.rounds.rounds import Turns, divide
 from jaxmux.planner.packing import ShapeClass
 from tests.engine.conftest import random_samples
@@ -155,7 +155,7 @@ def test_held_out_losses_belong_to_whole_steps(large, make_engine, train):
 
 def test_a_batch_begins_again_when_its_parts_are_lost(large, make_engine, train, monkeypatch):
     expected = train(make_engine(large, remat="norms", **OPTIONS))["large"]
-    accumulate, seen = executor.accumulate, itertools.count()
+    accumulate, seen = programs.accumulate, itertools.count()
 
     def failing(*arguments):
         if next(seen) == 4:
@@ -163,7 +163,8 @@ def test_a_batch_begins_again_when_its_parts_are_lost(large, make_engine, train,
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return accumulate(*arguments)
 
-    monkeypatch.setattr(executor, "accumulate", failing)
+    failing.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", failing)
     found = train(make_engine(large, remat="norms", **OPTIONS))["large"]
     assert len(found) == len(expected) == 2
     for own, other in zip(found, expected, strict=True):

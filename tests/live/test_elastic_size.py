@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs as device_programs
 from jaxmux.planner import PlanningError
 from jaxmux.server import size as elastic_size
 from jaxmux.server.size import ElasticSize
@@ -227,7 +227,7 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     """With as many places as there is memory for; the tasks that came last wait."""
     live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
     live._engine.resize(EngineSize(4, 1))
-    accumulate = executor.accumulate
+    accumulate = device_programs.accumulate
 
     def full(*arguments):
         if len(arguments[5]) > 1:
@@ -235,7 +235,8 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return accumulate(*arguments)
 
-    monkeypatch.setattr(executor, "accumulate", full)
+    full.lower = device_programs.accumulate.lower
+    monkeypatch.setattr(device_programs, "accumulate", full)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         live.step()
     assert caplog.records[-1].message.endswith("training goes on with 1 of 4 slots")

@@ -7,7 +7,7 @@ import math
 import jax
 import pytest
 
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs
 from jaxmux.engine.rounds.rounds import Turns
 from jaxmux.optimizers import SGD
 from jaxmux.planner.packing import pack_round
@@ -155,7 +155,7 @@ def test_a_batch_that_begins_again_counts_once(make_live, large, monkeypatch):
     """Its gradients are lost, because the device runs out of memory."""
     options = {"round_tokens": ROUND_TOKENS, "remat": "norms"}
     live = make_live({"a": lambda _: large}, options)
-    accumulate, seen = executor.accumulate, itertools.count()
+    accumulate, seen = programs.accumulate, itertools.count()
 
     def failing(*arguments):
         if next(seen) == 4:
@@ -163,7 +163,8 @@ def test_a_batch_that_begins_again_counts_once(make_live, large, monkeypatch):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return accumulate(*arguments)
 
-    monkeypatch.setattr(executor, "accumulate", failing)
+    failing.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", failing)
     live.register(large.task)
     train_to_the_end(live, "a")
     meter, turns = live.status("a").meter, turns_of(large)

@@ -16,7 +16,7 @@ from rich.console import Console
 from jaxmux import SGD, Interrupted
 from jaxmux.cli.main import run_command
 from jaxmux.cli.plan_tables import NumberTable
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs
 from jaxmux.runs.console import RunConsole, live_table
 from jaxmux.server import Meter, TaskStatus
 from jaxmux.server.console import ServerConsole
@@ -71,14 +71,15 @@ def test_the_notice_of_a_signal_is_printed_above_the_live_table(
     train, make_task, tmp_path, printed, monkeypatch, capfd
 ):
     """What is written past the live table, as to standard error, leaves a part of it behind."""
-    accumulate, seen = executor.accumulate, itertools.count(1)
+    accumulate, seen = programs.accumulate, itertools.count(1)
 
     def accumulate_and_raise(*arguments):
         if next(seen) == 3:
             signal.raise_signal(signal.SIGINT)
         return accumulate(*arguments)
 
-    monkeypatch.setattr(executor, "accumulate", accumulate_and_raise)
+    accumulate_and_raise.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", accumulate_and_raise)
     console = RunConsole(Console(file=printed, width=80, force_terminal=True))
     with pytest.raises(Interrupted):
         train(tmp_path, make_task(name="red-rank_16-learning_rate_0.002", steps=6), console=console)

@@ -18,7 +18,7 @@ import pytest
 from jaxmux import Interrupted
 from jaxmux.cli.main import run_command
 from jaxmux.engine import EngineOptions
-from jaxmux.engine.devices import executor
+from jaxmux.engine.devices import programs
 from jaxmux.engine.rounds.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError, read_task
 
@@ -241,7 +241,7 @@ def test_checkpoints_have_the_numbers_of_rounds_those_of_earlier_versions_too(
 
 
 def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, times: int = 1):
-    accumulate, seen = executor.accumulate, itertools.count(1)
+    accumulate, seen = programs.accumulate, itertools.count(1)
 
     def accumulate_and_raise(*arguments):
         if next(seen) == number:
@@ -249,7 +249,8 @@ def raise_signal_at_microbatch(number: int, signal_number: int, monkeypatch, tim
                 signal.raise_signal(signal_number)
         return accumulate(*arguments)
 
-    monkeypatch.setattr(executor, "accumulate", accumulate_and_raise)
+    accumulate_and_raise.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", accumulate_and_raise)
 
 
 def test_second_signal_acts_at_once(train, make_task, tmp_path, monkeypatch):

@@ -154,6 +154,10 @@ class CompiledStages:
         """Takes the `programs` of another executor."""
         self.programs = self._ahead = programs
 
+    def is_ready(self, dropout: bool, run: bool) -> bool:
+        """Whether `compile` has nothing to do."""
+        return self.serves(dropout) and not self._released and (self._has_run or not run)
+
     def compile(self, dropout: bool, run: bool) -> None:
         """Allocates the memory of residuals; then, with `run`, compiles the programs of all parts
         and runs each once. Skips what has been done.

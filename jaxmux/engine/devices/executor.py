@@ -4,23 +4,21 @@ replicas whose backbone is one part on one device."""
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from functools import partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
 from jaxmux.errors import fits
-from jaxmux.models import Backbone, SlotTable, keep_small_arrays_together
+from jaxmux.models import Backbone, SlotTable
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
 from jaxmux.planner import PlanningError
-from jaxmux.planner.costs.memory_model import exchanged_bytes
-from jaxmux.sharding import PlacedBackbone, compiles_only, in_threads
+from jaxmux.sharding import PlacedBackbone, in_threads
 
 from ..engine_options import EngineOptions
 from ..rounds.results import DispatchedPass
@@ -39,11 +37,8 @@ from ..state.stored_state import StoredState
 from ..state.updates import DueUpdates, UpdateStats, no_stats, update_parts
 from ..tasks.prepared_task import PreparedTask
 from .programs import (
-    TrainingStep,
-    accumulate,
-    accumulate_arguments,
-    bytes_of,
-    compile_accumulate,
+    CompiledStep,
+    StepPrograms,
     evaluate,
     forward_options,
     refuse_implementations,
@@ -54,10 +49,6 @@ if TYPE_CHECKING:
     from .compiled_stages import StagePrograms
     from .programs_ahead import ProgramsAhead
     from .replica_pipeline import ReplicaPipeline
-
-# Number of rounds after a compilation in which the host waits for the only device before each
-# update.
-_TRIAL_ROUNDS = 8
 
 
 class RoundOutcome(NamedTuple):
@@ -248,7 +239,7 @@ class Executor:
             raise RuntimeError(
                 "an earlier round ended in an exception; restore a checkpoint in a new engine"
             )
-        # The flag stays if the call ends in an exception between two passes of a microbatch.
+        # Unless `_alone`, `_broken` stays True if the call raises: passes may be missing.
         self._broken, self._collected = not self._alone, False
         try:
             outcome = self._run(plan, done, stop, due, following)
@@ -346,9 +337,9 @@ class Executor:
         return not self._full
 
     def compile(self, dropout: bool, run: bool = True) -> bool:
-        """Prepares all replicas for rounds; returns whether they fit into memory. `run` tells
-        whether programs that have never run are run once. Several processes cannot tell each other
-        whether they fit, so there the exception of one ends them all."""
+        """Prepares those replicas for rounds that are not ready; returns whether they fit into
+        memory. `run` tells whether programs that have never run are run once. Several processes
+        cannot tell each other whether they fit, so there the exception of one ends them all."""
 
         def compile_replica(replica: "FusedReplica | ReplicaPipeline") -> bool:
             if jax.process_count() == 1:
@@ -357,7 +348,8 @@ class Executor:
             return True
 
         self._take_programs()
-        pairs = zip(self._replicas, in_threads(compile_replica, self._replicas), strict=True)
+        left = [each for each in self._replicas if not each.compiled.is_ready(dropout, run)]
+        pairs = zip(left, in_threads(compile_replica, left), strict=True)
         self._full = [replica for replica, fit in pairs if not fit]
         return not self._full
 
@@ -427,6 +419,8 @@ class Executor:
     def _update(self, updates: DueUpdates) -> UpdateStats:
         if not updates.due.any():
             return no_stats(len(updates.due))
+        if not self._copies:
+            return update_parts(self._stored, updates, self._weights)
         slots = filled_up(np.flatnonzero(updates.due), len(updates.due))
         for copy in self._copies:
             copy.send_gradients(slots)
@@ -644,120 +638,3 @@ class FusedReplica:
     def _place(self, microbatches: Sequence[Microbatch]) -> Microbatch:
         (microbatch,) = microbatches
         return self._home.put(microbatch, P())
-
-
-class StepPrograms(NamedTuple):
-    """The training step of a `FusedReplica`. `made_for` is the layout of the train state, and
-    whether any task has dropout."""
-
-    made_for: tuple[Layout, bool]
-    step: TrainingStep
-
-
-class CompiledStep:
-    """Compiles the training step of a replica of one part on one device, and dispatches it. If the
-    device runs out of memory, it is compiled again with more recomputation.
-
-    Attributes:
-      programs: the compiled step; None before it is chosen.
-      trial_rounds: number of rounds in which the memory for the step may still be too small.
-    """
-
-    def __init__(
-        self, backbone: Backbone, options: EngineOptions, stored: StoredState, replicas: int
-    ):
-        self._backbone, self._options, self._stored = backbone, options, stored
-        (self._home,) = stored.homes
-        self._replicas = replicas
-        self.programs: StepPrograms | None = None
-        self.trial_rounds = 0
-        # The layout of the state and the dropout for which the step is in use.
-        self._used_for: tuple[Layout, bool] | None = None
-        self._has_run = False
-        # How often the device ran out of memory.
-        self._leaner_by = 0
-        self._guard: jax.Array | None = None
-
-    @property
-    def remat(self) -> str | tuple[str, ...] | None:
-        if self._used_for is None or self._used_for[0] != self._stored.layout:
-            return None
-        return self.programs.step.forward.remat
-
-    def take(self, programs: StepPrograms | None) -> None:
-        """Takes the `programs` of another executor."""
-        self.programs = programs
-
-    def serves(self, dropout: bool) -> bool:
-        wanted = self._stored.layout, dropout
-        return self.programs is not None and self.programs.made_for == wanted
-
-    def compile(self, dropout: bool, run: bool) -> None:
-        """Compiles the step, if that has not been done; with `run`, also runs it once, with an
-        empty microbatch, which adds nothing to the state."""
-        wanted = self._stored.layout, dropout
-        if self._used_for != wanted:
-            if self._guard is None and not compiles_only():
-                with jax.default_device(self._home.device):
-                    self._guard = keep_small_arrays_together()
-            if not self.serves(dropout):
-                self.programs = StepPrograms(wanted, self._compile(dropout))
-            self._used_for, self._has_run, self.trial_rounds = wanted, False, _TRIAL_ROUNDS
-        if run and not self._has_run and not compiles_only():
-            self.accumulate(*self._empty_inputs())
-            jax.block_until_ready(self._stored.states)
-            self._has_run = True
-
-    def _compile(self, dropout: bool) -> TrainingStep:
-        (state,) = self._stored.states
-        return compile_accumulate(
-            self._backbone,
-            self._options,
-            dropout,
-            state,
-            *self._empty_inputs(),
-            home=self._home,
-            leaner_by=self._leaner_by,
-            exchanged=exchanged_bytes(bytes_of(state.accumulators), self._replicas),
-        )
-
-    def _empty_inputs(self) -> tuple[Microbatch, SlotTable]:
-        table = slot_table({}, None, *self._stored.layout.tree.loss.shape)
-        microbatch = empty_microbatch(self._options.shape)
-        return self._home.put(microbatch, P()), self._home.put(table, P())
-
-    def accumulate(self, microbatch: Microbatch, slots: SlotTable) -> None:
-        """Dispatches the forward and backward pass of a microbatch, whose gradients and losses are
-        added to the state."""
-        (state,), step = self._stored.states, self.programs.step
-        arguments = accumulate_arguments(self._backbone, step.forward, state, microbatch, slots)
-        if step.is_read:
-            _, _, *arrays = arguments
-            accumulators, loss = step.program(*arrays)
-        else:
-            accumulators, loss = self._home.run(accumulate, *arguments)
-        self._stored.states = [state._replace(accumulators=accumulators, loss=loss)]
-
-    def try_memory(self) -> None:
-        """Allocates as much memory as the step needs, and frees it again. Raises JaxRuntimeError if
-        the device has less memory."""
-        program = _allocating(self.programs.step.scratch_bytes, self._home.shardings(P()))
-        jax.block_until_ready(self._home.run(program))
-
-    def recompute_more(self) -> None:
-        """Prepares for another call of `compile` after the device ran out of memory. Accumulators
-        may be lost."""
-        self._leaner_by += 1
-        self.programs = self._used_for = None
-
-    def warm_moves(self) -> None:
-        """Does nothing, because no arrays move between parts."""
-
-    def release(self) -> None:
-        """Does nothing, because the step keeps no memory from round to round."""
-
-
-@cache
-def _allocating(size: int, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
-    """A program that only allocates so many bytes."""
-    return jax.jit(lambda: jax.lax.empty((size,), jnp.uint8), out_shardings=sharding)

@@ -11,7 +11,7 @@ import logging
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from itertools import groupby
@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 import xxhash
 from jax.experimental import serialize_executable
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 import jaxmux
@@ -39,6 +40,7 @@ from jaxmux.models import (
     block_bytes,
     device_memory,
     hidden_states,
+    keep_small_arrays_together,
     kept_bytes,
     microbatch_losses,
     pick_implementation,
@@ -48,14 +50,21 @@ from jaxmux.models.head_adapters import bytes_at_head, head_adapters
 from jaxmux.models.remat_policies import leaner, per_layer
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.pallas_kernels.slot_sum import add_to_slots
-from jaxmux.peft import ops_of
+from jaxmux.peft import Layout, ops_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.device_profile import PackedBytes
-from jaxmux.planner.costs.memory_model import USABLE, fill_layers, keeps_attention, working_bytes
-from jaxmux.sharding import OneDevice
+from jaxmux.planner.costs.memory_model import (
+    USABLE,
+    exchanged_bytes,
+    fill_layers,
+    keeps_attention,
+    working_bytes,
+)
+from jaxmux.sharding import OneDevice, compiles_only
 
 from ..engine_options import EngineOptions
 from ..rounds.rounds import empty_microbatch, slot_table
+from ..state.stored_state import StoredState
 from ..state.train_state import TrainState
 
 
@@ -427,3 +436,130 @@ def _keep_step(path: Path, step: TrainingStep) -> None:
         with suppress(OSError):
             partial.unlink()
         _log.warning("%s: the compiled training step is not kept: %s", path, first_line(e))
+
+
+# Number of rounds after a compilation in which the host waits for the only device before each
+# update.
+_TRIAL_ROUNDS = 8
+
+
+class StepPrograms(NamedTuple):
+    """The training step of a `FusedReplica`. `made_for` is the layout of the train state, and
+    whether any task has dropout."""
+
+    made_for: tuple[Layout, bool]
+    step: TrainingStep
+
+
+class CompiledStep:
+    """Compiles the training step of a replica of one part on one device, and dispatches it. If the
+    device runs out of memory, it is compiled again with more recomputation.
+
+    Attributes:
+      programs: the compiled step; None before it is chosen.
+      trial_rounds: number of rounds in which the memory for the step may still be too small.
+    """
+
+    def __init__(
+        self, backbone: Backbone, options: EngineOptions, stored: StoredState, replicas: int
+    ):
+        self._backbone, self._options, self._stored = backbone, options, stored
+        (self._home,) = stored.homes
+        self._replicas = replicas
+        self.programs: StepPrograms | None = None
+        self.trial_rounds = 0
+        # The layout of the state and the dropout for which the step is in use.
+        self._used_for: tuple[Layout, bool] | None = None
+        self._has_run = False
+        # How often the device ran out of memory.
+        self._leaner_by = 0
+        self._guard: jax.Array | None = None
+
+    @property
+    def remat(self) -> str | tuple[str, ...] | None:
+        if self._used_for is None or self._used_for[0] != self._stored.layout:
+            return None
+        return self.programs.step.forward.remat
+
+    def take(self, programs: StepPrograms | None) -> None:
+        """Takes the `programs` of another executor."""
+        self.programs = programs
+
+    def serves(self, dropout: bool) -> bool:
+        wanted = self._stored.layout, dropout
+        return self.programs is not None and self.programs.made_for == wanted
+
+    def is_ready(self, dropout: bool, run: bool) -> bool:
+        """Whether `compile` has nothing to do."""
+        wanted = self._stored.layout, dropout
+        return self._used_for == wanted and (self._has_run or not run)
+
+    def compile(self, dropout: bool, run: bool) -> None:
+        """Compiles the step, if that has not been done; with `run`, also runs it once, with an
+        empty microbatch, which adds nothing to the state."""
+        wanted = self._stored.layout, dropout
+        if self._used_for != wanted:
+            if self._guard is None and not compiles_only():
+                with jax.default_device(self._home.device):
+                    self._guard = keep_small_arrays_together()
+            if not self.serves(dropout):
+                self.programs = StepPrograms(wanted, self._compile(dropout))
+            self._used_for, self._has_run, self.trial_rounds = wanted, False, _TRIAL_ROUNDS
+        if run and not self._has_run and not compiles_only():
+            self.accumulate(*self._empty_inputs())
+            jax.block_until_ready(self._stored.states)
+            self._has_run = True
+
+    def _compile(self, dropout: bool) -> TrainingStep:
+        (state,) = self._stored.states
+        return compile_accumulate(
+            self._backbone,
+            self._options,
+            dropout,
+            state,
+            *self._empty_inputs(),
+            home=self._home,
+            leaner_by=self._leaner_by,
+            exchanged=exchanged_bytes(bytes_of(state.accumulators), self._replicas),
+        )
+
+    def _empty_inputs(self) -> tuple[Microbatch, SlotTable]:
+        table = slot_table({}, None, *self._stored.layout.tree.loss.shape)
+        microbatch = empty_microbatch(self._options.shape)
+        return self._home.put(microbatch, P()), self._home.put(table, P())
+
+    def accumulate(self, microbatch: Microbatch, slots: SlotTable) -> None:
+        """Dispatches the forward and backward pass of a microbatch, whose gradients and losses are
+        added to the state."""
+        (state,), step = self._stored.states, self.programs.step
+        arguments = accumulate_arguments(self._backbone, step.forward, state, microbatch, slots)
+        if step.is_read:
+            _, _, *arrays = arguments
+            accumulators, loss = step.program(*arrays)
+        else:
+            accumulators, loss = self._home.run(accumulate, *arguments)
+        self._stored.states = [state._replace(accumulators=accumulators, loss=loss)]
+
+    def try_memory(self) -> None:
+        """Allocates as much memory as the step needs, and frees it again. Raises JaxRuntimeError if
+        the device has less memory."""
+        program = _allocating(self.programs.step.scratch_bytes, self._home.shardings(P()))
+        jax.block_until_ready(self._home.run(program))
+
+    def recompute_more(self) -> None:
+        """Prepares for another call of `compile` after the device ran out of memory. Accumulators
+        may be lost."""
+        self._leaner_by += 1
+        self.programs = self._used_for = None
+
+    def warm_moves(self) -> None:
+        """Does nothing, because no arrays move between parts."""
+
+    def release(self) -> None:
+        """Does nothing, because the step keeps no memory from round to round."""
+
+
+@functools.cache
+def _allocating(size: int, sharding: jax.sharding.Sharding) -> Callable[[], jax.Array]:
+    """A program that only allocates so many bytes."""
+    return jax.jit(lambda: jax.lax.empty((size,), jnp.uint8), out_shardings=sharding)

@@ -42,7 +42,7 @@ class ProgramsAhead:
         """Compiles nothing yet. `stored` has shapes in place of arrays. `sizes` are the present
         size of the engine, and the size for which programs are compiled."""
         self.sizes = sizes
-        self._backbones, self._options, self._stored = backbones, options, stored
+        self._backbones, self._stored = backbones, stored
         self._executor = Executor(backbones, options, stored)
         self._thread = ThreadPoolExecutor(1)
         # Work in the order in which the thread does it. Programs of rounds are compiled after those

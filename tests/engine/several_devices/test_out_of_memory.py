@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import EngineSize
-from jaxmux.engine.devices import compiled_stages, executor
+from jaxmux.engine.devices import compiled_stages, programs
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 
@@ -38,7 +38,7 @@ def fail_if(monkeypatch):
             monkeypatch.setattr(module, name, failing)
 
         patch(compiled_stages, "backward")
-        patch(executor, "accumulate")
+        patch(programs, "accumulate")
 
     return install
 
