@@ -26,7 +26,7 @@ from jaxmux.peft.chat_template_file import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.metrics import finite_or_none
 from jaxmux.runs.run_directory import begun_of, lock_state, without_adapter
-from jaxmux.specifications.fields import from_json
+from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
 from .plan_tables import NumberTable

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskProgress
 from jaxmux.engine.tasks.progress import as_line
+from jaxmux.field_checks import to_object
 from jaxmux.runs.metrics import LineLog
 from jaxmux.runs.run_directory import RunDirectoryError
-from jaxmux.specifications.fields import from_json, to_json
+from jaxmux.specifications.reading import from_json
 
 from . import At, Command, End, Meter, StateChange
 
@@ -167,7 +168,7 @@ def _line(command: Command) -> bytes:
     fields: dict[str, Any] = {"kind": command.kind, "task": command.task, "time": command.time}
     if command.kind == "register":
         task, priority, files = command.value
-        fields |= {"specification": to_json(task), "priority": priority, "files": dict(files)}
+        fields |= {"specification": to_object(task), "priority": priority, "files": dict(files)}
     elif command.kind == "end":
         history, progress, steps, warnings = command.value
         fields["value"] = {
@@ -410,7 +411,7 @@ class ServerStore:
 
     def check(self, task: Task) -> None:
         try:
-            same = from_json(json.loads(json.dumps(to_json(task)))) == task
+            same = from_json(json.loads(json.dumps(to_object(task)))) == task
         except (ValueError, KeyError, TypeError):
             same = False
         if not same:
@@ -607,7 +608,7 @@ def _begun(record: dict[str, Any]) -> dict[str, None]:
 def _fields(own: SavedTask) -> dict[str, Any]:
     """The entry of a task in a checkpoint."""
     return {
-        "specification": to_json(own.task),
+        "specification": to_object(own.task),
         "priority": own.priority,
         "arrival": own.arrival,
         "passes": own.passes,

@@ -14,7 +14,7 @@ import jax
 from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
-from jaxmux.field_checks import Count, Names, Positive, checked_dataclass
+from jaxmux.field_checks import Count, Names, Positive, checked_dataclass, parts_of
 from jaxmux.models import (
     BackboneConfig,
     backbone_dtype,
@@ -33,7 +33,7 @@ from jaxmux.runs.run_options import RunOptions
 from jaxmux.runs.run_shape import pool_costs
 from jaxmux.runs.task_warnings import of_live_task, of_options
 from jaxmux.runs.trackers import RunTrackers, TrackedRun, refuse_missing
-from jaxmux.specifications.fields import part_to_json
+from jaxmux.tasks import Task
 
 from . import LiveTraining
 from .database import ServerStore
@@ -162,7 +162,7 @@ def server_admissions(
 
 _log = logging.getLogger("jaxmux")
 
-# More open files than a server needs. Some systems permit no more, although they name no limit.
+# Open files that suffice a server. Some systems refuse more, even if the hard limit is infinite.
 _MOST = 2**16
 
 
@@ -311,14 +311,14 @@ def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
       options: settings of the server.
       most: options of its engine at its largest size.
     """
-    pool = most.reserved
+    pool, adapter = most.reserved, parts_of(Task)["adapter"]
     return dataclasses.asdict(most.shape) | {
         "round_tokens": most.round_tokens,
         "reserved_slots": pool.slots,
         "reserved_rank": pool.rank,
         "reserved_targets": list(pool.modules),
         "reserved_dropout": pool.dropout,
-        "reserved_adapters": [part_to_json("adapter", own) for own in options.reserved_adapters],
+        "reserved_adapters": [*map(adapter.to_object, options.reserved_adapters)],
         "elastic": options.elastic,
         "mesh": str(options.deployment),
     }

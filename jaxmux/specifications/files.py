@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from jaxmux.data.json_arrays import BYTE_ORDER_MARK, begins_array
+from jaxmux.field_checks import to_object
 from jaxmux.peft import LoRA, kind_of
 from jaxmux.peft.lora_tokens import token_indices
 from jaxmux.peft.peft_folder import SETTINGS, WEIGHTS
 from jaxmux.tasks import Task, TaskError
 
-from .fields import to_json
 from .limits import SpecificationLimits, refusals
 from .strict_json import parse_object, shown
 
@@ -332,8 +332,8 @@ def _hint(adapter: Any, stored: Any) -> str:
       adapter: the specification of the task's adapter.
       stored: the specification of the same adapter in a folder.
     """
-    asked = to_json(adapter)
-    changes = {key: value for key, value in to_json(stored).items() if value != asked[key]}
+    asked = to_object(adapter)
+    changes = {key: value for key, value in to_object(stored).items() if value != asked[key]}
     return (
         f", which folders hold as one of the kind {kind_of(stored).name!r}; to go on from such a "
         f"folder, ask for an adapter with {shown(changes)}"

@@ -23,6 +23,7 @@ from jaxmux.field_checks import (
     field_schema,
     in_words,
     parts_of,
+    to_object,
 )
 from jaxmux.learning_rates import Schedule
 from jaxmux.left_out import why_left_out
@@ -45,10 +46,11 @@ from jaxmux.peft.targets import ALL_LINEAR, MODULE_NAMES, TABLES
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import TASK_NAME, Task
 
-from .fields import to_json
 from .strict_json import shown
 
 _KIB, _MIB, _GIB = 2**10, 2**20, 2**30
+# The lowest priority that a tenant may give to a task.
+LOWEST_PRIORITY = -100
 
 
 @checked_dataclass
@@ -117,7 +119,7 @@ class TenantLimits(SpecificationLimits):
       ValueError: a limit is not an integer within its range.
     """
 
-    priority: Annotated[int, Field(ge=-100), EXACT] = 100
+    priority: Annotated[int, Field(ge=LOWEST_PRIORITY), EXACT] = 100
     specifications: Count = 1000
     tasks: Count = 100_000
     folder_entries: Count = 10_000
@@ -173,7 +175,7 @@ def refusal(task: Task, limits: SpecificationLimits) -> str | None:
             f"data should be a string or an object, found {len(task.data)} sources; a "
             "specification names its one file"
         )
-    for cls, fields, key in _parts(task, to_json(task)):
+    for cls, fields, key in _parts(task, to_object(task)):
         if problem := next(iter(refusals(cls, fields, limits).values()), None):
             return key + problem
     kind = kind_of(task.adapter)

@@ -12,13 +12,12 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxmux.field_checks import KIND, from_object, parts_of
+from jaxmux.field_checks import KIND, from_object, parts_of, to_object
 from jaxmux.left_out import why_left_out
 from jaxmux.peft import LoRA
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
-from .fields import to_json
 from .files import check_files, read_bytes, relative_to, with_paths
 from .limits import SpecificationLimits, expected_and_found, refusal, refusals
 from .strict_json import parse_object, shown
@@ -229,7 +228,22 @@ def task_to_json(task: Task, folder: str | Path | None = None) -> dict[str, Any]
     """
     if folder is not None:
         task = relative_to(task, folder)
-    return to_json(task)
+    return to_object(task)
+
+
+def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
+    """The inverse of `field_checks.to_object`, for objects that jaxmux itself has written.
+    `task_from_json` reads those of others.
+
+    Raises:
+      ValueError: the object does not describe such a specification.
+    """
+    try:
+        return from_object(cls, fields)
+    except ValidationError as e:
+        fault = e.errors(include_url=False)[0]
+        key, message = ".".join(map(str, fault["loc"])), fault["msg"]
+        raise ValueError(f"{cls.__name__}: {key}: {message}") from None
 
 
 def _require_name(name: str) -> None:

@@ -9,11 +9,18 @@ from typing import Annotated, Any
 
 from pydantic import Field, SkipValidation
 
-from jaxmux.field_checks import EXACT, KIND, LARGEST_INTEGER, Part, checked_dataclass, parts_of
+from jaxmux.field_checks import (
+    EXACT,
+    KIND,
+    LARGEST_INTEGER,
+    Part,
+    checked_dataclass,
+    parts_of,
+    to_object,
+)
 from jaxmux.tasks import Task, TaskError
 
-from .fields import to_json
-from .limits import SpecificationLimits, TenantLimits, refusals, value_schema
+from .limits import LOWEST_PRIORITY, SpecificationLimits, TenantLimits, refusals, value_schema
 from .reading import name_of_specification, read_object, task_from_fields
 from .strict_json import parse_object, shown
 
@@ -133,7 +140,6 @@ def _descriptions(cls: type) -> dict[str, str]:
     return {name: " ".join(description.split()) for name, description in entries}
 
 
-_LOWEST_PRIORITY = -100
 _DESCRIPTIONS = {
     "priority": "tasks of higher numbers are trained first. It may change at any time.",
     "paused": "whether the task gives up its place, or does not take one, until this becomes "
@@ -152,7 +158,7 @@ class WatchedSpecification:
     """
 
     task: SkipValidation[Task]
-    priority: Annotated[int, Field(ge=_LOWEST_PRIORITY), EXACT] = 0
+    priority: Annotated[int, Field(ge=LOWEST_PRIORITY), EXACT] = 0
     paused: bool = False
 
 
@@ -177,7 +183,7 @@ def watched_specification(data: bytes, name: str, limits: TenantLimits) -> Watch
     read = read_object(WatchedSpecification, scheduling | {"task": task}, where, limits)
     if read.priority > limits.priority:
         raise TaskError(
-            f"{where}: priority should be an integer of at least {_LOWEST_PRIORITY} and of at most "
+            f"{where}: priority should be an integer of at least {LOWEST_PRIORITY} and of at most "
             f"{limits.priority}, found {read.priority}"
         )
     return read
@@ -229,7 +235,7 @@ def refused_change(old: Task, new: Task) -> str | None:
     Returns:
       The key at fault with its old and new value; None if the change is permitted.
     """
-    before, now = dict(_flat(to_json(old))), dict(_flat(to_json(new)))
+    before, now = dict(_flat(to_object(old))), dict(_flat(to_object(new)))
     for key in {**before, **now}:
         if key not in ("steps", "epochs") and before.get(key) != now.get(key):
             return (

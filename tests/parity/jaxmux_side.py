@@ -58,7 +58,7 @@ from jaxmux.peft import (
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.peft.peft_folder import _KNOWN_SETTINGS
 from jaxmux.planner.packing import ShapeClass, pack_round
-from jaxmux.specifications.fields import from_json
+from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import Task
 
 # Two short rows, so that a global batch of the test tasks does not fit into one microbatch.

@@ -10,9 +10,10 @@ from jaxmux import Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.data import Rendering, Source, load_tokenizer
 from jaxmux.engine.tasks.task_data import read_data
+from jaxmux.field_checks import to_object
 from jaxmux.models import BackboneConfig
 from jaxmux.specifications import task_from_json, task_to_json
-from jaxmux.specifications.fields import from_json, to_json
+from jaxmux.specifications.reading import from_json
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_a_fraction_of_every_source_is_held_out_once(reads, data):
 def test_a_mixture_is_written_and_read_again(tmp_path):
     sources = [Source(str(tmp_path / "a.jsonl"), repeat=0.5), str(tmp_path / "b.csv")]
     task = Task("a", sources, steps=1)
-    fields = json.loads(json.dumps(to_json(task)))
+    fields = json.loads(json.dumps(to_object(task)))
     assert from_json(fields) == task and hash(task)
     assert [own["path"] for own in task_to_json(task, tmp_path)["data"]] == ["a.jsonl", "b.csv"]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from jaxmux.data import Source
+from jaxmux.field_checks import to_object
 from jaxmux.learning_rates import Schedule
 from jaxmux.optimizers import SGD, AdamW, Lion
 from jaxmux.peft import LoRA
@@ -18,7 +19,7 @@ from jaxmux.specifications import (
     task_from_json,
     task_to_json,
 )
-from jaxmux.specifications.fields import from_json, to_json
+from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import Task, TaskError
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -411,7 +412,7 @@ def test_random_damage_is_accepted_or_a_task_error(folder):
 
 
 def test_a_damaged_record_of_jaxmux_is_refused_with_its_key():
-    fields = to_json(Task("tiny", "train.jsonl", steps=1))
+    fields = to_object(Task("tiny", "train.jsonl", steps=1))
     fields["optimizer"]["schedule"]["warmup_ratio"] = 2
     with pytest.raises(ValueError, match="^Task: optimizer.schedule.warmup_ratio: Input should be"):
         from_json(fields)

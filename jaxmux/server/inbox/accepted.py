@@ -15,11 +15,12 @@ from contextlib import suppress
 from pathlib import Path
 
 from jaxmux.atomic_files import sync, write_atomically
+from jaxmux.field_checks import to_object
 from jaxmux.planner.numbers import size_text
 from jaxmux.runs.run_directory import RunDirectoryError
-from jaxmux.specifications.fields import from_json, to_json
 from jaxmux.specifications.files import copy_files, with_paths
 from jaxmux.specifications.limits import TenantLimits
+from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
 from .. import TaskStatus
@@ -228,7 +229,7 @@ class AcceptedTasks:
     def _write(self, name: str, task: Task, last: TaskStatus | None) -> None:
         record = {
             "ended": last and last.state,
-            "specification": to_json(task),
+            "specification": to_object(task),
             # Without the paths of the copies, which are deleted.
             "status": last and Shown(name, last, copies=self.copies(name)).fields(),
         }
