@@ -113,11 +113,16 @@ def fits(call: Callable[..., Any], *arguments: Any) -> bool:
     try:
         call(*arguments)
     except jax.errors.JaxRuntimeError as e:
-        if not ran_out_of_memory(e):
-            raise
-        _log.info("%s", str(e).splitlines()[0])
+        raise_unless_full(e)
         return False
     return True
+
+
+def raise_unless_full(error: Exception) -> None:
+    """Raises an error, unless it tells that a device's memory did not suffice."""
+    if not ran_out_of_memory(error):
+        raise error
+    _log.info("%s", str(error).splitlines()[0])
 
 
 def microbatch_too_large(tokens: int) -> OutOfDeviceMemory:

@@ -1,6 +1,5 @@
 """Several devices: the parts of a backbone that each stage holds, and the programs that it runs."""
 
-from .compiling import compiles_only, in_threads, only_compiling, shapes_of
 from .placed_backbone import (
     Part,
     PlacedBackbone,
@@ -9,7 +8,15 @@ from .placed_backbone import (
     place_backbone,
     random_placed_backbone,
 )
-from .stage_mesh import OneDevice, StageMesh, stage_meshes
+from .stage_mesh import (
+    OneDevice,
+    StageMesh,
+    compiles_only,
+    in_threads,
+    only_compiling,
+    shapes_of,
+    stage_meshes,
+)
 from .stage_programs import Passed, StageOptions, backward, evaluate, forward, forward_into
 
 __all__ = [

@@ -1,8 +1,15 @@
-"""The devices of a pipeline stage as a mesh, and how arrays are divided among them."""
+"""The devices of a pipeline stage as a mesh, and how arrays are divided among them.
+
+A thread can do the same work as an engine within `only_compiling`, on shapes with shardings in
+place of arrays. This compiles the programs that meshes would run, while the engine itself trains.
+"""
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar, copy_context
 from functools import cached_property, partial
 from typing import Any
 
@@ -15,11 +22,11 @@ from jaxmux.models import MODULES, BackboneConfig, Weights, linear_sizes
 from jaxmux.models.modules import divisible_weights, is_weight
 from jaxmux.models.weight_sharding import FSDP, ROW_PARALLEL, TP, UNDIVIDED, WeightSharding
 from jaxmux.pallas_kernels.collectives import blocks_of_sums
+from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.peft import LeafSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica, Stage
 
-from .compiling import compiled_results, compiles_only, shapes_of
 from .transfers import is_local, move, put, share
 
 DP = "dp"
@@ -29,6 +36,56 @@ KEY_MODULES = ("self_attn.k_proj", "self_attn.v_proj")
 DATA = (DP, FSDP)
 # All axes of a mesh, the innermost last: neighbouring devices communicate most.
 AXES = (*DATA, TP)
+
+_only_compiling: ContextVar[bool] = ContextVar("only_compiling", default=False)
+
+
+@contextmanager
+def only_compiling() -> Iterator[None]:
+    """Within this context, meshes run and copy nothing: `StageMesh.run` only compiles the program,
+    and every array is a `jax.ShapeDtypeStruct` with a sharding. Other threads are not affected."""
+    token = _only_compiling.set(True)
+    try:
+        yield
+    finally:
+        _only_compiling.reset(token)
+
+
+def compiles_only() -> bool:
+    return _only_compiling.get()
+
+
+def compiled_results(program: Callable[..., Any], *arguments: Any) -> Any:
+    """Compiles a function from `jax.jit` for these arguments, arrays or their shapes. Returns the
+    shapes, dtypes and shardings of its results."""
+    lowered = program.lower(*arguments)
+    shardings = compiled(lowered).output_shardings
+    return jax.tree.map(_shape, lowered.out_info, shardings)
+
+
+def shapes_of(tree: Any, sharding: Any = None) -> Any:
+    """Shapes, dtypes and shardings of arrays. `sharding` is one for all of the arrays, or a tree
+    like `tree`; None takes the sharding that each array has."""
+    if sharding is None:
+        return jax.tree.map(lambda x: _shape(x, x.sharding), tree)
+    if isinstance(sharding, jax.sharding.Sharding):
+        return jax.tree.map(lambda x: _shape(x, sharding), tree)
+    return jax.tree.map(_shape, tree, sharding)
+
+
+def in_threads(function: Callable[[Any], Any], values: Iterable[Any]) -> list[Any]:
+    """The function's result for each value. Each is computed in a thread, which is within
+    `only_compiling` if the caller is. Raises the first exception of the function."""
+    values = list(values)
+    if len(values) < 2:
+        return [function(value) for value in values]
+    with ThreadPoolExecutor() as threads:
+        results = [threads.submit(copy_context().run, function, value) for value in values]
+        return [result.result() for result in results]
+
+
+def _shape(x: Any, sharding: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +155,8 @@ class StageMesh:
         `specs` is a tree of `PartitionSpec`, or one for all arrays."""
         if compiles_only():
             return shapes_of(tree, self.shardings(specs))
+        if jax.process_count() == 1:
+            return jax.device_put(tree, self.shardings(specs))
         return put(tree, self.shardings(specs))
 
     def move(self, tree: Any, target: "StageMesh", spec: P) -> Any:
@@ -109,7 +168,7 @@ class StageMesh:
 
     def share(self, tree: Any) -> Any:
         """Lets every process read arrays of this mesh; see `transfers.share`."""
-        return share(tree, self.mesh)
+        return tree if jax.process_count() == 1 else share(tree, self.mesh)
 
     def read(self, array: Any) -> np.ndarray | jax.Array:
         """An array of this mesh, for every process. If there are several processes, each waits for

@@ -30,8 +30,6 @@ def put(tree: Any, shardings: Any) -> Any:
     """Copies arrays to devices. They are the same arrays of the host in every process, or arrays
     that lie on these devices already, divided in another way. `shardings` is a tree like `tree`, or
     one sharding for all arrays."""
-    if jax.process_count() == 1:
-        return jax.device_put(tree, shardings)
     if isinstance(shardings, Sharding):
         shardings = jax.tree.map(lambda _: shardings, tree)
     return jax.tree.map(_put, tree, shardings)
@@ -70,8 +68,6 @@ def share(tree: Any, mesh: Mesh) -> Any:
     """Lets every process read arrays of a mesh: returns the whole arrays, of which each of several
     processes has a copy on one of its devices. If this process has no device of the mesh, `tree`
     has shapes and dtypes."""
-    if jax.process_count() == 1:
-        return tree
     shapes = jax.tree.map(_shape, tree)
     whole = _replicate(NamedSharding(mesh, P()))
     tree = whole(tree) if is_local(mesh) else whole.eval_shape(shapes)

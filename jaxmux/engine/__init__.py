@@ -19,7 +19,7 @@ from .devices.programs_ahead import ProgramsAhead
 from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .queued_engine import Bracket, QueuedEngine, rung_of
-from .rounds.results import Computed, ComputedTurn
+from .rounds.results import Computed, ComputedTurn, HeldOutTokens
 from .state.slots import BEST, SuspendedTask, TrainedTask
 from .tasks.prepared_task import PreparedTask, prepare_task
 from .tasks.progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
@@ -32,6 +32,7 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "EngineSize",
+    "HeldOutTokens",
     "PreparedTask",
     "ProgramsAhead",
     "QueuedEngine",

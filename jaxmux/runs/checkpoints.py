@@ -260,7 +260,7 @@ def _newest_intact(
         return checkpoint
     if beginning:
         for problem in problems:
-            say(f"{folder}: {problem}; training begins anew with all commands")
+            say(f"{folder}: {problem}; its tasks begin anew")
         return None
     if problems:
         others = "" if way_out else ", and no other can be read"

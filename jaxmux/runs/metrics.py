@@ -12,9 +12,11 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from jaxmux.atomic_files import sync
 from jaxmux.engine import TaskEvaluation, TaskUpdate
 from jaxmux.engine.rounds.results import RoundRecord
 from jaxmux.engine.tasks.progress import as_line
@@ -68,9 +70,12 @@ class LineLog:
     """Appends lines to a file. Training does not depend on the file, so it continues if the disk is
     full.
 
-    When a file has become large, it is renamed from "events.jsonl" to "events.<n>.jsonl", with a
-    number higher than all others, and a new file is begun. Only the last few earlier files are
-    kept.
+    When the file has become large, `set_aside_if_large` renames it from "events.jsonl" to
+    "events.<n>.jsonl", with a number higher than all others, and begins a new file. Only the last
+    few earlier files are kept.
+
+    Attributes:
+      size: length of the file in bytes.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None], most_bytes: int = LOG_BYTES):
@@ -83,20 +88,14 @@ class LineLog:
         """
         self._path, self._say, self._fails = path, say, False
         self._most_bytes = most_bytes
-        # A newline if the next line has to end one that was cut off; otherwise empty.
-        self._first = b""
         self._file = self._open()
-        self._size = os.fstat(self._file).st_size
-        if self._size and os.pread(self._file, 1, self._size - 1) != b"\n":
-            self._first = b"\n"
+        self.size = os.fstat(self._file).st_size
+        # A newline if the next line has to end one that was cut off; otherwise empty.
+        self._first = self._newline()
 
-    def append(self, fields: Mapping[str, Any]) -> None:
-        """Appends an object as a line. Numbers that are not finite become null."""
-        if self._size >= self._most_bytes:
-            try:
-                self._set_aside()
-            except OSError as e:
-                self._complain(f"cannot be set aside ({e.strerror}); it grows")
+    def append(self, fields: Mapping[str, Any]) -> bool:
+        """Appends an object as a line; returns whether it could be. Numbers that are not finite
+        become null."""
         line = self._first + json_line(fields)
         try:
             written = self._append(line)
@@ -107,30 +106,48 @@ class LineLog:
             self._first = b""
         except OSError as e:
             self._complain(f"cannot be written ({e.strerror}); lines are lost")
+            return False
+        return True
 
     def close(self) -> None:
         os.close(self._file)
 
-    def lines(self, since: float) -> Iterator[bytes]:
-        """Yields the lines of all files that were changed after this time (in seconds since 1970),
-        the oldest file first."""
-        for path in self._paths():
-            # File systems may round times down, by up to two seconds.
-            if path.stat().st_mtime >= since - 2:
-                with path.open("rb") as file:
-                    yield from file
+    def cut(self, size: int) -> None:
+        """Cuts off what was written later.
 
-    def last(self) -> dict[str, Any] | None:
-        """The object of the last line that is not damaged; None if there is no such line."""
-        for path in reversed(self._paths()):
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                if not size:
-                    continue
-                with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as content:
-                    for last_object in objects_backwards(content):
-                        return last_object
-        return None
+        Args:
+          size: length of the file then, in bytes. The file may be shorter.
+        """
+        if self.size > size:
+            os.ftruncate(self._file, size)
+            self.size = size
+            self._first = self._newline()
+
+    def sync(self) -> None:
+        """Waits until all lines are on disk.
+
+        Raises:
+          OSError: the file system reports an error.
+        """
+        try:
+            os.fsync(self._file)
+        except OSError as e:
+            raise OSError(e.errno, e.strerror, str(self._path)) from None
+
+    def set_aside_if_large(self) -> bool:
+        """Begins a new file if the present one is large; returns whether it has."""
+        if self.size < self._most_bytes:
+            return False
+        try:
+            self._set_aside()
+        except OSError as e:
+            self._complain(f"cannot be set aside ({e.strerror}); it grows")
+            return False
+        return True
+
+    def _newline(self) -> bytes:
+        is_cut = self.size and os.pread(self._file, 1, self.size - 1) != b"\n"
+        return b"\n" if is_cut else b""
 
     def _open(self) -> int:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
@@ -144,7 +161,7 @@ class LineLog:
 
     def _append(self, content: bytes) -> int:
         written = os.write(self._file, content)
-        self._size += written
+        self.size += written
         return written
 
     def _set_aside(self) -> None:
@@ -157,9 +174,12 @@ class LineLog:
             self._numbered(number).rename(self._path)
             raise
         os.close(self._file)
-        self._file, self._size, self._first = file, 0, b""
-        for old in self._numbers()[:-_KEPT]:
-            self._numbered(old).unlink()
+        self._file, self.size, self._first = file, 0, b""
+        with suppress(OSError):
+            # Whoever has noted the length of the new file must not find the old one.
+            sync(self._path.parent)
+            for old in self._numbers()[:-_KEPT]:
+                self._numbered(old).unlink()
 
     def _numbers(self) -> list[int]:
         """The numbers of the earlier files, ascending."""
@@ -169,10 +189,6 @@ class LineLog:
 
     def _numbered(self, number: int) -> Path:
         return self._path.with_name(f"{self._path.stem}.{number}.jsonl")
-
-    def _paths(self) -> list[Path]:
-        """All files, the oldest first."""
-        return [*map(self._numbered, self._numbers()), self._path]
 
 
 # The first 64 rounds have details, and this many more each time the number of rounds doubles.

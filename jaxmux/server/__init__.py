@@ -11,7 +11,7 @@ chooses which of them train.
 """
 
 from .store import Event, Store
-from .task import At, Command, End, Extension, Meter, SavedTask, StateChange, TaskStatus
+from .task import Meter, StateChange, TaskStatus
 from .training import LiveTraining
 
 # These modules import names of this package that are defined above.
@@ -19,14 +19,9 @@ from .server import ServerOptions, tuning_server  # isort: skip
 from .serving import serve  # isort: skip
 
 __all__ = [
-    "At",
-    "Command",
-    "End",
     "Event",
-    "Extension",
     "LiveTraining",
     "Meter",
-    "SavedTask",
     "ServerOptions",
     "StateChange",
     "Store",

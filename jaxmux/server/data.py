@@ -239,9 +239,9 @@ class Preparation:
           reading: what `add` has returned.
         """
         with self._lock:
-            for own in (self._waiting, self._active, self._read, self._computing):
-                own.pop(reading, None)
-            self._ended = [own for own in self._ended if own.reading is not reading]
+            for readings in (self._waiting, self._active, self._read, self._computing):
+                readings.pop(reading, None)
+            self._ended = [end for end in self._ended if end.reading is not reading]
             self._start_threads()
 
     def set_aside(self, reading: Reading, aside: bool) -> None:
@@ -323,7 +323,7 @@ class Preparation:
             _start(self._read_data, reading)
         while self._read and self._computations < self._at_once:
             # Those that are not set aside go first.
-            reading = min(self._read, key=lambda own: own.aside)
+            reading = min(self._read, key=lambda reading: reading.aside)
             prepared = self._read.pop(reading)
             self._computing[reading] = time.monotonic()
             self._computations += 1

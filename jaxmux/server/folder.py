@@ -11,21 +11,22 @@ from jaxmux.models import may_be_the_same
 from jaxmux.runs.metrics import SET_ASIDE
 from jaxmux.runs.run_directory import FolderLock, FolderLockError, RunDirectoryError
 
-# The format of server.json.
-FORMAT = 1
+# The format of the folder, and the last version of jaxmux that wrote the one before.
+FORMAT, _LAST_VERSION = 2, "0.1.0"
 # The key of the sizes in server.json.
 _SIZES = "sizes"
-# What is newer than some records, with the values that these stand for.
-_NEWER = {"backbone_format": None}
+# The file of the database; SQLite keeps two more beside it.
+DATABASE = "server.db"
 # What a server writes: by name, True for a folder.
 _OWN = {
     "server.json": False,
     "events.jsonl": False,
     "rounds.jsonl": False,
-    "journal": True,
+    DATABASE: False,
+    f"{DATABASE}-wal": False,
+    f"{DATABASE}-shm": False,
     "checkpoints": True,
     "adapters": True,
-    "specifications": True,
     "inputs": True,
     "watched.json": False,
     "refused.json": False,
@@ -44,7 +45,7 @@ class ServerDirectory:
     Attributes:
       path: absolute path of the folder.
       checkpoints: path of the folder of the checkpoints.
-      journal: path of the folder of the commands since then.
+      database: path of the database.
       events: path of events.jsonl.
       rounds: path of rounds.jsonl.
     """
@@ -63,7 +64,7 @@ class ServerDirectory:
         """
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
-        self.journal = self.path / "journal"
+        self.database = self.path / DATABASE
         self.events = self.path / "events.jsonl"
         self.rounds = self.path / "rounds.jsonl"
         try:
@@ -97,7 +98,7 @@ class ServerDirectory:
         """
         path = self.path / "server.json"
         record = self._read(path)
-        # Older servers have recorded no sizes, or not all of them.
+        # A server that ended early has recorded none.
         before = record.get(_SIZES, {})
         if before == sizes:
             return
@@ -154,7 +155,12 @@ class ServerDirectory:
                 raise self._error(f"{e.filename or record}: {e.strerror}") from None
 
     def _refuse_other(self, record: Path, identity: dict[str, Any]) -> None:
-        recorded = _NEWER | self._read(record)
+        recorded = self._read(record)
+        if recorded.get("format") == 1:
+            raise self._error(
+                f"jaxmux {_LAST_VERSION} or an earlier version has written it; finish its tasks "
+                "with that version, or choose another folder"
+            )
         missing = [key for key in identity if key not in recorded]
         if missing:
             raise self._damaged(f"it has no {missing[0]}")

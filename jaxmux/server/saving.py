@@ -1,55 +1,126 @@
-"""Saves the tasks of a live training again and again, beside its rounds."""
+"""Keeps the tasks of a live training: their rows in a table, and copies of them in checkpoints."""
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 from jaxmux.engine import Engine
 from jaxmux.engine.rounds.results import CHECKPOINTS
 from jaxmux.peft import SlotArrays
 
 from .store import Store
-from .task import RUNNING, LiveTask, SavedTask
+from .task import RUNNING, LiveTask, TaskCopy
 from .tasks import LiveTasks
 
 # Tasks that are copied to the host at the same time, while all are being saved.
 _COPIED_AT_ONCE = 4
+# What tasks have used is written at least so often, in seconds.
+_USE_EVERY = 1.0
 
 
 class Saving:
-    """Copies tasks to the host, and gives all of them to a store. Only the thread that owns the
-    engine uses it.
+    """Gives the rows of tasks and their copies to a store. Only the thread that owns the engine
+    uses it.
 
     Attributes:
-      changed: whether anything has changed since the tasks were saved.
+      changed: whether anything has been trained since the tasks were copied.
     """
 
-    def __init__(self, engine: Engine, tasks: LiveTasks, store: Store, every: int):
-        """Begins with tasks that are saved as they are.
+    def __init__(
+        self,
+        engine: Engine,
+        tasks: LiveTasks,
+        store: Store,
+        every: int,
+        show_end: Callable[[LiveTask], None],
+    ):
+        """Begins with tasks that are kept as they are.
 
         Args:
           engine: the engine that trains the tasks.
           tasks: the tasks.
           store: what keeps them.
-          every: number of rounds from one time to the next.
+          every: number of rounds from one checkpoint to the next.
+          show_end: function that is called when the end of a task has been kept.
         """
         self.changed = False
         self._engine, self._tasks, self._store, self._every = engine, tasks, store, every
-        # The round in which the tasks were saved.
+        self._show_end = show_end
+        # When rows were written last, or it was tried, and whether it failed.
+        self._written_at, self._has_failed = time.monotonic(), False
+        # The round in which the tasks were copied.
         self._saved_at = engine.rounds
         # The round in which copying began.
         self._began_at = 0
-        # By name, the tasks that have been copied while they are being saved, with their copies;
+        # By name, the tasks that have been copied while a checkpoint is made, with their copies;
         # else None. Another task may have taken a name since.
-        self._copied: dict[str, tuple[LiveTask, SavedTask]] | None = None
+        self._copied: dict[str, tuple[LiveTask, TaskCopy]] | None = None
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything to save, or the store could not write what it was given."""
+        """Whether there is anything for a checkpoint, or the last one could not be written."""
         return self.changed or self._store.behind
 
+    @property
+    def has_rows(self) -> bool:
+        """Whether there is anything to write to the table. It is true as long as an end waits for
+        its adapter."""
+        forgotten, news = bool(self._tasks.forgotten), self._store.has_news
+        return forgotten or news or any(task.dirty for task in self._tasks)
+
+    def write(self, commanded: Sequence[LiveTask] = ()) -> None:
+        """Writes the rows of all tasks that have changed, in one transaction.
+
+        Args:
+          commanded: new tasks, and copies of tasks as they will be after commands that the caller
+            carries out next.
+
+        Raises:
+          OSError: nothing of this was written.
+        """
+        replaced = {task.name for task in commanded}
+        written = [task for task in self._tasks if task.dirty and task.name not in replaced]
+        written += commanded
+        ends = {t.name for t in written if t.ended and not self._store.is_exporting(t.name)}
+        new, changed = [], {}
+        for task in written:
+            row = task.row(task.name in ends)
+            if task.is_new:
+                new.append(task.first_row() | row)
+            else:
+                changed[task.key] = row
+        self._written_at, self._has_failed = time.monotonic(), True
+        tasks = self._tasks
+        self._store.write(new, changed, tasks.forgotten, tasks.totals, self._engine.rounds)
+        self._has_failed = tasks.is_news = False
+        tasks.forgotten.clear()
+        for task in written:
+            # A task whose end waits for its adapter stays dirty.
+            task.is_new, task.dirty = False, task.ended and task.name not in ends
+        for name in ends:
+            is_kept = tasks[name].kept
+            tasks.note_kept(name)
+            if not (is_kept or name in replaced):
+                self._show_end(tasks[name])
+
+    def write_if_due(self, now: bool = False) -> bool:
+        """Writes the rows of tasks that have changed, if there is news or some time has passed.
+        What cannot be written is tried again later.
+
+        Args:
+          now: whether to write whatever has changed.
+        """
+        is_late = now or time.monotonic() - self._written_at >= _USE_EVERY
+        has_ends = any(not self._store.is_exporting(name) for name in self._tasks.unkept)
+        is_urgent = (has_ends or self._tasks.is_news) and not self._has_failed
+        if is_urgent or (is_late and self.has_rows):
+            with suppress(OSError):
+                self.write()
+
     def begin(self) -> dict[str, Callable[[], SlotArrays]]:
-        """Begins to copy some tasks, when it is time to save. They are not all copied at once,
-        because the devices keep the copies until they have arrived. But after as many rounds as
-        there are places, all that are left are: tasks may come as fast as they are copied.
+        """Begins to copy some tasks, when it is time for a checkpoint. They are not all copied at
+        once, because the devices keep the copies until they have arrived. But after as many rounds
+        as there are places, all that are left are: tasks may come as fast as they are copied.
 
         Returns:
           By name, functions that wait for the copies, for `go_on` after the round.
@@ -70,24 +141,25 @@ class Saving:
         return begun
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
-        """Notes the tasks that were copied before a round; after the last ones, all tasks are
-        saved.
+        """Notes the tasks that were copied before a round; after the last ones, the checkpoint is
+        written.
 
         Args:
           snapshots: from `begin`; all results from before have been fetched.
         """
         if self._copied is not None:
             with self._engine.device_time.waiting(CHECKPOINTS):
-                self._note(self._tasks.saved(snapshots))
+                self._note(self._tasks.copies(snapshots))
                 if all(self._copy_of(self._tasks[name]) for name in self._tasks.running):
                     self._finish(wait=False)
 
     def save(self, wait: bool) -> None:
-        """Saves all tasks as they are, if anything has changed. All results have been fetched.
+        """Writes a checkpoint of all tasks as they are, if anything has been trained. All results
+        have been fetched.
 
         Args:
-          wait: whether to wait until the tasks that were saved before are on disk. False saves
-            nothing as long as the disk is busy.
+          wait: whether to wait until the checkpoint before is on disk. False writes nothing as long
+            as the disk is busy.
         """
         if wait:
             # A write that fails makes `wanted` true.
@@ -97,26 +169,26 @@ class Saving:
             for name in self._tasks.running:
                 # One after another, as in `begin`.
                 arrays = self._engine.snapshot(name)()
-                self._note(self._tasks.saved({name: lambda arrays=arrays: arrays}))
+                self._note(self._tasks.copies({name: lambda arrays=arrays: arrays}))
             self._finish(wait)
 
-    def _note(self, copied: Mapping[str, SavedTask]) -> None:
-        self._copied |= {name: (self._tasks[name], saved) for name, saved in copied.items()}
+    def _note(self, copied: Mapping[str, TaskCopy]) -> None:
+        self._copied |= {name: (self._tasks[name], copy) for name, copy in copied.items()}
 
-    def _copy_of(self, own: LiveTask) -> SavedTask | None:
+    def _copy_of(self, task: LiveTask) -> TaskCopy | None:
         """The copy of a task, if it has been made."""
-        task, saved = self._copied.get(own.name, (None, None))
-        return saved if task is own else None
+        copied, copy = self._copied.get(task.name, (None, None))
+        return copy if copied is task else None
 
     def _finish(self, wait: bool) -> None:
-        # Commands since a task was copied may have changed it, or ended it.
-        tasks = [
-            own.saved_again(self._copy_of(own)) if own.state == RUNNING else own.saved(None)
-            for own in self._tasks
-        ]
-        totals = self._tasks.totals.copy()
-        for own, saved in zip(self._tasks, tasks, strict=True):
-            totals.replace(own.meter, saved.meter)
+        copies = {}
+        for task in self._tasks:
+            copy = self._copy_of(task) if task.state == RUNNING else task.copy(None)
+            if copy:
+                copies[task.key] = copy
         self._copied, self._saved_at = None, self._engine.rounds
-        if self._store.save(tasks, totals, self._saved_at, wait):
-            self.changed = False
+        # The use is written first, so the table counts at least what the checkpoint contains.
+        with suppress(OSError):
+            self.write()
+            if self._store.save(copies, wait):
+                self.changed = False

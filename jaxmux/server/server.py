@@ -36,8 +36,8 @@ from jaxmux.runs.trackers import RunTrackers, TrackedRun, refuse_missing
 from jaxmux.tasks import Task
 
 from . import LiveTraining
-from .database import ServerStore
 from .folder import ServerDirectory
+from .store import ServerStore
 
 # Microbatches of one task that a round trains unless `round_tokens` says otherwise.
 _MICROBATCHES = 4
@@ -152,11 +152,11 @@ def server_admissions(
             replica,
             schedule=options.schedule,
         )
-        own = Admission(costs.replica, shape, reserved=pool, more_stages=False)
-        if reason := own.refusal(pool.slots, shape.rows):
+        admission = Admission(costs.replica, shape, reserved=pool, more_stages=False)
+        if reason := admission.refusal(pool.slots, shape.rows):
             place = f"mesh {replica}: " if options.mesh else ""
             raise PlanningError(f"{place}{reason}")
-        found.append(own)
+        found.append(admission)
     return tuple(found)
 
 
@@ -201,16 +201,17 @@ def tuning_server(
             ...
             server.close()
 
-    A command is on disk before its future is done. Tasks, and what they have used, are saved every
-    `options.checkpoint_every` rounds and at the end.
+    What a command changes is on disk before its future is done, and what tasks have used a second
+    later. Checkpoints of the tasks are written every `options.checkpoint_every` rounds and at the
+    end.
 
     Args:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
         may begin with "jaxmux:" for a folder that ships with jaxmux.
       folder: folder of the server. It gets adapters/<task> (Hugging Face PEFT folders of the tasks
         that have succeeded), events.jsonl, rounds.jsonl and the events.<n>.jsonl and
-        rounds.<n>.jsonl before them, checkpoints, journal (the commands since then), server.json
-        (the record of what is served) and the files of trackers.
+        rounds.<n>.jsonl before them, server.db (the table of tasks), checkpoints, server.json (the
+        record of what is served) and the files of trackers.
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
       say: function that prints one line; it is told of damaged checkpoints, of what cannot be
         written, of sizes other than those of the earlier server, and how many warnings tasks have.
@@ -236,7 +237,7 @@ def tuning_server(
     own_options = engine_options(options, config, shape, round_tokens=options.most_tokens(shape))
     sizes = _sizes(options, own_options)
     if options.elastic:
-        own_options = own_options.of_size(EngineSize(*(-(-own // 4) for own in most)))
+        own_options = own_options.of_size(EngineSize(*(-(-each // 4) for each in most)))
     admissions = server_admissions(options, config, own_options)
     permit_open_files()
     with ExitStack() as stack:
@@ -264,7 +265,6 @@ def tuning_server(
             options.events_bytes,
         )
         stack.enter_context(closing(store))
-        kept = store.read()
         live = LiveTraining(
             engine,
             partial(
@@ -276,12 +276,6 @@ def tuning_server(
                 base_model=str(path),
             ),
             store=store,
-            saved=kept.saved,
-            commands=kept.commands,
-            totals=kept.totals,
-            reached={name: told.steps for name, told in kept.told.items()},
-            told={name: told.state for name, told in kept.told.items()},
-            rounds=kept.rounds,
             save_every=options.checkpoint_every,
             prepared_at_once=options.prepared_at_once,
             slow_preparation_seconds=options.slow_preparation_seconds,
@@ -290,8 +284,6 @@ def tuning_server(
             most=most if options.elastic else None,
             warnings=partial(of_live_task, config=config),
         )
-        # The arrays are kept by those tasks alone that have not gone on yet.
-        del kept
         stack.callback(live.wait)
         stack.callback(live.close)
         for warning in of_options(options, config):

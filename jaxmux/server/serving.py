@@ -216,8 +216,10 @@ def within_pool(limits: TenantLimits, options: ServerOptions) -> TenantLimits:
       limits: the limits.
       options: the options of the server.
     """
-    kinds = [(kind_of(own), own) for own in options.reserved_adapters]
-    ranks = [max(kind.rank(own), kind.rank_in(LOW_RANK_KIND, own)) for kind, own in kinds]
+    kinds = [(kind_of(adapter), adapter) for adapter in options.reserved_adapters]
+    ranks = [
+        max(kind.rank(adapter), kind.rank_in(LOW_RANK_KIND, adapter)) for kind, adapter in kinds
+    ]
     largest = max([options.reserved_rank, *ranks])
     return dataclasses.replace(limits, rank=min(limits.rank, largest))
 

@@ -1,5 +1,6 @@
 """Lets an engine grow and shrink with its load."""
 
+import itertools
 import logging
 
 from jaxmux.engine import Engine, EngineSize, ProgramsAhead
@@ -95,7 +96,7 @@ class ElasticSize:
         """The size for so many tasks, and rounds of so many rows."""
         needs = EngineSize(tasks, rows)
         given = zip(needs, self._engine.size, self.least, self._most, strict=True)
-        return EngineSize(*(fitting_size(*own) for own in given))
+        return EngineSize(*itertools.starmap(fitting_size, given))
 
     def _wanted(self, tasks: int, rows: int) -> EngineSize:
         """The size that the engine should have now."""
@@ -115,9 +116,9 @@ class ElasticSize:
         """The largest size up to this one for which there is memory. Slots, by which more tasks
         train, count before rows."""
         present = self._engine.size
-        slots, rows = (_doublings(*own) for own in zip(present, size, strict=True))
+        slots, rows = map(_doublings, present, size)
         sizes = [EngineSize(s, r) for s in reversed(slots) for r in reversed(rows)]
-        found = next((own for own in sizes if not self._is_full(own)), present)
+        found = next((each for each in sizes if not self._is_full(each)), present)
         self.short_of_memory = found != size
         return found
 

@@ -1,17 +1,42 @@
-"""Where a live training keeps what has to survive it."""
+"""Where a live training keeps what has to survive it: in memory, or in the folder of a server."""
 
+import dataclasses
+import errno
+import json
+import math
+import os
+import shutil
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 from weakref import WeakValueDictionary
 
-from jaxmux.engine import TaskEvaluation, TaskUpdate, TrainedTask
+from jaxmux.atomic_files import sync
+from jaxmux.engine import TaskEvaluation, TaskProgress, TaskUpdate, TrainedTask
 from jaxmux.engine.rounds.results import RoundRecord
-from jaxmux.peft import Adapter
-from jaxmux.tasks import Task
+from jaxmux.engine.tasks.progress import as_line
+from jaxmux.errors import first_line
+from jaxmux.field_checks import to_object
+from jaxmux.models import Backbone, checkpoint_tensors, devices_bytes
+from jaxmux.peft import Adapter, export_adapter, import_adapter
+from jaxmux.planner.numbers import numbered
+from jaxmux.runs.checkpoints import Checkpoints, Found
+from jaxmux.runs.metrics import LOG_BYTES, LineLog, has_details, host_bytes, round_line
+from jaxmux.runs.run_directory import Retry, RunDirectoryError
+from jaxmux.runs.summary import notes_of_task
+from jaxmux.runs.trackers import RunTrackers
+from jaxmux.sharding import PlacedBackbone
+from jaxmux.specifications.reading import from_json
+from jaxmux.tasks import Task, TaskError
 
-from .task import Command, Meter, SavedTask
+from .database import Checkpoint, Database
+from .folder import ServerDirectory
+from .task import ENDED, LiveTask, Meter, TaskCopy
 
 # A reader that falls behind by more events loses the oldest ones.
 MOST_UNREAD = 100_000
@@ -96,13 +121,45 @@ class EventStream:
             yield event
 
 
+class Restored(NamedTuple):
+    """What an earlier training has kept.
+
+    Attributes:
+      tasks: its tasks, in the order in which they were registered.
+      totals: what all tasks together had used.
+      rounds: number of rounds that had been trained.
+    """
+
+    tasks: list[LiveTask]
+    totals: Meter
+    rounds: int
+
+
+# The columns of a task in the table, by name.
+Row = Mapping[str, Any]
+
+
 class Store(Protocol):
-    """Keeps commands, tasks and adapters. The thread that owns the engine calls all methods but
-    `adapter`, and none of them waits for the devices."""
+    """Keeps tasks, their adapters, and what they have used. The thread that owns the engine calls
+    all methods but `adapter`, and none of them waits for the devices."""
 
     @property
     def behind(self) -> bool:
-        """Whether the tasks that `save` was given last could not be written."""
+        """Whether the checkpoint that `save` was given last could not be written."""
+        ...
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next `write` notes something even without rows."""
+        ...
+
+    @property
+    def problem(self) -> str | None:
+        """Why not all has been written that was given; None if it has."""
+        ...
+
+    def read(self) -> Restored:
+        """What an earlier training has kept. It is called once, before any other method."""
         ...
 
     def check(self, task: Task) -> None:
@@ -116,14 +173,25 @@ class Store(Protocol):
         """
         ...
 
-    def record(self, commands: Sequence[Command]) -> None:
-        """Keeps commands that are about to be carried out.
+    def write(
+        self,
+        new: Sequence[Row],
+        changed: Mapping[str, Row],
+        forgotten: Sequence[str],
+        totals: Meter,
+        rounds: int,
+    ) -> None:
+        """Writes rows of tasks, all of them or none.
 
         Args:
-          commands: the commands, in their order.
+          new: the rows of new tasks.
+          changed: by key of the task, columns that have changed.
+          forgotten: keys of the rows to delete. New tasks may have the names of these.
+          totals: what all tasks together have used.
+          rounds: number of rounds that have been trained.
 
         Raises:
-          OSError: they cannot be kept. None of them is carried out.
+          OSError: nothing is written.
         """
         ...
 
@@ -160,20 +228,16 @@ class Store(Protocol):
         """
         ...
 
-    def save(
-        self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
-    ) -> bool:
-        """Keeps all tasks as they are after the commands that have been recorded so far.
+    def save(self, copies: Mapping[str, TaskCopy], wait: bool = False) -> bool:
+        """Writes a checkpoint.
 
         Args:
-          tasks: the tasks.
-          totals: what they have used together, with those that are not known any more.
-          rounds: number of rounds that have been trained.
-          wait: whether to wait until the tasks of an earlier call have been kept.
+          copies: by key, the copies of the tasks that have begun and may go on.
+          wait: whether to wait until an earlier checkpoint has been written.
 
         Returns:
-          False if nothing is kept this time: those tasks are still being written, or could not be
-          a short time ago, or the disk is full.
+          False if nothing is written this time: the earlier one is still being written, or could
+          not be a short time ago, or the disk is full.
         """
         ...
 
@@ -181,17 +245,13 @@ class Store(Protocol):
         """Tries again to keep adapters that could not be kept, if that was some time ago."""
         ...
 
-    def wait(self) -> str | None:
-        """Waits until everything has been kept, or could not be. What could not be before is tried
-        again.
-
-        Returns:
-          Why not all has been kept; None if it has.
-        """
+    def wait(self) -> None:
+        """Waits until everything has been written, or could not be. Adapters that could not be
+        written before are tried again."""
         ...
 
-    def tell(self, event: Event) -> None:
-        """Writes down an event. It raises no error.
+    def tell(self, event: Event) -> bool:
+        """Writes down an event; returns whether it could be. It raises no error.
 
         Args:
           event: the event.
@@ -224,16 +284,26 @@ class Store(Protocol):
 class MemoryStore:
     """Keeps adapters in memory, and nothing else: the `Store` of a training without a folder."""
 
-    behind = False
+    behind, has_news, problem = False, False, None
 
     def __init__(self):
         """Starts empty."""
         self._adapters: dict[str, Callable[[], Adapter]] = {}
 
+    def read(self) -> Restored:
+        return Restored([], Meter(), 0)
+
     def check(self, task: Task) -> None:
         pass
 
-    def record(self, commands: Sequence[Command]) -> None:
+    def write(
+        self,
+        new: Sequence[Row],
+        changed: Mapping[str, Row],
+        forgotten: Sequence[str],
+        totals: Meter,
+        rounds: int,
+    ) -> None:
         pass
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
@@ -248,9 +318,7 @@ class MemoryStore:
     def adapter(self, task: Task) -> Adapter:
         return self._adapters[task.name]()
 
-    def save(
-        self, tasks: Sequence[SavedTask], totals: Meter, rounds: int, wait: bool = False
-    ) -> bool:
+    def save(self, copies: Mapping[str, TaskCopy], wait: bool = False) -> bool:
         return True
 
     def retry(self) -> None:
@@ -259,8 +327,8 @@ class MemoryStore:
     def wait(self) -> None:
         pass
 
-    def tell(self, event: Event) -> None:
-        pass
+    def tell(self, event: Event) -> bool:
+        return True
 
     def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
         pass
@@ -269,3 +337,352 @@ class MemoryStore:
         self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
     ) -> None:
         pass
+
+
+# Times in events.jsonl are rounded to so many digits of a second.
+_DIGITS = 3
+# A line of rounds.jsonl has details at least so often, in seconds.
+_DETAILS_EVERY = 60.0
+# So many problems are told together.
+_MOST_PROBLEMS = 5
+# Keys of `ServerStore._problems`.
+_TABLE, _CHECKPOINT = "table", "checkpoint"
+
+
+class ServerStore:
+    """The `Store` of a server with a folder.
+
+    The table of tasks is the truth: what is in it holds. Checkpoints have the arrays of the tasks
+    that go on. They and the adapters are written by one
+    thread, in the order in which they come. If they cannot be written, training goes on: adapters
+    are tried again with the next checkpoint or by `retry`.
+    """
+
+    def __init__(
+        self,
+        directory: ServerDirectory,
+        backbone: Backbone | PlacedBackbone,
+        keep: int,
+        trackers: RunTrackers,
+        say: Callable[[str], None],
+        events_bytes: int = LOG_BYTES,
+    ):
+        """Opens the files.
+
+        Args:
+          directory: the folder of the server.
+          backbone: the backbone, whose name and fingerprint adapters record.
+          keep: number of checkpoints to keep.
+          trackers: the trackers, which `close` closes.
+          say: function that prints one line; it is told what cannot be written or read, and how
+            many warnings tasks have.
+          events_bytes: size in bytes at which events.jsonl and rounds.jsonl are set aside.
+
+        Raises:
+          RunDirectoryError: the database is damaged, or a later version of jaxmux has written it.
+        """
+        self._directory, self._backbone, self._say = directory, backbone, say
+        self._base = checkpoint_tensors(
+            backbone.name_or_path, backbone.compute_dtype, backbone.config.backbone_format
+        )
+        self._keep = keep
+        self._database = Database(directory.database)
+        self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
+        self._events = LineLog(directory.events, say, events_bytes)
+        self._rounds = LineLog(directory.rounds, say, events_bytes)
+        # Whether a state was told since the last commit.
+        self._has_told = False
+        # When the last line of rounds.jsonl with details was written, by `time.monotonic`.
+        self._detailed_at = -math.inf
+        self._trackers = trackers
+        self._writer = ThreadPoolExecutor(1)
+        # The adapters that have not been written.
+        self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
+        # Whether some of these have been tried in vain, and when to try again.
+        self._has_unwritten, self._adapters_retry = False, Retry()
+        # The number of the last checkpoint, and how many could be written.
+        self._number = self._count = 0
+        # The checkpoints that the table does not know yet, which the writer adds.
+        self._new: list[Checkpoint] = []
+        self._last: Future[None] | None = None
+        # Whether the last checkpoint could not be written, and when to write another one.
+        self._checkpoint_retry = Retry()
+        # By kind, why the last thing of it could not be written, without and with its name.
+        self._problems: dict[str, tuple[str, str]] = {}
+        self._written: Callable[[], None] = lambda: None
+
+    def read(self) -> Restored:
+        """What an earlier server has kept in the folder. It is called once, before any other
+        method.
+
+        Raises:
+          RunDirectoryError: the database or all checkpoints are damaged, or missing.
+          OSError: the database cannot be read.
+        """
+        rows, server = self._database.read()
+        if server is None and self._checkpoints.numbers:
+            raise self._missing(
+                self._directory.database, "it is missing, but its checkpoints are not"
+            )
+        self._count = server["checkpoints"] if server else 0
+        going = {row["key"]: row for row in rows if row["state"] not in ENDED}
+        named = [row["checkpoint"] for row in going.values() if row["checkpoint"] is not None]
+        # While fewer checkpoints were written than are kept, none has been deleted, so tasks may
+        # begin anew instead.
+        may_begin_anew = not named or self._count < self._keep
+        found = self._checkpoints.newest(
+            lambda record: {key: None for key in record["tasks"] if key in going},
+            beginning=may_begin_anew,
+        )
+        if not (found or may_begin_anew):
+            what = f"checkpoint {max(named)} is missing, with which tasks go on"
+            raise self._missing(self._directory.checkpoints, what)
+        self._number = max([0, *self._checkpoints.numbers, *named])
+        tasks = [self._task(row, found) for row in rows]
+        for task in tasks:
+            if not task.ended:
+                self._trackers.register(task.name, task.history[0].time)
+        if server is None:
+            return Restored(tasks, Meter(), 0)
+        totals = Meter(**{field.name: server[field.name] for field in dataclasses.fields(Meter)})
+        # Remove lines that were written after the last commit: their events will happen again.
+        self._events.cut(server["events_bytes"])
+        self._rounds.cut(server["rounds_bytes"])
+        # A file that was set aside since then would otherwise be cut to another one's length.
+        with suppress(OSError):
+            self._write((), {}, (), totals, server["rounds"])
+        return Restored(tasks, totals, server["rounds"])
+
+    def _missing(self, path: Path, what: str) -> RunDirectoryError:
+        folder = self._directory.path
+        return RunDirectoryError(
+            f"{path}: {what}; restore the folder {folder} from a backup, or delete the whole "
+            "folder to begin anew"
+        )
+
+    def _task(self, row: Mapping[str, Any], found: Found | None) -> LiveTask:
+        """The task of a row, with its copy in the checkpoint that was found."""
+        try:
+            return LiveTask.of(row, self._copy(row, found))
+        except (ValueError, KeyError, TypeError) as e:
+            raise self._database.damaged(f"the row of task {row['name']!r}: {e}") from None
+
+    def _copy(self, row: Mapping[str, Any], found: Found | None) -> TaskCopy | None:
+        """The copy of a task that goes on, if it is in the checkpoint that was found."""
+        key = row["key"]
+        if row["state"] in ENDED:
+            return None
+        if found and key in found.record["tasks"]:
+            progress = TaskProgress.from_json(found.record["tasks"][key]["progress"])
+            arrays = found.arrays[key]
+            return TaskCopy(progress, lambda: arrays)
+        if row["checkpoint"] is not None:
+            self._say(f"task {row['name']!r}: no intact checkpoint has it, so it begins anew")
+        return None
+
+    @property
+    def behind(self) -> bool:
+        return self._checkpoint_retry.has_failed
+
+    @property
+    def has_news(self) -> bool:
+        return bool(self._new)
+
+    @property
+    def problem(self) -> str | None:
+        texts = [text for _, text in self._problems.values()]
+        if (more := len(texts) - _MOST_PROBLEMS) > 0:
+            texts[_MOST_PROBLEMS:] = [f"and {more} more"]
+        return "; ".join(texts) or None
+
+    def check(self, task: Task) -> None:
+        try:
+            same = from_json(json.loads(json.dumps(to_object(task)))) == task
+        except (ValueError, KeyError, TypeError):
+            same = False
+        if not same:
+            raise TaskError(
+                f"task {task.name!r}: a server that is started again could not read it; neither it "
+                "nor its adapter, optimizer or data may be of a subclass"
+            )
+
+    def write(
+        self,
+        new: Sequence[Row],
+        changed: Mapping[str, Row],
+        forgotten: Sequence[str],
+        totals: Meter,
+        rounds: int,
+    ) -> None:
+        try:
+            if self._has_told:
+                # Otherwise the table might know of an event that is lost with the power.
+                self._events.sync()
+            self._write(new, changed, forgotten, totals, rounds)
+        except OSError as e:
+            what = Path(e.filename or self._directory.database).name
+            self._note(_TABLE, what, f"cannot be written ({e.strerror})")
+            raise
+        self._problems.pop(_TABLE, None)
+        self._has_told = False
+        for row in new:
+            self._trackers.register(row["name"], row["history"][0]["time"])
+        # The commit covers every event, so the files may be set aside now.
+        if any([log.set_aside_if_large() for log in (self._events, self._rounds)]):
+            with suppress(OSError):
+                self._write((), {}, (), totals, rounds)
+
+    def _write(
+        self,
+        new: Sequence[Row],
+        changed: Mapping[str, Row],
+        forgotten: Sequence[str],
+        totals: Meter,
+        rounds: int,
+    ) -> None:
+        """Commits rows, with the lengths of the logs and the checkpoints that are new."""
+        checkpoints = list(self._new)
+        server = {"rounds": rounds, "checkpoints": self._count, **vars(totals)}
+        server |= {"events_bytes": self._events.size, "rounds_bytes": self._rounds.size}
+        last = checkpoints[-1] if checkpoints else None
+        self._database.write(new, changed, forgotten, server, last)
+        del self._new[: len(checkpoints)]
+
+    def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
+        self._adapters[trained.task.name] = trained, adapter
+        self._writer.submit(self._write_adapters)
+
+    def is_exporting(self, name: str) -> bool:
+        return name in self._adapters
+
+    def when_written(self, call: Callable[[], None]) -> None:
+        self._written = call
+
+    def adapter(self, task: Task) -> Adapter:
+        if (waiting := self._adapters.get(task.name)) is not None:
+            return waiting[1]()
+        folder = self._directory.adapter(task.name)
+        return import_adapter(folder, self._backbone.config, base=self._base)[1]
+
+    def save(self, copies: Mapping[int, TaskCopy], wait: bool = False) -> bool:
+        is_ready = not self._last or self._last.done()
+        if not (wait or is_ready and self._checkpoint_retry.is_due):
+            # The disk is slower than training, or full: a later call saves more.
+            return False
+        self._number += 1
+        self._last = self._writer.submit(self._write_checkpoint, self._number, copies)
+        return True
+
+    def retry(self) -> None:
+        if self._has_unwritten and self._adapters_retry.is_due:
+            self._has_unwritten = False
+            self._writer.submit(self._write_adapters)
+
+    def wait(self) -> None:
+        self._writer.submit(self._write_adapters).result()
+
+    def tell(self, event: Event) -> bool:
+        fields = {"time": round(event.time, _DIGITS), "task": event.task, "kind": event.kind}
+        is_written = self._events.append(fields | event.fields)
+        self._has_told |= event.kind == "state"
+        if event.kind == "warning":
+            count = len(event.fields["warnings"])
+            it = "it" if count == 1 else "them"
+            self._say(f"{event.task}: {numbered(count, 'warning')}; its status tells {it}")
+        return is_written
+
+    def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
+        # Tasks come and go, so what microbatches hold is told now and then in any case.
+        now = time.monotonic()
+        is_detailed = has_details(record.index) or now - self._detailed_at > _DETAILS_EVERY
+        if is_detailed:
+            self._detailed_at = now
+        line = round_line(record, spent, devices_bytes(), host_bytes(), is_detailed)
+        self._rounds.append({**line, "time": round(time.time(), 3)})
+
+    def track(
+        self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
+    ) -> None:
+        for results in (updates, evaluations):
+            lines = [{**as_line(result), "time": time} for result in results]
+            self._trackers.log(lines, held_out=results is evaluations)
+
+    def close(self) -> None:
+        """Waits until everything is on disk, and closes the files."""
+        self._writer.shutdown()
+        self._checkpoints.close()
+        self._database.close()
+        self._events.close()
+        self._rounds.close()
+        self._trackers.close(finished=False)
+
+    def _note(self, kind: str, what: str, problem: str) -> None:
+        """Says why something cannot be written, unless that was said of the last of its kind."""
+        before, _ = self._problems.get(kind, (None, None))
+        self._problems[kind] = problem, f"{what}: {problem}"
+        if problem != before:
+            self._say(f"{what}: {problem}; training goes on")
+
+    def _write_adapters(self) -> None:
+        """Writes the adapters that have not been written."""
+        before = len(self._adapters)
+        for waiting in list(self._adapters.values()):
+            trained, adapter = waiting
+            task = trained.task
+            what, folder = f"adapter {task.name}", self._directory.adapter(task.name)
+            try:
+                export_adapter(
+                    folder,
+                    adapter(),
+                    task.adapter,
+                    self._backbone.config,
+                    self._backbone.name_or_path,
+                    base_fingerprint=self._backbone.fingerprint,
+                    base=self._base,
+                    notes=notes_of_task(trained),
+                    rendering=trained.rendering,
+                )
+                for parent in (folder.parent, self._directory.path):
+                    sync(parent)
+            except Exception as e:  # of the disk, of the devices, or of what the task holds
+                self._note(what, what, f"cannot be written yet ({_why(e)})")
+                continue
+            self._problems.pop(what, None)
+            del self._adapters[task.name]
+        if self._adapters:
+            self._adapters_retry.note_failure()
+        else:
+            self._adapters_retry.note_success()
+        self._has_unwritten = bool(self._adapters)
+        if len(self._adapters) < before:
+            self._written()
+
+    def _write_checkpoint(self, number: int, copies: Mapping[str, TaskCopy]) -> None:
+        self._write_adapters()
+        try:
+            arrays = {key: copy.arrays() for key, copy in copies.items()}
+            tasks = {key: {"progress": copy.progress.to_json()} for key, copy in copies.items()}
+            self._refuse_too_large(sum(x.nbytes for each in arrays.values() for x in each.values()))
+            self._checkpoints.save(number, {"tasks": tasks}, arrays)
+            self._checkpoints.wait()
+        except Exception as e:  # of the disk, of the devices, or of what the tasks hold
+            self._checkpoint_retry.note_failure()
+            self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({_why(e)})")
+            return
+        self._checkpoint_retry.note_success()
+        self._problems.pop(_CHECKPOINT, None)
+        self._count += 1
+        self._new.append(Checkpoint(number, list(copies)))
+
+    def _refuse_too_large(self, needed: int) -> None:
+        """OSError if the disk has no room for arrays of so many bytes. Otherwise it would be full
+        until writing them fails, also for commands and adapters."""
+        if shutil.disk_usage(self._directory.checkpoints).free < needed:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def _why(error: Exception) -> str:
+    """Why something could not be written, in the same words whichever file it was."""
+    text = getattr(error, "strerror", None) or first_line(error)
+    full = os.strerror(errno.ENOSPC)
+    return full if full in text else text

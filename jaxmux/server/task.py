@@ -1,5 +1,5 @@
-"""One task of a live training: its states, its commands, what it has used, and what is saved of
-it."""
+"""One task of a live training: its states, its commands, what it has used, and its row in the table
+of a server."""
 
 import dataclasses
 import math
@@ -8,22 +8,25 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 import numpy as np
 
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import (
     ComputedTurn,
+    HeldOutTokens,
     PreparedTask,
     SuspendedTask,
     TaskProgress,
     TaskUpdate,
     train_on,
 )
+from jaxmux.field_checks import to_object
 from jaxmux.peft import SlotArrays
-from jaxmux.printable import STOPPED_EARLY, shown_state
+from jaxmux.printable import STOPPED_EARLY
+from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import Task, TaskError
 
 from .data import Reading
@@ -65,16 +68,6 @@ class StateChange(NamedTuple):
     reason: str | None
     time: float
 
-    @classmethod
-    def of(cls, fields: Mapping[str, Any]) -> "StateChange":
-        """The change from its fields by name, as files keep them.
-
-        Args:
-          fields: the fields. Earlier versions wrote "succeeded" for tasks that stopped early.
-        """
-        change = cls(**fields)
-        return change._replace(state=shown_state(change.state, change.reason))
-
 
 @dataclasses.dataclass
 class Meter:
@@ -94,7 +87,8 @@ class Meter:
       held_out_tokens: tokens of the chunks with held-out samples, with padding, of the
         measurements that have been completed.
       device_seconds: the task's part of the time of its rounds, in proportion to all tokens that
-        were computed in them, held-out ones included.
+        were computed in them, held-out ones included. What is computed once more because training
+        was started again costs nothing.
     """
 
     effective_tokens: int = 0
@@ -103,29 +97,6 @@ class Meter:
     trained_tokens: int = 0
     held_out_tokens: int = 0
     device_seconds: float = 0.0
-
-    def add_turn(self, turn: ComputedTurn, counted: int, again: bool) -> None:
-        """Counts what has been computed of a global batch.
-
-        Args:
-          turn: what has been computed.
-          counted: number of tokens of the global batch that have been counted so far. If it has
-            begun again since, they do not count a second time.
-          again: whether the global batch was computed before, by a process that ended before it was
-            saved.
-        """
-        new = min(turn.tokens, max(0, turn.before + turn.tokens - counted))
-        self.computed_tokens += new
-        self.recomputed_tokens += turn.tokens if again else turn.tokens - new
-
-    def add_update(self, update: TaskUpdate) -> None:
-        """Counts an update, whose turns are counted by themselves.
-
-        Args:
-          update: the update.
-        """
-        self.effective_tokens += update.tokens
-        self.trained_tokens += 0 if update.skipped else update.target_tokens
 
     def replace(self, old: "Meter", new: "Meter") -> None:
         """Counts one meter in place of another in a total.
@@ -144,97 +115,37 @@ class Meter:
         return dataclasses.replace(self)
 
 
-def shares_of(computed: Mapping[str, int]) -> dict[str, float]:
-    """By name of the task, its part of all tokens that were computed.
-
-    Args:
-      computed: by name of the task, the number of tokens.
-    """
-    total = sum(computed.values())
-    return {name: tokens / max(total, 1) for name, tokens in computed.items()}
-
-
-class Extension(NamedTuple):
-    """A command that has let a task train more steps.
+class Counted(NamedTuple):
+    """How far a task's use has been counted. Work below this point is a repetition, and is metered
+    as recomputed.
 
     Attributes:
-      step: number of the task's updates that had been dispatched.
-      steps: number of steps that the task is to train since then.
+      step: index of the last global batch of which tokens were counted.
+      tokens: number of that batch's tokens, with padding, that were counted.
+      updates: number of updates that were counted.
+      measuring: number of steps after which the held-out loss was last measured, at least in part;
+        -1 before the first time.
+      measured: the same for measurements that were completed.
     """
 
-    step: int
-    steps: int
+    step: int = 0
+    tokens: int = 0
+    updates: int = 0
+    measuring: int = -1
+    measured: int = -1
 
+    def covers(self, turn: ComputedTurn) -> int:
+        """Number of a turn's tokens that were counted before.
 
-class SavedTask(NamedTuple):
-    """A task at the end of a round, with all that it needs to go on from there.
-
-    Attributes:
-      task: the task as it was registered.
-      priority: its priority.
-      arrival: number of its arrival.
-      passes: number of later tasks of its priority that have begun before it.
-      history: its states so far; the last one is the present state.
-      meter: what it has used.
-      fingerprints: hashes of its data, from `PreparedTask`; empty if they have not been read.
-      progress: its progress; None if it has not begun.
-      arrays: function that waits for its arrays, and returns them by path; None if it has not begun
-        or has ended.
-      reached: number of steps that it is known to have trained, some of them perhaps after it was
-        saved.
-      steps: number of steps that it is to train; None if that is not known yet.
-      extensions: the commands that have extended it, in their order. Their steps may come after
-        the progress.
-      begun_tokens: number of tokens, with padding, that its meter has counted of the global batch
-        that comes next. The batch begins again.
-      files: its files at the time of its registration, from `file_identities`; empty if its data
-        have been read.
-      warnings: as in `TaskStatus`.
-    """
-
-    task: Task
-    priority: int
-    arrival: int
-    passes: int
-    history: tuple[StateChange, ...]
-    meter: Meter
-    fingerprints: Mapping[str, str]
-    progress: TaskProgress | None
-    arrays: Callable[[], SlotArrays] | None
-    reached: int = 0
-    steps: int | None = None
-    extensions: tuple[Extension, ...] = ()
-    begun_tokens: int = 0
-    files: Mapping[str, str] = MappingProxyType({})
-    warnings: tuple[str, ...] = ()
-
-
-class At(NamedTuple):
-    """Where a task was when a command was carried out.
-
-    Attributes:
-      step: number of its updates that had been dispatched.
-      meter: what it had used.
-    """
-
-    step: int
-    meter: Meter
-
-
-class End(NamedTuple):
-    """How a task has ended.
-
-    Attributes:
-      history: all its states; the last one is that of its end.
-      progress: its progress; None if it had not begun.
-      steps: number of steps that it was to train; None if that was not known yet.
-      warnings: as in `TaskStatus`.
-    """
-
-    history: tuple[StateChange, ...]
-    progress: TaskProgress | None
-    steps: int | None
-    warnings: tuple[str, ...] = ()
+        Args:
+          turn: what has been computed of a global batch.
+        """
+        # On other devices, a global batch may have more tokens with padding than it had.
+        if turn.step < max(self.step, self.updates):
+            return turn.tokens
+        if turn.step > self.step:
+            return 0
+        return min(turn.tokens, max(0, self.tokens - turn.before))
 
 
 class Command(NamedTuple):
@@ -242,23 +153,15 @@ class Command(NamedTuple):
 
     Attributes:
       kind: what is to be done: "register", "cancel", "pause", "resume", "set_priority" or "extend".
-        Others are no wishes: "read" keeps which data have been read for a task; "end" keeps how a
-        task has ended and what it has used, and again when results of it have arrived after that;
-        "used" is what earlier versions have kept of these.
       task: name of the task.
-      value: what the kind needs: for "register", the `Task`, its priority and its files, from
-        `file_identities`; for "set_priority", the priority; for "extend", the number of steps; for
-        "read", the `PreparedTask.fingerprints`; for "end", an `End`; else None.
-      time: when it was given, in seconds since 1970.
-      at: where the task was when it was carried out; None before, for "register", and for commands
-        that an earlier version has kept.
+      value: what the kind needs: for "register", the `Task`, its priority, its files from
+        `file_identities`, and its `LiveTask.origin`; for "set_priority", the priority; for
+        "extend", the number of steps; else None.
     """
 
     kind: str
     task: str
     value: Any
-    time: float
-    at: At | None = None
 
 
 # A command, and the future that tells whether it has been carried out.
@@ -302,7 +205,7 @@ class CommandQueue:
         with self._changed:
             waiting, self._waiting = list(self._waiting), deque()
             self._woken = False
-        return [own for own in waiting if own[1].set_running_or_notify_cancel()]
+        return [each for each in waiting if each[1].set_running_or_notify_cancel()]
 
     def wait(self, seconds: float | None) -> None:
         """Waits until there is a command, or `wake` or `close` is called.
@@ -377,15 +280,31 @@ class TaskStatus(NamedTuple):
     warnings: tuple[str, ...] = ()
 
 
+class TaskCopy(NamedTuple):
+    """What a checkpoint keeps of a task that has begun, as of one moment.
+
+    Attributes:
+      progress: its progress.
+      arrays: function that waits for its arrays, and returns them by path.
+    """
+
+    progress: TaskProgress
+    arrays: Callable[[], SlotArrays]
+
+
 @dataclasses.dataclass
 class LiveTask:
     """A task that comes and goes. Only the thread that owns the engine reads and changes it.
 
     Attributes:
-      task: the task as it was registered.
+      specification: the task as it was registered.
       priority: its priority; tasks of higher numbers go first.
       arrival: number of its arrival; tasks that arrived together have the same number.
       history: the states so far.
+      key: random text that no other task has, also of the same name. Checkpoints have it.
+      is_new: whether it is not in the table yet.
+      origin: the task as its tenant had specified it, with the tenant's own name and paths; None if
+        it comes from no watched directory.
       prepared: the task with its data; None until they have been read, and after its end.
       reading: the reading of its data; None if they are neither being read nor about to be.
       files: its files at the time of its registration, from `file_identities`; empty when its data
@@ -400,20 +319,28 @@ class LiveTask:
         read again; else None.
       share: its part of the tokens of the last round.
       meter: what the task has used.
+      counted: how far this has been counted.
+      reached: `counted` at the start of this process; work below it costs no device seconds.
       passes: number of later tasks of its priority that have begun before it.
-      reached: number of steps that it had trained before training was started again.
-      extensions: the commands that have extended it, as `SavedTask.extensions`.
-      counted: index of the last global batch of which tokens have been counted, and their number.
-      measured: whether it trains on only when its held-out loss has been measured.
-      unkept: function that returns the arrays with which it ends once more if training is started
-        again before its success has been kept; else None.
+      extensions: the commands that have extended it, in their order: the number of updates that are
+        dispatched before the longer schedule begins, and the number of steps from then on.
+      measures: whether it trains on only when its held-out loss has been measured.
+      unkept: function that returns its final arrays while its success is not in the table; a
+        restart ends it again with them. Else None.
+      kept: whether it has ended for good: its end is in the table.
+      told: whether an event has told of its present state.
+      dirty: whether it has changed since its row was written.
       warnings: as in `TaskStatus`.
+      last_warnings: those of its end, until they are told with it.
     """
 
-    task: Task
+    specification: Task
     priority: int
     arrival: int
     history: list[StateChange]
+    key: str = dataclasses.field(default_factory=lambda: uuid4().hex)
+    is_new: bool = True
+    origin: Task | None = None
     prepared: PreparedTask | None = None
     reading: Reading | None = None
     files: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -425,38 +352,93 @@ class LiveTask:
     saved_arrays: Callable[[], SlotArrays] | None = None
     share: float = 0.0
     meter: Meter = dataclasses.field(default_factory=Meter)
+    counted: Counted = Counted()
+    reached: Counted = Counted()
     passes: int = 0
-    reached: int = 0
-    extensions: list[Extension] = dataclasses.field(default_factory=list)
-    counted: tuple[int, int] = (0, 0)
-    measured: bool = False
+    extensions: list[tuple[int, int]] = dataclasses.field(default_factory=list)
+    measures: bool = False
     unkept: Callable[[], SlotArrays] | None = None
+    kept: bool = False
+    told: bool = False
+    dirty: bool = False
     warnings: tuple[str, ...] = ()
+    last_warnings: tuple[str, ...] = ()
 
     @classmethod
-    def of(cls, saved: SavedTask) -> "LiveTask":
-        """A task as it was saved, before its data are read again."""
-        return cls(
-            saved.task,
-            saved.priority,
-            saved.arrival,
-            list(saved.history),
-            steps=saved.steps,
-            fingerprints=saved.fingerprints,
-            progress=saved.progress,
-            saved_arrays=saved.arrays,
-            meter=saved.meter,
-            passes=saved.passes,
-            reached=saved.reached,
-            extensions=list(saved.extensions),
-            counted=(saved.progress.step if saved.progress else 0, saved.begun_tokens),
-            files=saved.files,
-            warnings=saved.warnings,
+    def of(cls, row: Mapping[str, Any], copy: TaskCopy | None) -> "LiveTask":
+        """A task from the table, before its data are read again.
+
+        Args:
+          row: its row, as `row` and `first_row` have made it.
+          copy: its copy in a checkpoint; None if it begins anew, or has ended.
+        """
+        progress = row["progress"] and TaskProgress.from_json(row["progress"])
+        history = [StateChange(**change) for change in row["history"]]
+        counted, has_ended = Counted(*row["counted"]), row["state"] in ENDED
+        task = cls(
+            from_json(row["specification"]),
+            row["priority"],
+            row["arrival"],
+            history,
+            key=row["key"],
+            is_new=False,
+            origin=row["origin"] and from_json(row["origin"]),
+            files=row["files"],
+            steps=row["steps"],
+            fingerprints=row["fingerprints"],
+            progress=progress if has_ended else copy and copy.progress,
+            saved_arrays=copy and copy.arrays,
+            meter=Meter(**{field.name: row[field.name] for field in dataclasses.fields(Meter)}),
+            counted=counted,
+            reached=counted,
+            passes=row["passes"],
+            extensions=[(at, steps) for at, steps in row["extensions"]],
+            kept=has_ended,
+            told=row["told"],
+            warnings=tuple(row["warnings"]),
         )
+        if copy and task.steps and copy.progress.step < task.steps:
+            # It had trained its last step before it was extended.
+            train_on(copy.progress, task.specification)
+        return task
+
+    def first_row(self) -> dict[str, Any]:
+        """The columns that do not change, by name."""
+        return {
+            "key": self.key,
+            "name": self.name,
+            "specification": to_object(self.specification),
+            "origin": self.origin and to_object(self.origin),
+            "arrival": self.arrival,
+        }
+
+    def row(self, ends: bool) -> dict[str, Any]:
+        """The columns that may change, by name.
+
+        Args:
+          ends: whether to write that it has ended. False writes it as it was before, because its
+            adapter is not on disk.
+        """
+        history = self.history[:-1] if self.ended and not ends else self.history
+        return {
+            "state": history[-1].state,
+            "priority": self.priority,
+            "passes": self.passes,
+            "steps": self.steps,
+            "extensions": self.extensions,
+            "files": dict(self.files),
+            "fingerprints": dict(self.fingerprints),
+            "history": [change._asdict() for change in history],
+            "warnings": self.warnings + (self.last_warnings if ends else ()),
+            "progress": self.progress and self.progress.to_json(),
+            "counted": self.counted,
+            "told": self.told,
+            **vars(self.meter),
+        }
 
     @property
     def name(self) -> str:
-        return self.task.name
+        return self.specification.name
 
     @property
     def state(self) -> str:
@@ -472,11 +454,11 @@ class LiveTask:
         read."""
         samples = self.prepared.samples.samples
         total = int(stream_lengths(samples).sum(dtype=np.int64))
-        return round(self.task.batch_size * total / len(samples))
+        return round(self.specification.batch_size * total / len(samples))
 
     @property
     def _paths(self) -> str:
-        sources = (*self.task.sources, self.task.eval_data)
+        sources = (*self.specification.sources, self.specification.eval_data)
         return ", ".join(source.path for source in sources if source)
 
     @property
@@ -484,8 +466,10 @@ class LiveTask:
         """Whether the task never trains again."""
         return self.state in ENDED
 
-    def enter(self, state: str, reason: str | None, time: float, note: str | None = None) -> bool:
-        """Enters a state, or replaces the reason of the present one.
+    def entered(
+        self, state: str, reason: str | None, time: float, note: str | None = None
+    ) -> dict[str, Any]:
+        """What changes if the task enters a state, or the reason of its present one changes.
 
         Args:
           state: the state.
@@ -494,39 +478,60 @@ class LiveTask:
           note: what has brought it into the state, if that is to be told with every reason there.
 
         Returns:
-          Whether anything has changed.
+          The attributes that change, by name.
         """
-        if note or state != self.state:
-            self.note = note
-        reason = "; ".join(filter(None, (self.note, reason))) or None
-        if (state, reason) == (self.state, self.reason):
-            return False
-        if state == self.state:
-            self.history[-1] = self.history[-1]._replace(reason=reason)
-            return True
-        if state not in FOLLOWING[self.state]:
-            raise RuntimeError(f"task {self.name!r}: {state} does not follow {self.state}")
-        self.history.append(StateChange(state, reason, time))
-        # The state in which it began stays.
-        del self.history[1:-_LAST_STATES]
+        note = note if note or state != self.state else self.note
+        reason = "; ".join(filter(None, (note, reason))) or None
+        if state != self.state:
+            if state not in FOLLOWING[self.state]:
+                raise RuntimeError(f"task {self.name!r}: {state} does not follow {self.state}")
+            history = [*self.history, StateChange(state, reason, time)]
+            # The state in which it began stays.
+            del history[1:-_LAST_STATES]
+        elif reason != self.reason:
+            history = [*self.history[:-1], self.history[-1]._replace(reason=reason)]
+        else:
+            return {"note": note} if note != self.note else {}
+        return {"note": note, "history": history, "told": False}
+
+    def extended(self, steps: int, at: int) -> dict[str, Any]:
+        """What changes if the task is to train another number of steps.
+
+        Args:
+          steps: the number of steps.
+          at: number of updates that are dispatched before the longer schedule begins.
+
+        Returns:
+          The attributes that change, by name.
+        """
+        # Extensions that were to have effect later have none.
+        kept = [extension for extension in self.extensions if extension[0] < at]
+        return {"extensions": [*kept, (at, steps)], "steps": steps, "told": False}
+
+    def change(self, changes: Mapping[str, Any]) -> None:
+        """Changes attributes of the task.
+
+        Args:
+          changes: the new values, by name.
+        """
+        for name, value in changes.items():
+            setattr(self, name, value)
+        self.dirty = True
         if self.ended:
-            self._forget_data()
-        return True
+            self.prepared = self.suspended = self.saved_arrays = None
+        elif "extensions" in changes:
+            self._train_longer()
 
-    @property
-    def end(self) -> End:
-        """How the task has ended."""
-        return End(tuple(self.history), self.progress, self.steps, self.warnings)
-
-    @end.setter
-    def end(self, end: End) -> None:
-        """Ends the task as it had ended in a process that has ended since."""
-        self.history, self.progress, self.steps = list(end.history), end.progress, end.steps
-        self.warnings = end.warnings
-        self._forget_data()
-
-    def _forget_data(self) -> None:
-        self.prepared = self.suspended = self.saved_arrays = None
+    def _train_longer(self) -> None:
+        """Lets the task go on with its last extension, unless it is in the engine."""
+        at, steps = self.extensions[-1]
+        if self.prepared:
+            self.prepared = self.prepared.extended(steps, at)
+        if self.suspended:
+            self.suspended.slot.prepared = self.prepared
+        if self.progress:
+            # It may have lost its place when its last step had been dispatched.
+            train_on(self.progress, self.specification)
 
     def set_prepared(self, prepared: PreparedTask) -> None:
         """Takes the data of the task.
@@ -545,57 +550,67 @@ class LiveTask:
                 f"the {' and the '.join(changed)} changed {since} ({self._paths}); register "
                 "another task for them"
             )
+        for at, steps in self.extensions:
+            prepared = prepared.extended(steps, at)
         # From now on the fingerprints tell whether the data are the same.
-        self.fingerprints, self.files = found, {}
-        for extension in self.extensions:
-            prepared = prepared.extended(extension.steps, extension.step)
+        self.fingerprints, self.files, self.dirty = found, {}, True
         self.prepared, self.steps = prepared, prepared.steps
         if self.saved_arrays:
             self.suspended = SuspendedTask.of(self.prepared, self.progress, self.saved_arrays)
             self.saved_arrays = None
 
-    def extend(self, steps: int, at: int) -> None:
-        """Lets the task train another number of steps, wherever it is but in the engine.
-
-        Args:
-          steps: the number of steps.
-          at: number of updates that are dispatched before the longer schedule begins.
-        """
-        # Extensions that were to have effect later have none.
-        kept = [own for own in self.extensions if own.step < at]
-        self.extensions = [*kept, Extension(at, steps)]
-        self.steps = steps
-        if self.prepared:
-            self.prepared = self.prepared.extended(steps, at)
-        if self.suspended:
-            self.suspended.slot.prepared = self.prepared
-        if self.progress:
-            # It may have lost its place when its last step had been dispatched.
-            train_on(self.progress, self.task)
-
-    def counted_of(self, step: int) -> int:
-        """Number of tokens of a global batch that have been counted.
-
-        Args:
-          step: index of the global batch, not smaller than that of one that has been counted.
-        """
-        counted_step, tokens = self.counted
-        return tokens if counted_step == step else 0
-
-    def count(self, turn: ComputedTurn, totals: Meter) -> None:
-        """Counts what has been computed of a global batch of the task.
+    def count_turn(self, turn: ComputedTurn) -> None:
+        """Counts what has been computed of a global batch.
 
         Args:
           turn: what has been computed.
-          totals: the meter of all tasks together.
         """
-        counted, again = self.counted_of(turn.step), turn.step < self.reached
-        for meter in (self.meter, totals):
-            meter.add_turn(turn, counted, again)
-        self.counted = turn.step, max(counted, turn.before + turn.tokens)
+        again = self.counted.covers(turn)
+        self.meter.computed_tokens += turn.tokens - again
+        self.meter.recomputed_tokens += again
+        if again < turn.tokens:
+            tokens = turn.before + turn.tokens
+            self.counted = self.counted._replace(step=turn.step, tokens=tokens)
 
-    def saved(self, arrays: Callable[[], SlotArrays] | None) -> SavedTask:
-        """The task as it is saved now.
+    def count_update(self, update: TaskUpdate) -> None:
+        """Counts an update, whose turns are counted by themselves.
+
+        Args:
+          update: the update.
+        """
+        if update.task_step > self.counted.updates:
+            self.counted = self.counted._replace(updates=update.task_step)
+            self.meter.effective_tokens += update.tokens
+            self.meter.trained_tokens += 0 if update.skipped else update.target_tokens
+
+    def count_measured(self, measured: HeldOutTokens) -> None:
+        """Counts a measurement of the held-out loss that has been completed.
+
+        Args:
+          measured: its tokens.
+        """
+        # A task that was extended may be measured twice after the same step.
+        if measured.step > self.reached.measured:
+            self.meter.held_out_tokens += measured.tokens
+            self.counted = self.counted._replace(measured=max(self.counted.measured, measured.step))
+
+    def count_seconds(self, part: ComputedTurn | HeldOutTokens, seconds: float) -> None:
+        """Counts the time of what has been computed, unless it was counted before training was
+        started again.
+
+        Args:
+          part: what has been computed.
+          seconds: the time that the devices have spent on it.
+        """
+        if isinstance(part, ComputedTurn):
+            seconds *= 1 - self.reached.covers(part) / max(part.tokens, 1)
+        else:
+            seconds *= part.step > self.reached.measuring
+            self.counted = self.counted._replace(measuring=max(self.counted.measuring, part.step))
+        self.meter.device_seconds += seconds
+
+    def copy(self, arrays: Callable[[], SlotArrays] | None) -> TaskCopy | None:
+        """The task as a checkpoint keeps it now; None if it has not begun or has ended for good.
 
         Args:
           arrays: function that waits for its arrays, if it is in the engine.
@@ -603,40 +618,8 @@ class LiveTask:
         if self.suspended:
             arrays = self.suspended.with_best()
         # A success that has not been kept is none if training is started again.
-        history = self.history[:-1] if self.unkept else self.history
-        step = self.progress.step if self.progress else 0
-        return SavedTask(
-            self.task,
-            self.priority,
-            self.arrival,
-            self.passes,
-            tuple(history),
-            self.meter.copy(),
-            self.fingerprints,
-            dataclasses.replace(self.progress) if self.progress else None,
-            self.unkept if self.ended else arrays or self.saved_arrays,
-            max(self.reached, step),
-            self.steps,
-            tuple(self.extensions),
-            self.counted_of(step),
-            self.files,
-            self.warnings,
-        )
-
-    def saved_again(self, before: SavedTask) -> SavedTask:
-        """The task as it was copied some rounds ago, with what commands have changed since.
-
-        Args:
-          before: the task as it was copied.
-        """
-        return before._replace(
-            priority=self.priority,
-            passes=self.passes,
-            history=tuple(self.history),
-            reached=max(before.reached, self.progress.step),
-            steps=self.steps,
-            extensions=tuple(self.extensions),
-        )
+        arrays = self.unkept if self.ended else arrays or self.saved_arrays
+        return arrays and TaskCopy(dataclasses.replace(self.progress), arrays)
 
     def status(self, ends: bool = True) -> TaskStatus:
         """What others may see of the task now.
@@ -654,7 +637,7 @@ class LiveTask:
         return TaskStatus(
             self.name,
             self.state,
-            self.reason or (_MEASURED if runs and self.measured else None),
+            self.reason or (_MEASURED if runs and self.measures else None),
             self.priority,
             progress.step,
             self.steps,
@@ -664,6 +647,6 @@ class LiveTask:
             self.share if runs else 0.0,
             self.meter.copy(),
             tuple(self.history),
-            getattr(self.task.adapter, "rank", None),
+            getattr(self.specification.adapter, "rank", None),
             self.warnings,
         )

@@ -1,7 +1,9 @@
 """The tasks of a live training, and what commands and results do to them."""
 
+import itertools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 from jaxmux.engine import (
     Computed,
@@ -21,108 +23,20 @@ from jaxmux.tasks import TaskError
 from .data import Preparation, Reading
 from .task import (
     CANCELLED,
-    ENDED,
     FAILED,
     PAUSED,
     PREPARING,
     QUEUED,
     RUNNING,
     SUCCEEDED,
-    At,
     Command,
+    Counted,
     LiveTask,
     Meter,
-    SavedTask,
     StateChange,
+    TaskCopy,
     TaskStatus,
-    shares_of,
 )
-
-
-class EndedTasks:
-    """The names of the tasks that have ended, in the order of their ends.
-
-    The thread that owns the engine changes it. `is_kept` and `know_while` may be called in any
-    thread.
-    """
-
-    def __init__(self, most: int):
-        """Starts without tasks.
-
-        Args:
-          most: number of tasks that are known after their end.
-        """
-        self._most = most
-        self._names: dict[str, None] = {}
-        self._unkept: dict[str, None] = {}
-        self._is_needed: Callable[[str], bool] = lambda name: False
-
-    def is_kept(self, name: str) -> bool:
-        """Whether a task has ended, and will have ended whatever happens: its end is kept with what
-        it has used, and its adapter if it has succeeded.
-
-        Args:
-          name: name of the task.
-        """
-        return name in self._names and name not in self._unkept
-
-    def know_while(self, is_needed: Callable[[str], bool]) -> None:
-        """Lets tasks be known as long as somebody needs them, even if too many have ended.
-
-        Args:
-          is_needed: function that returns whether the task of a name is needed. It is called in the
-            thread that owns the engine.
-        """
-        self._is_needed = is_needed
-
-    @property
-    def unkept(self) -> list[str]:
-        """The tasks whose ends have not been kept, or that have used more since."""
-        return list(self._unkept)
-
-    @property
-    def forgettable(self) -> str | None:
-        """The task that ended longest ago, of those that are kept and that nobody needs; None if
-        there is none, or not too many have ended."""
-        if len(self._names) <= self._most:
-            return None
-        free = (n for n in self._names if n not in self._unkept and not self._is_needed(n))
-        return next(free, None)
-
-    def restore(self, names: Iterable[str]) -> None:
-        """Takes the tasks of an earlier training, whose ends have been kept.
-
-        Args:
-          names: all tasks that have ended, in the order of their ends.
-        """
-        self._names, self._unkept = dict.fromkeys(names), {}
-
-    def add(self, name: str) -> None:
-        """Takes note that a task has ended, or that one which has ended has used more.
-
-        Args:
-          name: name of the task.
-        """
-        # In this order: other threads must not take its end for kept.
-        self._unkept[name] = None
-        self._names[name] = None
-
-    def note_kept(self, name: str) -> None:
-        """Takes note that the end of a task has been kept, with all that it has used.
-
-        Args:
-          name: name of the task.
-        """
-        del self._unkept[name]
-
-    def forget(self, name: str) -> None:
-        """Forgets a task.
-
-        Args:
-          name: name of the task.
-        """
-        self._names.pop(name, None)
-        self._unkept.pop(name, None)
 
 
 class StatusBoard:
@@ -149,15 +63,6 @@ class StatusBoard:
             if name in self._statuses:
                 return self._statuses[name]
         raise TaskError(f"task {name!r}: there is no such task")
-
-    def shows_end(self, name: str) -> bool:
-        """Whether a task is shown as one that has ended.
-
-        Args:
-          name: name of the task, which need not be shown.
-        """
-        with self._lock:
-            return name in self._statuses and self._statuses[name].state in ENDED
 
     def statuses(self) -> list[TaskStatus]:
         """The statuses of all tasks, in the order in which they were registered."""
@@ -197,6 +102,8 @@ class StatusBoard:
             del self._statuses[name]
 
 
+# Most ended tasks that are looked at in a round, whether they can be forgotten.
+_LOOKED_AT = 64
 # So many names are in a reason.
 _MOST_NAMES = 3
 # What tasks may wait for before they are prepared.
@@ -211,11 +118,13 @@ class LiveTasks:
 
     Attributes:
       changed: whether the choice of the tasks that train has to be made anew.
-      totals: what all tasks have used together, those included that are not known any more. It is
-        counted by itself, and equals the sum of their meters.
-      ended: the tasks that have ended.
-      read: names of the tasks whose data have been read for the first time, until that is kept; the
-        values have no meaning.
+      totals: what all tasks have used together, those included that are not known any more.
+      unkept: names of the tasks that have ended, and whose ends are not in the table; the values
+        have no meaning.
+      forgotten: the keys of tasks that are not known any more, and are still in the table.
+      is_news: whether fingerprints of newly read data are not in the table yet.
+      is_needed: function that returns whether the ended task of a name has to be known on. It is
+        called in the thread that owns the engine.
       growing: number of places for which programs are being compiled; None if there are none.
     """
 
@@ -243,18 +152,25 @@ class LiveTasks:
           clock: function that returns the time in seconds since 1970.
           most_ended: number of tasks that are known after their end.
           warnings: as for `LiveTraining`.
-          warn: function that is called with the name of a task and warnings, once for each warning.
+          warn: function that is called with the name of a task and the warnings about its settings
+            and data.
         """
         self._warnings, self._warn = warnings, warn
         self.changed = False
         self.growing: int | None = None
         self.totals = Meter()
-        self.ended = EndedTasks(most_ended)
-        self.read: dict[str, None] = {}
+        self.forgotten: list[str] = []
+        self.unkept: dict[str, None] = {}
+        self.is_news = False
+        self.is_needed: Callable[[str], bool] = lambda name: False
         self._engine, self._preparation, self._export = engine, preparation, export
         self._show, self._clock = show, clock
         self._forget = forget
         self._tasks: dict[str, LiveTask] = {}
+        # The names of the tasks that have ended, in the order of their ends; the values have no
+        # meaning.
+        self._ended: dict[str, None] = {}
+        self._most_ended = most_ended
         # Of the readings that wait, what for and behind how many, when its task was told last.
         self._told: dict[Reading, tuple[str, int]] = {}
 
@@ -268,134 +184,140 @@ class LiveTasks:
         """The tasks in the order in which they were registered."""
         return iter(self._tasks.values())
 
-    def check(self, command: Command, again: bool = False) -> None:
+    def check(self, command: Command) -> None:
         """Checks that a command can be carried out.
 
         Args:
           command: the command.
-          again: whether it was carried out before, by a process that has ended. The data of its
-            task had then been read.
 
         Raises:
           TaskError: it cannot; the message says why.
         """
-        name, own = command.task, self._tasks.get(command.task)
+        name, task = command.task, self._tasks.get(command.task)
         if command.kind == "register":
-            # A task of this name that has ended was forgotten then, and is forgotten again.
-            if own and not (again and own.ended):
+            if task:
                 raise TaskError(f"task {name!r}: a task of this name is registered already")
             return
-        if own is None:
+        if task is None:
             raise TaskError(f"task {name!r}: there is no such task")
-        if command.kind in ("end", "read"):
-            return
-        if command.kind == "used":
-            if not own.ended:
-                raise TaskError(f"task {name!r}: it goes on, and uses the same again")
-            return
-        if own.ended:
-            raise TaskError(f"task {name!r}: it has ended ({own.state})")
-        if command.kind == "resume" and own.state != PAUSED:
-            raise TaskError(f"task {name!r}: it is not paused but {own.state}")
+        if task.ended:
+            raise TaskError(f"task {name!r}: it has ended ({task.state})")
+        if command.kind == "resume" and task.state != PAUSED:
+            raise TaskError(f"task {name!r}: it is not paused but {task.state}")
         if command.kind == "extend":
-            if own.steps is None and not again:
+            if task.steps is None:
                 raise TaskError(f"task {name!r}: its data have not been read yet")
-            if own.steps is not None and command.value <= own.steps:
-                raise TaskError(f"task {name!r}: it has {own.steps} steps already")
+            if command.value <= task.steps:
+                raise TaskError(f"task {name!r}: it has {task.steps} steps already")
 
-    def with_at(self, command: Command) -> Command:
-        """The command, with where its task is now; one that registers a task is returned as it is.
-
-        Args:
-          command: a command that `check` permits.
-        """
-        if command.kind == "register":
-            return command
-        own = self[command.task]
-        if own.progress is None:
-            step = 0
-        elif self._has_place(own) or own.suspended:
-            step = self._engine.steps_dispatched(own.suspended or own.name)
-        else:
-            step = own.progress.step
-        return command._replace(at=At(step, own.meter.copy()))
-
-    def carry_out(self, command: Command, arrival: int, again: bool = False) -> None:
-        """Carries out a command that `check` permits. If it is carried out once more, a task that
-        ends has used then what it had used the first time, and a task that is extended trains with
-        its shorter schedule up to the same step.
+    def new_task(self, command: Command, arrival: int) -> LiveTask:
+        """The task that a command registers, which `add` takes in.
 
         Args:
-          command: the command.
-          arrival: number of the arrival of a task that is registered.
-          again: as for `check`. `go_on` has to be called after the last of these commands.
+          command: a command of the kind "register".
+          arrival: number of its arrival.
         """
-        if command.kind == "register":
-            task, priority, files = command.value
-            if task.name in self._tasks:
-                self._drop(task.name)
-            first = StateChange(PREPARING, None, command.time)
-            own = LiveTask(task, priority, arrival, [first], steps=task.steps, files=files)
-            self._tasks[task.name] = own
-            if not again:
-                self._read_data(own)
-            self._show(own)
-            return
-        own, at = self._tasks[command.task], command.at or self.with_at(command).at
-        # The first time, other things may have happened since the command was given.
-        time = max(command.time, own.history[-1].time) if again else None
-        if command.kind in ("cancel", "end", "used"):
-            self.totals.replace(own.meter, at.meter)
-            own.meter = at.meter.copy()
-        if command.kind in ("end", "used"):
-            if command.kind == "end":
-                own.end = command.value
-            self._show(own)
-            return
-        if command.kind == "read":
-            own.fingerprints, own.files = command.value, {}
-            return
-        self.changed = True
-        if command.kind == "cancel":
-            if self._has_place(own):
-                self._engine.release(own.name)
-            self._enter(own, CANCELLED, time=time)
-        elif command.kind == "pause":
-            self._leave(own)
-            self._enter(own, PAUSED, time=time)
-            if own.reading:
-                self._preparation.set_aside(own.reading, True)
-        elif command.kind == "resume":
-            self._enter(own, QUEUED if own.prepared else PREPARING, time=time)
-            if own.reading:
-                self._preparation.set_aside(own.reading, False)
-            elif not (own.prepared or again):
-                self._read_data(own)
-        elif command.kind == "set_priority":
-            own.priority = command.value
-            self._show(own)
-        else:
-            self._extend(own, command.value, at.step)
+        specification, priority, files, origin = command.value
+        first = StateChange(PREPARING, None, self._clock())
+        return LiveTask(
+            specification,
+            priority,
+            arrival,
+            [first],
+            origin=origin,
+            steps=specification.steps,
+            files=files,
+        )
 
-    def restore(self, saved: SavedTask) -> None:
-        """Adds a task as it was saved. `go_on` has to be called when all have been added, and the
-        commands since then have been carried out again.
+    def changes(self, command: Command) -> dict[str, Any]:
+        """What a command changes that `check` permits.
 
         Args:
-          saved: the task.
-        """
-        own = self._tasks[saved.task.name] = LiveTask.of(saved)
-        self._show(own)
+          command: a command of another kind than "register".
 
-    def go_on(self) -> None:
-        """Lets the tasks go on that have not ended: their data are read again."""
-        ended = sorted((own for own in self if own.ended), key=lambda own: own.history[-1].time)
-        self.ended.restore(own.name for own in ended)
-        for own in self:
-            if not own.ended:
-                if own.state != PAUSED:
-                    self._enter(own, PREPARING, note="training was started again")
-                self._read_data(own)
+        Returns:
+          Attributes of the task by name, for `carry_out`.
+        """
+        task, now = self[command.task], self._clock()
+        match command.kind:
+            case "cancel":
+                return task.entered(CANCELLED, None, now)
+            case "pause":
+                return task.entered(PAUSED, None, now)
+            case "resume":
+                return task.entered(QUEUED if task.prepared else PREPARING, None, now)
+            case "set_priority":
+                return {"priority": command.value, "told": False}
+            case "extend":
+                return task.extended(command.value, self._dispatched(task))
+        raise ValueError(f"there is no command {command.kind!r}")
+
+    def carry_out(self, command: Command, changes: Mapping[str, Any]) -> None:
+        """Carries out a command.
+
+        Args:
+          command: a command of another kind than "register".
+          changes: from the method `changes`; no other command has been carried out since.
+        """
+        task, self.changed = self[command.task], True
+        match command.kind:
+            case "cancel" if self._has_place(task):
+                self._engine.release(task.name)
+            case "pause":
+                self._leave(task)
+                if task.reading:
+                    self._preparation.set_aside(task.reading, True)
+            case "resume" if task.reading:
+                self._preparation.set_aside(task.reading, False)
+            case "extend" if self._has_place(task):
+                self._engine.extend(task.name, command.value)
+        self._change(task, changes)
+        if command.kind == "resume" and not (task.reading or task.prepared):
+            self._read_data(task)
+
+    def _dispatched(self, task: LiveTask) -> int:
+        """Number of a task's updates that have been dispatched."""
+        if self._has_place(task) or task.suspended:
+            return self._engine.steps_dispatched(task.suspended or task.name)
+        return task.progress.step if task.progress else 0
+
+    def add(self, task: LiveTask) -> None:
+        """Takes in a task that has been registered.
+
+        Args:
+          task: the task, from `new_task`.
+        """
+        self._tasks[task.name] = task
+        self._read_data(task)
+        self._show(task)
+
+    def restore(self, tasks: Iterable[LiveTask]) -> None:
+        """Takes in the tasks of an earlier training. Those that have not ended go on: their data
+        are read again.
+
+        Args:
+          tasks: the tasks, in the order in which they were registered.
+        """
+        self._tasks |= {task.name: task for task in tasks}
+        ended = sorted(
+            (task for task in self if task.ended), key=lambda task: task.history[-1].time
+        )
+        self._ended |= dict.fromkeys(task.name for task in ended)
+        for task in self:
+            if not task.ended:
+                if task.state != PAUSED:
+                    self._enter(task, PREPARING, note="training was started again")
+                self._read_data(task)
+
+    def note_kept(self, name: str) -> None:
+        """Takes note that the end of a task is in the table.
+
+        Args:
+          name: name of the task.
+        """
+        task = self[name]
+        task.kept, task.unkept = True, None
+        self.unkept.pop(name, None)
 
     def tell_waiting(self, to_be_read: Sequence[Reading], to_begin: Sequence[Reading]) -> None:
         """Tells tasks that wait for their preparation how many come before them. A task is told
@@ -426,10 +348,10 @@ class LiveTasks:
           reading: what was prepared. It changes nothing if its task no longer waits for it.
           result: the prepared task, or the exception that ended its preparation.
         """
-        own = self._tasks.get(reading.task.name)
-        if own is None or own.reading is not reading:
+        task = self._tasks.get(reading.task.name)
+        if task is None or task.reading is not reading:
             return
-        own.reading = None
+        task.reading = None
         try:
             if isinstance(result, Exception):
                 raise result
@@ -437,40 +359,42 @@ class LiveTasks:
         except Exception as e:
             # Whatever is wrong with a tenant's data concerns this task only. What has been trained
             # is kept: the data may be there again later, or the pool be larger.
-            begun = own.progress or own.reached
-            self._enter(own, PAUSED if begun else FAILED, first_line(e))
+            begun = task.progress or task.reached != Counted()
+            self._enter(task, PAUSED if begun else FAILED, first_line(e))
             return
-        known = own.fingerprints
+        known = task.fingerprints
         try:
-            own.set_prepared(result)
+            task.set_prepared(result)
         except TaskError as e:
-            self._enter(own, FAILED, first_line(e))
+            self._enter(task, FAILED, first_line(e))
             return
-        own.warnings = tuple(self._warnings(own.prepared, None))
+        task.warnings = tuple(self._warnings(task.prepared, None))
         if not known:
-            self.read[own.name] = None
-            if own.warnings:
-                self._warn(own.name, own.warnings)
-        if own.state == PREPARING:
-            self._enter(own, QUEUED)
+            self.is_news = True
+            if task.warnings:
+                self._warn(task.name, task.warnings)
+        if task.state == PREPARING:
+            self._enter(task, QUEUED)
             self.changed = True
         else:
             # Its number of steps may be known only now.
-            self._show(own)
+            self._show(task)
 
     def choose(self) -> None:
         """Chooses the tasks that train, and lets them take and leave their places."""
         self.changed = False
         found = schedule(
             [
-                Candidate(own.name, own.priority, own.arrival, own.state == RUNNING, own.passes)
-                for own in self.candidates
+                Candidate(
+                    task.name, task.priority, task.arrival, task.state == RUNNING, task.passes
+                )
+                for task in self.candidates
             ],
             self._refusal,
             self._worth,
         )
         for name in found.passed:
-            self[name].passes += 1
+            self[name].change({"passes": self[name].passes + 1})
         for name, reason in found.waits.items():
             takers = found.takers.get(name)
             self._leave(self[name])
@@ -486,11 +410,11 @@ class LiveTasks:
           most: number of tasks that keep theirs.
           why: the reason, in words; it is told as long as they wait.
         """
-        running = [own for own in self if own.state == RUNNING]
-        running.sort(key=lambda own: (-own.priority, own.arrival))
-        for own in running[most:]:
-            self._leave(own)
-            self._enter(own, QUEUED, "the task waits for a place", note=why)
+        running = [task for task in self if task.state == RUNNING]
+        running.sort(key=lambda task: (-task.priority, task.arrival))
+        for task in running[most:]:
+            self._leave(task)
+            self._enter(task, QUEUED, "the task waits for a place", note=why)
         self.changed = True
 
     def take_results(
@@ -504,69 +428,82 @@ class LiveTasks:
           computed: what has been computed.
           seconds: the time that the devices have spent on it.
         """
+        by_task, tokens = computed.by_task, max(1, sum(computed.by_task.values()))
+        changed = [self[name] for name in {*by_task, *(update.task for update in updates)}]
+        before = {task.name: task.meter.copy() for task in changed}
+        for part in (*computed.turns, *computed.held_out):
+            self[part.task].count_seconds(part, seconds * part.tokens / tokens)
         for turn in computed.turns:
-            self[turn.task].count(turn, self.totals)
+            self[turn.task].count_turn(turn)
         for update in updates:
-            for meter in (self[update.task].meter, self.totals):
-                meter.add_update(update)
-        for name, tokens in computed.measured.items():
-            self[name].meter.held_out_tokens += tokens
-        self.totals.held_out_tokens += sum(computed.measured.values())
-        self.totals.device_seconds += seconds
-        for name, share in shares_of(computed.by_task).items():
-            self[name].share = share
-            self[name].meter.device_seconds += share * seconds
-            if self[name].ended:
-                self.ended.add(name)
+            self[update.task].count_update(update)
+        for measured in computed.measured:
+            self[measured.task].count_measured(measured)
+        for task in changed:
+            task.dirty = True
+            if task.name in by_task:
+                task.share = by_task[task.name] / tokens
+            self.totals.replace(before[task.name], task.meter)
         for name in self._engine.names:
             progress = self._engine.progress(name)
-            self[name].measured = self._engine.measures(name)
+            self[name].measures = self._engine.measures(name)
             if progress.status != RUNNING:
                 self._end(self[name], progress)
-        # A name may be used again when no result of its task is still on its way.
-        while (first := self.ended.forgettable) and first not in self._engine.awaited:
-            self._drop(first)
+        self._forget_some()
 
-    def _drop(self, name: str) -> None:
-        """Forgets a task that has ended."""
-        self.ended.forget(name)
-        self.read.pop(name, None)
-        del self._tasks[name]
+    def _forget_some(self) -> None:
+        """Forgets the tasks that ended longest ago, if too many are known. Tasks that must stay
+        move to the end of the queue."""
+        for name in list(itertools.islice(self._ended, _LOOKED_AT)):
+            if len(self._ended) <= self._most_ended:
+                return
+            # A name may be used again when no result of its task is still on its way.
+            is_free = self[name].kept and name not in self._engine.awaited
+            if is_free and not self.is_needed(name):
+                self._forget_task(name)
+            else:
+                self._ended[name] = self._ended.pop(name)
+
+    def _forget_task(self, name: str) -> None:
+        del self._ended[name]
+        self.forgotten.append(self._tasks.pop(name).key)
         self._forget(name)
 
     @property
     def candidates(self) -> list[LiveTask]:
         """The tasks that train or wait for a place."""
-        return [own for own in self if own.state in (QUEUED, RUNNING)]
+        return [task for task in self if task.state in (QUEUED, RUNNING)]
 
     @property
     def running(self) -> list[str]:
         """Names of the tasks that train."""
         return self._engine.names
 
-    def saved(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> dict[str, SavedTask]:
-        """By name, tasks that still train, as they are saved after the results of the updates
-        before `snapshots`.
+    def copies(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> dict[str, TaskCopy]:
+        """By name, copies of tasks that still train, as of the updates before `snapshots`, whose
+        results have arrived.
 
         Args:
           snapshots: by name, results of `Engine.snapshot` from before a round was trained.
         """
         return {
-            name: self[name].saved(self._engine.with_best(name, snapshot))
+            name: self[name].copy(self._engine.with_best(name, snapshot))
             for name, snapshot in snapshots.items()
             if name in self and self[name].state == RUNNING
         }
 
-    def _read_data(self, own: LiveTask) -> None:
+    def _read_data(self, task: LiveTask) -> None:
         # A task that goes on has its arrays, and needs no initial adapter.
-        begins, aside = own.saved_arrays is None, own.state == PAUSED
-        registered = own.history[0].time
-        own.reading = self._preparation.add(own.task, own.files, aside, begins, registered)
+        begins, aside = task.saved_arrays is None, task.state == PAUSED
+        registered = task.history[0].time
+        task.reading = self._preparation.add(
+            task.specification, task.files, aside, begins, registered
+        )
 
     def _waits_for(self, reading: Reading) -> bool:
         """Whether a task waits for this reading of its data, and is not paused."""
-        own = self._tasks.get(reading.task.name)
-        return own is not None and own.reading is reading and own.state == PREPARING
+        task = self._tasks.get(reading.task.name)
+        return task is not None and task.reading is reading and task.state == PREPARING
 
     def _refusal(self, names: Sequence[str]) -> str | None:
         """Why tasks cannot train together; None if they can."""
@@ -585,71 +522,65 @@ class LiveTasks:
             [self[name].batch_tokens for name in names], options.shape, options.round_tokens
         )
 
-    def _extend(self, own: LiveTask, steps: int, at: int) -> None:
-        if self._has_place(own):
-            self._engine.extend(own.name, steps)
-        own.extend(steps, at)
-        self._show(own)
-
-    def _start(self, own: LiveTask) -> None:
+    def _start(self, task: LiveTask) -> None:
         """Gives a task a place."""
         try:
-            if own.suspended:
-                self._engine.resume(own.suspended)
+            if task.suspended:
+                self._engine.resume(task.suspended)
             else:
-                self._engine.register_tasks([own.prepared])
-                self._engine.begin_evaluation([own.name])
+                self._engine.register_tasks([task.prepared])
+                self._engine.begin_evaluation([task.name])
         except (ValueError, KeyError, TypeError, OSError, MemoryError) as e:
             # The errors of a tenant's files. Those of the devices concern all tasks.
-            if own.name in self._engine.names:
-                self._engine.release(own.name)
-            self._enter(own, FAILED, first_line(e))
+            if task.name in self._engine.names:
+                self._engine.release(task.name)
+            self._enter(task, FAILED, first_line(e))
             self.changed = True
             return
-        own.suspended, own.passes = None, 0
-        own.progress = self._engine.progress(own.name)
-        self._enter(own, RUNNING)
+        progress = self._engine.progress(task.name)
+        task.change({"suspended": None, "passes": 0, "progress": progress})
+        self._enter(task, RUNNING)
 
-    def _has_place(self, own: LiveTask) -> bool:
+    def _has_place(self, task: LiveTask) -> bool:
         """Whether a task is in the engine. One that is restored is not, whatever its state."""
-        return own.name in self._engine.names
+        return task.name in self._engine.names
 
-    def _leave(self, own: LiveTask) -> None:
+    def _leave(self, task: LiveTask) -> None:
         """Lets a task give up its place, if it has one."""
-        if self._has_place(own):
-            own.suspended = self._engine.suspend(own.name)
+        if self._has_place(task):
+            task.suspended = self._engine.suspend(task.name)
 
-    def _end(self, own: LiveTask, progress: TaskProgress) -> None:
+    def _end(self, task: LiveTask, progress: TaskProgress) -> None:
         """Ends a task whose training has ended."""
         if progress.status == SUCCEEDED:
-            trained = TrainedTask.of(own.prepared, progress, own.fingerprints)
-            snapshot = self._engine.snapshot(own.name)
-            self._export(trained, self._engine.result(own.name, snapshot))
-            own.unkept = self._engine.with_best(own.name, snapshot)
-        if warnings := self._warnings(own.prepared, progress):
-            own.warnings += tuple(warnings)
-            self._warn(own.name, warnings)
-        self._engine.release(own.name)
+            trained = TrainedTask.of(task.prepared, progress, task.fingerprints)
+            snapshot = self._engine.snapshot(task.name)
+            self._export(trained, self._engine.result(task.name, snapshot))
+            task.unkept = self._engine.with_best(task.name, snapshot)
+        task.last_warnings = tuple(self._warnings(task.prepared, progress))
+        self._engine.release(task.name)
         state = shown_state(progress.status, progress.stopped_early)
-        self._enter(own, state, progress.error or progress.stopped_early)
+        self._enter(task, state, progress.error or progress.stopped_early)
         self.changed = True
 
     def _enter(
-        self,
-        own: LiveTask,
-        state: str,
-        reason: str | None = None,
-        note: str | None = None,
-        time: float | None = None,
+        self, task: LiveTask, state: str, reason: str | None = None, note: str | None = None
     ) -> None:
-        """Lets a task enter a state, now unless a time is given."""
-        if own.enter(state, reason, self._clock() if time is None else time, note):
-            if own.ended:
-                self.ended.add(own.name)
-                if own.reading:
-                    self._preparation.drop(own.reading)
-                    own.reading = None
-            self._show(own)
+        """Lets a task enter a state, or changes the reason of its present one."""
+        self._change(task, task.entered(state, reason, self._clock(), note))
+
+    def _change(self, task: LiveTask, changes: Mapping[str, Any]) -> None:
+        """Changes a task, and shows it if that can be seen."""
+        task.change(changes)
+        if task.ended and task.name not in self._ended:
+            self._ended[task.name] = None
+            if not task.kept:
+                self.unkept[task.name] = None
+            if task.reading:
+                self._preparation.drop(task.reading)
+                task.reading = None
+        if "told" in changes:
+            self._show(task)
 
 
 def _waits_behind(what: str, count: int) -> str:

@@ -1,13 +1,13 @@
 """Trains tasks that come and go on one engine (MuxTune 3.2, mLoRA 3.4)."""
 
+import dataclasses
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 from jaxmux.engine import Engine, EngineSize, PreparedTask, TaskProgress, TaskUpdate
@@ -21,55 +21,41 @@ from .data import Preparation, file_identities
 from .saving import Saving
 from .size import ElasticSize
 from .store import Event, EventStream, MemoryStore, Store
-from .task import (
-    FAILED,
-    PREPARING,
-    TRAINED,
-    Command,
-    CommandQueue,
-    LiveTask,
-    Meter,
-    SavedTask,
-    TaskStatus,
-    Waiting,
-)
+from .task import FAILED, TRAINED, Command, CommandQueue, LiveTask, Meter, TaskStatus, Waiting
 from .tasks import LiveTasks, StatusBoard
 
 
 class CommandRunner:
-    """Takes commands from their queue, keeps them, and lets the tasks change. Only the thread that
-    owns the engine uses it.
+    """Takes commands from their queue, writes what they change, and lets the tasks change. Only the
+    thread that owns the engine uses it.
 
     Attributes:
       is_busy: whether commands are being carried out.
     """
 
-    def __init__(self, queue: CommandQueue, tasks: LiveTasks, store: Store, arrivals: int):
+    def __init__(self, queue: CommandQueue, tasks: LiveTasks, store: Store, saving: Saving):
         """Starts without commands.
 
         Args:
           queue: the commands that wait.
-          tasks: the tasks.
-          store: keeps commands before they are carried out.
-          arrivals: number of the next arrival of a task.
+          tasks: the tasks, with those of an earlier training.
+          store: what keeps the tasks.
+          saving: writes what commands change, before they are carried out.
         """
-        self._queue, self._tasks, self._store = queue, tasks, store
-        self._arrivals = arrivals
+        self._queue, self._tasks, self._store, self._saving = queue, tasks, store, saving
+        # Number of the last arrival of a task.
+        self._arrivals = max((task.arrival for task in tasks), default=-1)
         self.is_busy = False
         # The commands that are being carried out.
         self._taken: Sequence[Waiting] = ()
 
-    def carry_out(self) -> bool:
+    def carry_out(self) -> None:
         """Carries out the commands that wait: first those up to the second one for the same task,
-        and so on. These do not depend on each other, so they are checked and recorded together.
-
-        Returns:
-          Whether any of them could be carried out.
-        """
+        and so on. These do not depend on each other, so they are checked and written together."""
         self._taken = waiting = self._queue.take()
         # Tasks that are registered at the same end of a round have arrived together.
         self._arrivals += bool(waiting)
-        changed, self.is_busy = False, True
+        self.is_busy = True
         try:
             while waiting:
                 names: set[str] = set()
@@ -79,12 +65,11 @@ class CommandRunner:
                         break
                     names.add(command.task)
                     independent += 1
-                changed |= self._carry_out_independent(waiting[:independent])
+                self._carry_out_independent(waiting[:independent])
                 waiting = waiting[independent:]
             self._taken = ()
         finally:
             self.is_busy = False
-        return changed
 
     def end(self, why: str) -> None:
         """Gives an error to all commands that have not been carried out.
@@ -96,29 +81,41 @@ class CommandRunner:
             if not future.done():
                 future.set_exception(RuntimeError(f"{why} before the command"))
 
-    def _carry_out_independent(self, waiting: Sequence[Waiting]) -> bool:
+    def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
         permitted: list[Waiting] = []
+        # The tasks as the commands will leave them, and what they change of these.
+        after: list[LiveTask] = []
+        changes: list[dict[str, Any]] = []
         for command, future in waiting:
             try:
                 self._tasks.check(command)
                 if command.kind == "register":
-                    self._store.check(command.value[0])
+                    specification, *_, origin = command.value
+                    self._store.check(specification)
+                    self._store.check(origin or specification)
             except TaskError as e:
                 future.set_exception(e)
+                continue
+            permitted.append((command, future))
+            if command.kind == "register":
+                changes.append({})
+                after.append(self._tasks.new_task(command, self._arrivals))
             else:
-                permitted.append((command, future))
-        recorded = [self._tasks.with_at(command) for command, _ in permitted]
+                changes.append(self._tasks.changes(command))
+                after.append(dataclasses.replace(self._tasks[command.task], **changes[-1]))
         try:
-            if recorded:
-                self._store.record(recorded)
+            if after:
+                self._saving.write(after)
         except OSError as e:
             for _, future in permitted:
                 future.set_exception(e)
-            return False
-        for command, (_, future) in zip(recorded, permitted, strict=True):
-            self._tasks.carry_out(command, self._arrivals)
+            return
+        for (command, future), task, changed in zip(permitted, after, changes, strict=True):
+            if command.kind == "register":
+                self._tasks.add(task)
+            else:
+                self._tasks.carry_out(command, changed)
             future.set_result(None)
-        return bool(recorded)
 
 
 _log = logging.getLogger("jaxmux")
@@ -144,7 +141,6 @@ class LiveTraining:
     microbatches even alone is refused, so programs are never compiled again.
 
     Attributes:
-      ended: the tasks that have ended.
       problem: why not all was on disk after the last call of `save`, with which `run` ends; None if
         all was.
     """
@@ -155,12 +151,6 @@ class LiveTraining:
         prepare: Callable[[Task], PreparedTask],
         *,
         store: Store | None = None,
-        saved: Sequence[SavedTask] = (),
-        commands: Sequence[Command] = (),
-        totals: Meter | None = None,
-        reached: Mapping[str, int] = MappingProxyType({}),
-        told: Mapping[str, str | None] = MappingProxyType({}),
-        rounds: int = 0,
         save_every: int = 50,
         prepared_at_once: int = 2,
         slow_preparation_seconds: float = 30.0,
@@ -171,28 +161,23 @@ class LiveTraining:
         clock: Callable[[], float] = time.time,
         warnings: Callable[[PreparedTask, TaskProgress | None], Sequence[str]] = lambda *_: (),
     ):
-        """Starts without tasks, or with those that were saved.
+        """Starts with the tasks that the store has kept.
 
         Args:
           engine: an engine without tasks. The pool of `engine.options.reserved` gives the places
             for tasks, and the largest rank, the linears and the dropout that tasks may have.
           prepare: function that prepares a task, for example `prepare_task` with the backbone's
             configuration and tokenizer. It is called in other threads, beside training.
-          store: keeps commands, tasks and adapters; None keeps them in memory.
-          saved: the tasks of an earlier training, as its store has kept them.
-          commands: what its store has recorded since then; they are carried out again.
-          totals: what all of its tasks had used when these were saved; None for their sum.
-          reached: by name, the number of steps that tasks are known to have trained there.
-          told: by name, the last state of tasks that events have told there.
-          rounds: number of rounds that were trained there, from which rounds are counted on.
-          save_every: number of rounds from one call of `store.save` to the next.
+          store: keeps tasks and adapters; None keeps them in memory.
+          save_every: number of rounds from one checkpoint to the next.
           prepared_at_once: number of tasks whose data are read at the same time, and of initial
             adapters that are computed at the same time if they take long.
           slow_preparation_seconds: a task whose data take longer no longer counts among them.
           most_preparation_seconds: a task fails if reading its data takes longer, or computing its
             initial adapter.
-          most_ended: number of tasks whose status is known after their end. The name of a task that
-            is no longer known can be used again.
+          most_ended: number of tasks whose status is known after their end. More are known while
+            somebody needs them (`know_while`). The name of a task that is no longer known can be
+            used again.
           most: the size up to which the engine grows; it shrinks down to its present size again.
             The programs are compiled beside training. A task's results then depend on the load, but
             only in the order of sums. None keeps the engine's size.
@@ -205,8 +190,9 @@ class LiveTraining:
         """
         self._engine, self._clock = engine, clock
         self._store = store or MemoryStore()
+        kept = self._store.read()
         engine.warm_up()
-        engine.rounds = rounds
+        engine.rounds = kept.rounds
         self._size = ElasticSize(engine, most, quiet_rounds) if most else None
         # Number of tokens of the last round, with padding.
         self._round_tokens = 0
@@ -233,37 +219,19 @@ class LiveTraining:
             warnings,
             lambda name, told: self._tell(name, "warning", {"warnings": list(told)}),
         )
-        self.ended = self._tasks.ended
-        self._saving = Saving(engine, self._tasks, self._store, save_every)
+        self._saving = Saving(engine, self._tasks, self._store, save_every, self._show_end)
         self._store.when_written(self._commands.wake)
-        # What is restored has been told before.
-        self._telling = False
-        for own in saved:
-            self._tasks.restore(own)
-            self._tasks.totals.replace(Meter(), own.meter)
-        if totals is not None:
-            self._tasks.totals = totals.copy()
-        arrivals = 1 + max((own.arrival for own in saved), default=-1)
-        for command in commands:
-            try:
-                self._tasks.check(command, again=True)
-                self._tasks.carry_out(command, arrivals, again=True)
-            except TaskError as e:
-                _log.warning("%s: not carried out again: %s", command.kind, e)
-            arrivals += 1
-        self._tasks.go_on()
-        self._telling = True
-        # What the last commands have changed may not have been told.
-        changed = {command.task for command in commands}
-        for own in self._tasks:
-            own.reached = max(own.reached, reached.get(own.name, 0))
-            if own.ended and told.get(own.name) == own.state:
-                self._show(own)
-            elif own.name in changed or own.state == PREPARING:
-                self._show_state(own)
+        self._tasks.totals = kept.totals
+        for task in kept.tasks:
+            self._show(task)
+        self._tasks.restore(kept.tasks)
+        # The arrays are kept by those tasks alone that have not gone on yet.
+        del kept
+        for task in self._tasks:
+            if not task.told:
+                self._show_state(task)
         self._board.show_totals(self._tasks.totals)
-        self._saving.changed = bool(commands)
-        self._runner = CommandRunner(self._commands, self._tasks, self._store, arrivals)
+        self._runner = CommandRunner(self._commands, self._tasks, self._store, self._saving)
         # The thread that owns the engine, and the exception that has ended `run`.
         self._owner: threading.Thread | None = None
         self._failure: BaseException | None = None
@@ -277,20 +245,24 @@ class LiveTraining:
         # Held while `run` runs.
         self._running = threading.Lock()
 
-    def register(self, task: Task, priority: int = 0) -> Future[None]:
+    def register(
+        self, task: Task, priority: int = 0, *, origin: Task | None = None
+    ) -> Future[None]:
         """Adds a task. Its data are read beside training; it begins as soon as it has a place. It
         fails if files with its data change after this call and before they have been read.
 
         Args:
           task: the task. Its name must not be that of another task of this training.
           priority: tasks of higher numbers go first.
+          origin: the task as its tenant has specified it, which `origins` returns.
 
         Returns:
           A future; it has a `TaskError` if the name is taken, or the store cannot keep the task.
         """
-        if not isinstance(task, Task):
-            raise TypeError(f"task should be a Task, found {task!r}")
-        value = task, _integer("priority", priority), file_identities(task)
+        for what, value in (("task", task), ("origin", origin or task)):
+            if not isinstance(value, Task):
+                raise TypeError(f"{what} should be a Task, found {value!r}")
+        value = task, _integer("priority", priority), file_identities(task), origin
         return self._command("register", task.name, value)
 
     def cancel(self, name: str) -> Future[None]:
@@ -369,6 +341,20 @@ class LiveTraining:
         """What can be seen of all tasks, in the order in which they were registered."""
         return self._board.statuses()
 
+    def origins(self) -> dict[str, Task]:
+        """By name, the tasks of an earlier training as their tenants had specified them. It is
+        called before `run`."""
+        return {task.name: task.origin for task in self._tasks if task.origin}
+
+    def know_while(self, is_needed: Callable[[str], bool]) -> None:
+        """Lets tasks that have ended be known as long as somebody needs them.
+
+        Args:
+          is_needed: function that returns whether the task of a name is needed. It is called in the
+            thread that owns the engine.
+        """
+        self._tasks.is_needed = is_needed
+
     def totals(self) -> Meter:
         """What all tasks have used together, as of the last end of a round: those that this
         training knows, and those that it has forgotten."""
@@ -396,7 +382,7 @@ class LiveTraining:
         if state not in TRAINED:
             raise TaskError(f"task {name!r}: it has no final adapter, because it is {state}")
         try:
-            task = self._tasks[name].task
+            task = self._tasks[name].specification
         except KeyError:
             # It has been forgotten since.
             raise TaskError(f"task {name!r}: there is no such task") from None
@@ -434,7 +420,7 @@ class LiveTraining:
                         # Nothing else is kept as long as nothing happens.
                         self.save(wait=False)
                         longest = self._preparation.seconds_left
-                        left = self._saving.wanted or self.ended.unkept
+                        left = self._saving.wanted or self._saving.has_rows
                         self._commands.wait(_RETRY if left else longest)
                 if self._owner:
                     self.save()
@@ -470,8 +456,7 @@ class LiveTraining:
           False if there was nothing to train.
         """
         self._owner = threading.current_thread()
-        if self._runner.carry_out():
-            self._saving.changed = True
+        self._runner.carry_out()
         if self._closed:
             self.close()
         for prepared in self._preparation.take():
@@ -532,8 +517,8 @@ class LiveTraining:
         calls it; others need it only if they call `step`.
 
         Args:
-          wait: whether to wait until all is on disk. False saves nothing as long as the disk is
-            busy.
+          wait: whether to wait until all is on disk. False writes no checkpoint as long as the disk
+            is busy.
 
         Raises:
           RuntimeError: another thread owns the engine, and training has not been closed.
@@ -543,13 +528,16 @@ class LiveTraining:
         self._take_results(self._engine.drain())
         self._saving.save(wait)
         if wait:
-            self.problem = self._store.wait()
-            self._keep_news()
+            self._store.wait()
+        self._saving.write_if_due(now=True)
+        if wait:
+            is_old = "the tasks could not be saved as they are" if self._saving.changed else None
+            self.problem = self._store.problem or is_old
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         if not isinstance(name, str):
             raise TypeError(f"the name of a task should be a string, found {name!r}")
-        return self._commands.put(Command(kind, name, value, self._clock()))
+        return self._commands.put(Command(kind, name, value))
 
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
         """Enters the results of updates."""
@@ -572,54 +560,42 @@ class LiveTraining:
         self._store.track(updates, evaluations, self._clock())
         # A task's last update is told before its end.
         self._tasks.take_results(updates, computed, seconds)
-        self._keep_news()
+        self._saving.write_if_due()
         for name in {*by_task, *(done.task for _, done in told)}:
             if name in self._tasks:
                 self._show(self._tasks[name])
         self._board.show_totals(self._tasks.totals)
 
-    def _keep_news(self) -> None:
-        """Keeps which data tasks have, how tasks have ended, and what they have used since. A task
-        that has succeeded has its adapter on disk by then. What cannot be kept is tried again after
-        the next round."""
-        now, tasks = self._clock(), self._tasks
-        news = [Command("read", name, dict(tasks[name].fingerprints), now) for name in tasks.read]
-        names = [name for name in self.ended.unkept if not self._store.is_exporting(name)]
-        news += [Command("end", name, tasks[name].end, now) for name in names]
-        with suppress(OSError):
-            if news:
-                self._store.record([tasks.with_at(command) for command in news])
-            tasks.read.clear()
-            for name in names:
-                self.ended.note_kept(name)
-                tasks[name].unkept = None
-                if not self._board.shows_end(name):
-                    self._show_state(tasks[name])
+    def _show_state(self, task: LiveTask) -> None:
+        """Shows and tells that a task's state, reason, priority or length has changed. That it has
+        succeeded or failed is told when it is kept."""
+        self._show(task)
+        if self._shows_end(task):
+            adapter = task.specification.adapter
+            fields = {"state": task.state, "reason": task.reason, "priority": task.priority}
+            fields |= {"steps": task.steps, "adapter": kind_of(adapter).name}
+            fields["rank"] = getattr(adapter, "rank", None)
+            if self._tell(task.name, "state", fields):
+                task.change({"told": True})
 
-    def _show_state(self, own: LiveTask) -> None:
-        """Shows that a task's state, reason, priority or length has changed. That it has succeeded
-        or failed is shown when it is kept."""
-        self._saving.changed = True
-        self._show(own)
-        if self._telling and self._shows_end(own):
-            adapter = own.task.adapter
-            fields = {"state": own.state, "reason": own.reason, "priority": own.priority}
-            fields |= {"steps": own.steps, "adapter": kind_of(adapter).name}
-            self._tell(own.name, "state", fields | {"rank": getattr(adapter, "rank", None)})
+    def _show_end(self, task: LiveTask) -> None:
+        """Shows and tells the end of a task, which has been kept, and the warnings about it."""
+        if task.last_warnings:
+            self._tell(task.name, "warning", {"warnings": list(task.last_warnings)})
+            task.warnings, task.last_warnings = task.warnings + task.last_warnings, ()
+        self._show_state(task)
 
-    def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> None:
-        self._store.tell(self._events.add(self._clock(), name, kind, fields))
+    def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> bool:
+        """Tells of an event; returns whether it is written down."""
+        return self._store.tell(self._events.add(self._clock(), name, kind, fields))
 
-    def _show(self, own: LiveTask) -> None:
+    def _show(self, task: LiveTask) -> None:
         """Shows the present status of a task."""
-        self._board.show(own.status(ends=self._shows_end(own)))
+        self._board.show(task.status(ends=self._shows_end(task)))
 
-    def _shows_end(self, own: LiveTask) -> bool:
-        """Whether it may be seen that a task has ended, if it has. One that was cancelled was so by
-        a command, which has been kept; and who has been told once knows it."""
-        if own.state not in TRAINED | {FAILED} or not self._telling:
-            return True
-        return self.ended.is_kept(own.name) or self._board.shows_end(own.name)
+    def _shows_end(self, task: LiveTask) -> bool:
+        """Whether it may be seen that a task has ended, if it has."""
+        return task.kept or task.state not in TRAINED | {FAILED}
 
 
 def _integer(what: str, value: Any) -> int:

@@ -190,26 +190,31 @@ class RunReader:
                 "skips": list(view.skips),
                 "samples": sorted((*key, text) for key, text in view.samples.items()),
                 "result": results.get(name),
-                "adapter": self._inner("adapters", name, stat.S_ISDIR),
+                "adapter": self._adapter(name),
             }
 
     def _specification(self, name: str) -> Any:
         """The specification of a task as JSON; None if no file has it."""
         if name in self._record.get("tasks", {}):
             return self._record["tasks"][name]
-        path = self._inner("specifications", f"{name}.json", stat.S_ISREG)
-        content = _read_json(path) if path else None
-        return content.get("specification") if isinstance(content, dict) else None
+        # SQLite keeps two files beside a database that is open.
+        database, *others = (self.path / f"server.db{end}" for end in ("", "-wal", "-shm"))
+        if not database.exists() or not all(_is_plain(path) for path in (database, *others)):
+            return None
+        # Imported here because it takes half a second, and most visitors look at no specification.
+        from jaxmux.server.database import read_origin
 
-    def _inner(self, folder: str, name: str, is_kind: Callable[[int], bool]) -> str | None:
-        """The path of an entry in a folder of the run directory; None if the name is a path, or if
-        the folder or the entry is a link or of another kind."""
-        path = self.path / folder / name
+        return read_origin(database, name)
+
+    def _adapter(self, name: str) -> str | None:
+        """The path of a task's adapter; None if the name is a path, or if the adapter or the folder
+        of all adapters is no folder, or a link."""
+        path = self.path / "adapters" / name
         try:
-            plain = path.name == name and stat.S_ISDIR(os.lstat(path.parent).st_mode)
-            return str(path) if plain and is_kind(os.lstat(path).st_mode) else None
+            kinds = [os.lstat(folder).st_mode for folder in (path.parent, path)]
         except (OSError, ValueError):
             return None
+        return str(path) if path.name == name and all(map(stat.S_ISDIR, kinds)) else None
 
     def _begin(self) -> None:
         """Discards everything, and starts before the first line of every file."""
@@ -358,9 +363,7 @@ class RunReader:
         }
 
 
-def _read_json(
-    path: str | Path, is_wanted: Callable[[os.stat_result], bool] = lambda status: True
-) -> Any:
+def _read_json(path: Path, is_wanted: Callable[[os.stat_result], bool]) -> Any:
     """The content of a JSON file; None if it is a link, too large, not wanted or damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
@@ -368,6 +371,16 @@ def _read_json(
             return json.load(file) if status.st_size <= _MOST_RECORD and is_wanted(status) else None
     except (OSError, ValueError, RecursionError):
         return None
+
+
+def _is_plain(path: Path) -> bool:
+    """Whether there is a file that is no link, or nothing."""
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
 
 
 def _is_training(content: dict[str, Any]) -> bool:

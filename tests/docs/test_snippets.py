@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 ALL = [s for page in pages(ROOT) for s in snippets(ROOT, page)]
 LANGUAGES = {"python", "gin", "sh", "json", "text"}
 # Commands of the shell and of other projects.
-OTHERS = {".", "vllm", "curl", "mkdir"}
+OTHERS = {".", "vllm", "curl", "mkdir", "sqlite3"}
 # Their blocks are written by scripts/benchmark_tables.py.
 GENERATED = {"docs/benchmarks.md"}
 

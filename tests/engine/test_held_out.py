@@ -42,6 +42,14 @@ def curve(make_measured, make_engine):
     return losses, adapters
 
 
+def tokens_of(parts):
+    """By task, the tokens of turns or of measurements."""
+    tokens = Counter()
+    for part in parts:
+        tokens[part.task] += part.tokens
+    return tokens
+
+
 def end(engine):
     """Trains to the end; returns what was measured of the task "a" after steps."""
     found = []
@@ -225,7 +233,7 @@ def test_the_others_train_while_a_task_is_measured(
         engine.train_round()
         steps.append((engine.progress("a").step, engine.progress("b").step))
         found += [done for done in engine.take_evaluations() if done.task_step]
-        held_out.append(engine.take_computed().held_out.get("a", 0))
+        held_out.append(tokens_of(engine.take_computed().held_out)["a"])
     # The first of the turns is dispatched with the step, and the task trains in none of the rounds
     # of the others.
     by_step = Counter(step for step, _ in steps)
@@ -251,8 +259,8 @@ def test_a_measurement_that_is_interrupted_is_completed(
     def take():
         found.extend(engine.take_evaluations())
         computed = engine.take_computed()
-        held_out.update(computed.held_out)
-        measured.update(computed.measured)
+        held_out.update(tokens_of(computed.held_out))
+        measured.update(tokens_of(computed.measured))
 
     while not engine.finished:
         suspended = engine.suspend("a")
@@ -297,7 +305,7 @@ def test_short_samples_count_as_what_they_take_up(make_measured, make_engine):
     largest = 0
     while engine.measures("a"):
         engine.train_round()
-        largest = max(largest, engine.take_computed().held_out.get("a", 0))
+        largest = max(largest, tokens_of(engine.take_computed().held_out)["a"])
     # Each counts as 16 tokens, and those of a row lie in one of its two chunks.
     rows = -(-(TURNS["round_tokens"] // 16) // 8)
     assert largest == rows * SMALL.chunk_len

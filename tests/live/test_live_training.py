@@ -7,7 +7,7 @@ import time
 import pytest
 
 from jaxmux.server.store import MemoryStore
-from jaxmux.server.task import ENDED, FOLLOWING, Meter
+from jaxmux.server.task import ENDED, FOLLOWING, LiveTask, Meter
 from jaxmux.tasks import TaskError
 
 
@@ -248,13 +248,15 @@ def test_what_tasks_have_used_sums_up_to_the_totals(make_live, tasks):
     assert owned <= live._engine.computed_tokens
 
 
-def test_a_skipped_update_is_not_trained():
+def test_a_skipped_update_is_not_trained(tasks):
     class Update:
-        tokens, target_tokens, skipped = 10, 5, True
+        task_step, tokens, target_tokens, skipped = 1, 10, 5, True
 
-    meter = Meter()
-    meter.add_update(Update)
-    assert meter == Meter(effective_tokens=10)
+    live = LiveTask(tasks["a"].task, 0, 0, [])
+    live.count_update(Update)
+    assert live.meter == Meter(effective_tokens=10)
+    live.count_update(Update)
+    assert live.meter == Meter(effective_tokens=10)
 
 
 def test_commands_come_from_other_threads(make_live, tasks, alone, assert_same_bits):
@@ -317,7 +319,7 @@ def test_tasks_that_ended_long_ago_are_forgotten_and_keep_no_data(make_live, tas
 
 def test_tasks_that_somebody_needs_are_not_forgotten(make_live, tasks):
     live, needed = make_live(most_ended=0), {"a", "b"}
-    live.ended.know_while(lambda name: name in needed)
+    live.know_while(lambda name: name in needed)
     for name in "ab":
         live.register(tasks[name].task)
     train_to_the_end(live, *"ab")
@@ -349,13 +351,42 @@ def test_an_idle_training_keeps_an_end_when_its_adapter_has_been_written(
         waits = "its end is being written to disk"
         wait_until(lambda: live.statuses() and live.status("e").reason == waits)
         wait_until(lambda: live._saving.wanted is False)
-        assert not live.ended.is_kept("e")
+        assert not live._tasks["e"].kept
         store.exporting = False
-        wait_until(lambda: live.ended.is_kept("e"))
+        wait_until(lambda: live._tasks["e"].kept)
         wait_until(lambda: live.status("e").state == "succeeded")
     finally:
         live.close()
         owner.join()
+
+
+def test_use_is_written_once_a_second_and_news_at_once(make_live, tasks, monkeypatch):
+    class CountingStore(MemoryStore):
+        def __init__(self):
+            super().__init__()
+            self.states = []
+
+        def write(self, new, changed, *others):
+            self.states.append([row["state"] for row in (*new, *changed.values())])
+
+    now = 0.0
+    monkeypatch.setattr("jaxmux.server.saving.time.monotonic", lambda: now)
+    store = CountingStore()
+    live = make_live(store=store)
+    live.register(tasks["b"].task)
+    live._runner.carry_out()
+    settle(live)
+    assert store.states == [["preparing"]]
+    live.step()
+    # Its data have been read.
+    assert store.states[1:] == [["running"]]
+    rounds = 0
+    while live.status("b").state != "succeeded":
+        now += 0.4
+        live.step()
+        rounds += 1
+    assert rounds >= 6
+    assert store.states[2:] == [["running"]] * ((rounds - 1) // 3) + [["succeeded"]]
 
 
 def test_a_command_that_its_caller_gave_up_is_not_carried_out(make_live, tasks):

@@ -50,6 +50,14 @@ DRAW = Figure.draw
 
 
 @pytest.fixture(scope="module", autouse=True)
+def use_is_written_at_once():
+    """Servers write what tasks have used after every round, so that a copy of a folder has it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("jaxmux.server.saving._USE_EVERY", 0.0)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
 def empty_plots():
     """Figures stay empty, because to draw one takes longer than a short run."""
     with pytest.MonkeyPatch.context() as patch:

@@ -2,6 +2,8 @@
  *
  * `record(folder, copies)` begins, `record(NULL, NULL)` ends. A copy is what a process leaves that is
  * killed between two calls: <copies>/<number>, with the name of the next call in <copies>/calls.
+ * <copies>/<number>.synced has the files of the database as they were when they were synced last, for
+ * a disk that loses with the power whatever was not.
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -29,6 +31,11 @@ void record(const char *watched, const char *to) {
   snprintf(folder, sizeof folder, "%s", watched);
   snprintf(copies, sizeof copies, "%s", to);
   number = 0;
+  /* All that has been written before is on the disk. */
+  char command[4 * 4096];
+  snprintf(command, sizeof command, "mkdir '%s/synced'; cp -a '%s'/server.db* '%s/synced'",
+           copies, folder, copies);
+  if (system(command) != 0) fprintf(stderr, "cannot copy the database\n");
   recording = 1;
 }
 
@@ -60,10 +67,12 @@ static int file_is_ours(int file) {
 }
 
 static void copy(const char *call) {
-  char command[4 * 4096];
+  char command[8 * 4096];
   copying = 1;
-  snprintf(command, sizeof command, "cp -a '%s' '%s/%04d'; echo %s >> '%s/calls'",
-           folder, copies, number++, call, copies);
+  snprintf(command, sizeof command,
+           "cp -a '%s' '%s/%04d'; cp -a '%s/synced' '%s/%04d.synced'; echo %s >> '%s/calls'",
+           folder, copies, number, copies, copies, number, call, copies);
+  number++;
   if (system(command) != 0) fprintf(stderr, "cannot copy %s\n", folder);
   copying = 0;
 }
@@ -98,6 +107,33 @@ ssize_t pwritev(int file, const struct iovec *parts, int count, off_t offset) {
   CHANGE(ssize_t, pwritev, (int, const struct iovec *, int, off_t),
          real(file, parts, count, offset), file_is_ours(file))
 }
+/* Syncing changes nothing in the folder, so there is no copy before it. */
+static void note_synced(int file) {
+  char name[64], path[4096], command[4 * 4096];
+  if (!recording || copying || !file_is_ours(file)) return;
+  snprintf(name, sizeof name, "/proc/self/fd/%d", file);
+  ssize_t length = readlink(name, path, sizeof path - 1);
+  if (length < 0) return;
+  path[length] = 0;
+  if (strstr(path, "/server.db") == NULL) return;
+  pthread_mutex_lock(&one_at_a_time);
+  copying = 1;
+  snprintf(command, sizeof command, "cp -a '%s' '%s/synced'", path, copies);
+  if (system(command) != 0) fprintf(stderr, "cannot copy %s\n", path);
+  copying = 0;
+  pthread_mutex_unlock(&one_at_a_time);
+}
+#define SYNC(name)                                                 \
+  int name(int file) {                                             \
+    static int (*real)(int);                                       \
+    if (!real) real = dlsym(RTLD_NEXT, #name);                     \
+    int answer = real(file);                                       \
+    if (answer == 0) note_synced(file);                            \
+    return answer;                                                 \
+  }
+SYNC(fsync)
+SYNC(fdatasync)
+
 int ftruncate(int file, off_t length) {
   CHANGE(int, ftruncate, (int, off_t), real(file, length), file_is_ours(file))
 }

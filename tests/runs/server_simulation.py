@@ -90,7 +90,6 @@ class Simulation(SimulatedServer):
         self._idle()
         self._live.step()
         self.sizes.add(self._live._engine.size)
-        self._model.lost |= self._disk.lost
         self._idle()
         self._model.check(self._live, self._slots, self._elastic)
 
@@ -207,7 +206,7 @@ class Simulation(SimulatedServer):
         self._idle()
 
     def _crash_in_command(self) -> None:
-        """Crashes while commands are written: those whose lines are complete are carried out."""
+        """Crashes before or after the transaction of commands: none or all of them hold."""
         wanted = [("set_priority", self._any_task(), self.random.randrange(4)) for _ in range(2)]
         wanted.append(("pause", self._any_task(), None))
         distinct = {name: (kind, name, value) for kind, name, value in wanted}
@@ -216,24 +215,21 @@ class Simulation(SimulatedServer):
             if not self._model.refuses(kind, name, value, self._status(name)):
                 permitted.append((kind, name, value))
                 getattr(self._live, kind)(name, *([] if value is None else [value]))
-        journal = self._live._store._journal
-        before = journal._length
-        self._disk.allowed = self.random.randrange(1200)
-        if not permitted or journal._file < 0:
-            self._disk.allowed = None
+        if not permitted:
             return self._crash()
+        self._disk.crash = self.random.choice(("before", "after"))
+        written = self._disk.crash == "after" and not self._disk.full
         try:
-            self._live.step()
-            raise AssertionError("the journal was not written")
+            self._live._runner.carry_out()
+            crashed = False
         except Crash:
-            pass
-        finally:
-            self._disk.allowed = None
-        segment = self._folder / "journal" / f"{self._live._store._number}.jsonl"
-        written = segment.read_bytes()[before:].count(b"\n")
-        for kind, name, value in permitted[:written]:
-            self._model.carry_out(kind, name, value)
-        self._note(f"{written} of {permitted} were written")
+            crashed = True
+        self._disk.crash = None
+        if crashed and written:
+            self._model.note_written(self._live)
+            for kind, name, value in permitted:
+                self._model.carry_out(kind, name, value)
+        self._note(f"{permitted} were {'' if written else 'not '}written")
         self._crash()
 
     # Helpers.

@@ -9,7 +9,9 @@ from safetensors import SafetensorError
 
 from jaxmux.peft import peft_folder
 from jaxmux.runs.checkpoints import Checkpoints
-from jaxmux.server import database
+from jaxmux.server.database import Database
+from jaxmux.server.folder import DATABASE
+from jaxmux.server.store import ServerStore
 
 
 class Crash(BaseException):
@@ -21,10 +23,8 @@ class SimulatedDisk:
 
     Attributes:
       full: whether files in the folder cannot be created, and cannot grow.
-      allowed: number of bytes of the next write to the journal after which the process crashes;
-        None for no crash.
-      lost: names of the tasks whose events could not be written.
-      steps: by number of a checkpoint, the steps of all tasks in it by name.
+      crash: whether the process crashes "before" or "after" the next transaction; None for neither.
+      steps: by number of a checkpoint, the steps of all tasks in it by their keys.
     """
 
     def __init__(self, monkeypatch, folder: Path):
@@ -34,8 +34,7 @@ class SimulatedDisk:
           monkeypatch: the fixture of pytest.
           folder: what lies in other folders is written as usual.
         """
-        self.full, self.allowed = False, None
-        self.lost: set[str] = set()
+        self.full, self.crash = False, None
         self.steps: dict[int, dict[str, int]] = {}
         self._folder = str(folder)
         self._fast = threading.Event()
@@ -65,6 +64,9 @@ class SimulatedDisk:
         """
         contents, entries = {}, []
         for path in folder.rglob("*"):
+            # SQLite syncs its files itself; tests/runs/test_crash_points.py looks at that.
+            if path.name.startswith(DATABASE):
+                continue
             synced = self._synced.get(path.stat().st_ino, b"")
             if path.is_file() and synced != (content := path.read_bytes()):
                 # The number of the inode may have been that of a folder.
@@ -86,18 +88,19 @@ class SimulatedDisk:
             self._synced[path.stat().st_ino] = _content(path)
 
     def _replace_functions(self, monkeypatch) -> None:
-        for name in ("open", "write", "pwrite", "fsync"):
+        for name in ("open", "write", "fsync"):
             real = getattr(os, name)
             own = getattr(self, f"_{name}")
             monkeypatch.setattr(os, name, lambda *a, real=real, own=own, **k: own(real, *a, **k))
         for owner, name in (
             (peft_folder, "save_file"),
             (Checkpoints, "save"),
-            (database.ServerStore, "_write_adapters"),
-            (database.ServerStore, "_write_checkpoint"),
-            (database.ServerStore, "tell"),
+            (ServerStore, "_write_adapters"),
+            (ServerStore, "_write_checkpoint"),
+            (Database, "write"),
         ):
-            real, own = getattr(owner, name), getattr(self, f"_{name.strip('_')}")
+            method = "transaction" if owner is Database else name.strip("_")
+            real, own = getattr(owner, name), getattr(self, f"_{method}")
             monkeypatch.setattr(owner, name, lambda *a, real=real, own=own, **k: own(real, *a, **k))
 
     def _ours(self, file: int) -> bool:
@@ -122,17 +125,15 @@ class SimulatedDisk:
             raise self._no_space()
         return real(file, content)
 
-    def _pwrite(self, real, file, content, offset):
-        if self._ours(file):
-            if self.allowed is not None:
-                # What was written has reached the disk.
-                real(file, content[: self.allowed], offset)
-                os.fsync(file)
-                raise Crash
-            if self.full:
-                real(file, content[: len(content) // 2], offset)
-                raise self._no_space()
-        return real(file, content, offset)
+    def _transaction(self, real, database, *arguments):
+        crash, self.crash = self.crash, None
+        if crash == "before":
+            raise Crash
+        if self.full and str(database._path).startswith(self._folder):
+            raise self._no_space(database._path)
+        real(database, *arguments)
+        if crash == "after":
+            raise Crash
 
     def _fsync(self, real, file):
         # Syncing for real would take most of the simulation's time.
@@ -157,15 +158,9 @@ class SimulatedDisk:
         self._fast.wait()
         return real(store)
 
-    def _write_checkpoint(self, real, store, number, tasks, *others):
-        steps = {own.task.name: own.progress.step if own.progress else 0 for own in tasks}
-        self.steps[number] = steps
-        return real(store, number, tasks, *others)
-
-    def _tell(self, real, store, event):
-        if self.full:
-            self.lost.add(event.task)
-        real(store, event)
+    def _write_checkpoint(self, real, store, number, copies):
+        self.steps[number] = {key: copy.progress.step for key, copy in copies.items()}
+        return real(store, number, copies)
 
 
 def _content(path: Path) -> bytes | dict[str, int]:

@@ -1,7 +1,6 @@
 """A server in this process, whose crashes and restarts are simulated."""
 
 import functools
-import json
 import shutil
 import threading
 import time
@@ -12,9 +11,8 @@ from random import Random
 
 from jaxmux.engine import EngineSize
 from jaxmux.runs import run_directory
-from jaxmux.server import LiveTraining, server
+from jaxmux.server import LiveTraining, saving, server
 from jaxmux.server.server import ServerOptions, tuning_server
-from jaxmux.server.task import ENDED
 
 from . import crash_images
 from .server_model import ServerModel
@@ -98,7 +96,7 @@ class SimulatedServer:
     def close(self) -> None:
         """Lets the server and its threads end, also after a failure."""
         self._disk.full = self._disk.slow = False
-        self._disk.allowed = None
+        self._disk.crash = None
         for event in self._slow.values():
             event.set()
         self._close()
@@ -126,6 +124,8 @@ class SimulatedServer:
         # What could not be written is tried again without a wait.
         for seconds in ("_FIRST", "_LONGEST"):
             monkeypatch.setattr(run_directory, seconds, 0.0)
+        # What tasks have used is written after every round.
+        monkeypatch.setattr(saving, "_USE_EVERY", 0.0)
         monkeypatch.setattr(server, "LiveTraining", soon_smaller)
         monkeypatch.setattr(server, "prepare_task", prepare_slowly)
         monkeypatch.setattr(server, "load_on", load_once)
@@ -151,8 +151,14 @@ class SimulatedServer:
         self._live = self._context.__enter__()
         tell = self._live._store.tell
         self._live._store.tell = lambda event: (self._model.take_event(event), tell(event))
-        self._model.lost |= self._disk.lost
         self._model.begin_server(self._live)
+        write = self._live._saving.write
+
+        def write_and_note(*commanded):
+            write(*commanded)
+            self._model.note_written(self._live)
+
+        self._live._saving.write = write_and_note
         self._model.check(self._live, self._slots, self._elastic)
 
     def _close(self) -> None:
@@ -168,7 +174,6 @@ class SimulatedServer:
         self._disk.slow = False
         self._idle()
         self._live.save()
-        self._model.end_server(self._live)
         self._close()
         saved = {} if self._disk.full else {s.name: s.step for s in self._live.statuses()}
         self._let_all_slow_data_go()
@@ -194,11 +199,11 @@ class SimulatedServer:
         if damaged:
             assert any("is damaged" in line for line in self.said[said:]), damaged
         numbers = crash_images.checkpoint_numbers(image)
-        for name, step in self._disk.steps.get(max(numbers, default=-1), {}).items():
-            status = self._live.status(name)
+        steps = self._disk.steps.get(max(numbers, default=-1), {})
+        for own in self._live._tasks:
             # A task may have ended after the checkpoint.
-            ended = status.state in ENDED and status.step > step
-            assert ended or status.step == step, (status, step)
+            if own.key in steps and not own.ended:
+                assert own.status().step == steps[own.key], (own, steps)
 
     def _damage(self, image: Path, unsynced) -> list[str]:
         """Damages an image; returns what newest checkpoints were damaged."""
@@ -212,7 +217,8 @@ class SimulatedServer:
         if random.random() < 0.3 and checkpoints.is_dir():
             number = max(numbers, default=0) + 1
             crash_images.leave_unfinished_checkpoint(random, checkpoints, number)
-        replaceable = len(numbers) > 1 or (numbers and (image / "journal" / "0.jsonl").exists())
+        begins_anew = self._live._store._count < self._live._store._keep
+        replaceable = len(numbers) > 1 or (numbers and begins_anew)
         if random.random() < 0.3 and replaceable:
             newest = checkpoints / str(numbers[-1])
             if (newest / "tasks").exists() and random.random() < 0.5:
@@ -229,12 +235,6 @@ class SimulatedServer:
         end = random.randrange(max(0, len(content) - 400), len(content) + 1)
         path.write_bytes(content[:end])
         self._tears += 1
-        begin = content.rfind(b"\n", 0, end) + 1
-        for line in content[begin:].splitlines():
-            try:
-                self._model.lost.add(json.loads(line)["task"])
-            except (ValueError, TypeError):
-                pass
 
     def _note(self, text: str) -> None:
         self.history.append(f"{self.operations}: {text}")

@@ -1,21 +1,17 @@
 """A server trains the data that were registered, or none."""
 
-import json
 import os
 import threading
 import time
-import zlib
 from pathlib import Path
 
 import pytest
 
-from jaxmux.server import database
 from jaxmux.server import server as server_module
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.server.task import ENDED
 
 from .conftest import SERVER
-from .crash_images import copy_now
 
 RED, GREEN = ({"prompt": "apple", "completion": f" {colour}"} for colour in ("red", "green"))
 
@@ -88,19 +84,13 @@ def test_data_that_change_while_they_are_read_fail_the_task(
         assert_failed(finish(server), mine.data.path)
 
 
-@pytest.mark.parametrize("kept_in", ["journal", "checkpoint"])
-def test_what_was_registered_is_known_after_a_restart(
-    kept_in, serve, mine, write_lines, reading, tmp_path
-):
+def test_what_was_registered_is_known_after_a_restart(serve, mine, write_lines, reading, tmp_path):
     """The server ends before the data have been read."""
     ends = threading.Event()
     reading(ends.wait)
     with serve(tmp_path / "server") as server:
         server.register(mine)
         server.step()
-        if kept_in == "checkpoint":
-            server.save()
-    assert kept_in == "journal" or any((tmp_path / "server" / "checkpoints").iterdir())
     write_lines(GREEN)
     ends.set()
     with serve(tmp_path / "server") as server:
@@ -127,42 +117,3 @@ def test_data_that_were_read_before_a_restart_are_known_by_their_content(
         assert found == ("succeeded", None)
     else:
         assert_failed(found, mine.data.path)
-
-
-def test_folders_without_files_of_tasks_are_opened(
-    serve, mine, write_lines, reading, tmp_path, monkeypatch
-):
-    """Older servers have not recorded them, neither in checkpoints nor in the journal."""
-    ends, fields = threading.Event(), database._fields
-    reading(ends.wait)
-
-    def without_files(own):
-        found = fields(own)
-        assert list(found.pop("files")) == [mine.data.path]
-        return found
-
-    with monkeypatch.context() as patch, serve(tmp_path / "server") as server:
-        patch.setattr(database, "_fields", without_files)
-        server.register(mine)
-        server.step()
-        server.save()
-        server._store._writer.submit(lambda: None).result()
-    write_lines(GREEN)
-    ends.set()
-    with serve(tmp_path / "server") as server:
-        assert finish(server)[0] == "succeeded"
-    # The copied journal has one line, because the data have not been read yet.
-    ends.clear()
-    with serve(tmp_path / "left") as server:
-        server.register(mine)
-        server.step()
-        copy_now(tmp_path / "left", tmp_path / "journaled")
-    ends.set()
-    (segment,) = (tmp_path / "journaled" / "journal").iterdir()
-    command = json.loads(segment.read_bytes())["command"]
-    assert list(command.pop("files")) == [mine.data.path]
-    text = json.dumps(command)
-    segment.write_text(f'{{"checksum": {zlib.crc32(text.encode())}, "command": {text}}}\n')
-    write_lines(RED)
-    with serve(tmp_path / "journaled") as server:
-        assert finish(server)[0] == "succeeded"

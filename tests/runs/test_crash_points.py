@@ -14,9 +14,9 @@ import pytest
 
 from jaxmux.models import load_backbone
 from jaxmux.runs.trackers import RunTrackers, TrackedRun
-from jaxmux.server.database import ServerStore
-from jaxmux.server.folder import ServerDirectory
+from jaxmux.server.folder import DATABASE, ServerDirectory
 from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.store import ServerStore
 from jaxmux.server.task import ENDED
 
 from . import crash_images
@@ -108,16 +108,9 @@ def kept(backbone):
             none = RunTrackers((), TrackedRun("server", folder, None, {}), print)
             with closing(ServerStore(directory, loaded, 2, none, said.append)) as store:
                 found = store.read()
-        steps = {own.task.name: own.progress.step if own.progress else 0 for own in found.saved}
-        paused = {own.task.name for own in found.saved if own.history[-1].state == "paused"}
-        names = list(steps)
-        for command in found.commands:
-            if command.kind == "register":
-                names.append(command.task)
-            elif command.kind == "pause":
-                paused.add(command.task)
-            elif command.kind == "resume":
-                paused.remove(command.task)
+        names = [own.name for own in found.tasks]
+        paused = {own.name for own in found.tasks if own.state == "paused"}
+        steps = {own.name: own.progress.step if own.progress else 0 for own in found.tasks}
         return names, paused, steps
 
     return read
@@ -151,6 +144,16 @@ def half_written(before, after, folder):
     return None
 
 
+def after_loss_of_power(copy, folder):
+    """A copy in which the files of the database are as they were synced last."""
+    shutil.copytree(copy, folder)
+    for path in folder.glob(f"{DATABASE}*"):
+        path.unlink()
+    for path in Path(f"{copy}.synced").iterdir():
+        shutil.copy(path, folder)
+    return folder
+
+
 def test_a_server_killed_between_any_two_system_calls_loses_nothing(
     recording, serve, kept, calm, adapter_bytes, tmp_path
 ):
@@ -166,6 +169,7 @@ def test_a_server_killed_between_any_two_system_calls_loses_nothing(
             image = half_written(copy, copies[number + 1], tmp_path / f"half{number}")
             images += [image] if image else []
             torn += image is not None
+        images.append(after_loss_of_power(copy, tmp_path / f"power{number}"))
         for image in images:
             said = []
             check(kept(image, said), number, commands)

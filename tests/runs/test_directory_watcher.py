@@ -347,12 +347,13 @@ def test_after_a_restart_the_same_state_is_reached(watch, put, tmp_path):
         assert [s.name for s in server.live.statuses()].count("beta.new") == 1
 
 
-def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, put, tmp_path):
+def test_a_crash_before_a_task_is_registered_leaves_no_copies_of_its_files(watch, put, tmp_path):
+    """The task is taken in anew."""
     put("acme/one")
     with watch(tmp_path) as server:
         for _ in range(4):
             server.watcher.poll()  # the command waits for the end of a round
-        assert (server.folder / "specifications" / "acme.one.json").exists()
+        assert (server.folder / "inputs" / "acme.one").exists()
         copy = copy_now(server.folder, tmp_path / "copy")
         server.live.step()
     shutil.rmtree(server.folder)
@@ -363,49 +364,70 @@ def test_a_task_that_was_accepted_and_not_registered_is_taken_in_again(watch, pu
         server.until("acme/one", "succeeded")
 
 
-def test_tasks_that_the_server_has_forgotten_are_not_trained_again(watch, put, tmp_path):
-    """Whenever the server is killed: it forgets no task before the watcher has noted its end."""
+def test_a_failure_after_a_task_was_registered_leaves_the_copies_of_its_files(
+    watch, put, tmp_path, monkeypatch
+):
+    """Its command is on disk, and has not been carried out."""
+    put("acme/one")
+    with watch(tmp_path) as server:
+
+        def broken(own):
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(server.live._tasks, "add", broken)
+        for _ in range(4):
+            server.watcher.poll()
+        with pytest.raises(ZeroDivisionError):
+            server.live.run()
+        for _ in range(2):
+            server.watcher.poll()
+        assert server.state("acme/one") is None
+    with watch(tmp_path) as server:
+        assert known(server.live) == {"acme.one": "preparing"}
+        server.until("acme/one", "succeeded")
+        assert [*known(server.live)] == ["acme.one"]
+
+
+def test_a_task_that_has_ended_does_not_begin_anew(watch, put, tmp_path):
+    """However few the server knows after their end, and whenever it is killed."""
     names = "abc"
     paths = [put(f"acme/{name}", steps=20) for name in names]
+
+    def states():
+        return {server.state(f"acme/{name}") for name in names}
+
     with watch(tmp_path, most_ended=1) as server:
         server.poll_until(lambda: all(server.state(f"acme/{name}") for name in names))
-        server.watcher._status_files._every = 1000.0
-        while any(state not in ENDED for state in known(server.live).values()):
-            server.live.step()
-        server.live.save()
-        server.live._store._writer.submit(lambda: None).result()
+        server.step_until(lambda: {*known(server.live).values()} == {"succeeded"})
         for _ in range(5):
             server.live.step()
-        server.poll(2)
-        # Nor before their status files tell it.
-        assert len(known(server.live)) == 3
-        server.watcher._status_files._every = 0.0
-        killed_before = copy_now(server.folder, tmp_path / "before")
-        server.poll_until(lambda: len(known(server.live)) == 1)
+        images = [copy_now(server.folder, tmp_path / "killed")]
+        server.poll_until(lambda: states() == {"succeeded"})
         server.live._saving.changed = True
         server.live.save()
-        server.live._store._writer.submit(lambda: None).result()
-        killed_after = copy_now(server.folder, tmp_path / "after")
-    for copy in (killed_before, killed_after):
+        server.poll(5)
+        images.append(copy_now(server.folder, tmp_path / "killed_later"))
+    for image in images:
         shutil.rmtree(server.folder)
-        copy.rename(server.folder)
+        image.rename(server.folder)
         with watch(tmp_path, most_ended=1) as server:
             trained = []
             server.live._tasks._export = lambda own, _, to=trained: to.append(own.task.name)
             server.poll(5)
-            assert {server.state(f"acme/{name}") for name in names} == {"succeeded"}
-            assert trained == [] and len(known(server.live)) == 1
+            assert states() == {"succeeded"} and len(known(server.live)) == 3
+            assert trained == []
     with watch(tmp_path, most_ended=1) as server:
-        (forgotten, *_) = (p for p in paths if f"acme.{p.stem}" not in known(server.live))
-        put(f"acme/{forgotten.stem}", steps=21)
+        put("acme/a", steps=21)
         server.poll_until(lambda: "has ended (succeeded)" in "".join(server.said))
-        forgotten.unlink()
-        server.poll(4)
-        put(f"acme/{forgotten.stem}", steps=2)
-        server.poll_until(lambda: server.status(f"acme/{forgotten.stem}").get("steps") == 2)
+        paths[0].unlink()
+        server.poll_until(lambda: "acme.a" not in known(server.live))
+        assert server.state("acme/a") == "succeeded"
+        put("acme/a", steps=2)
+        server.poll_until(lambda: server.status("acme/a").get("steps") == 2)
+        assert server.until("acme/a", "succeeded")["step"] == 2
 
 
-def test_of_a_task_that_the_server_has_forgotten_the_status_stays(watch, put, tmp_path):
+def test_of_a_task_that_ended_long_ago_the_status_stays(watch, put, tmp_path):
     """Also when a change is refused, is taken back, and after a restart."""
     one, late = {"steps": 2, "priority": 1}, "one.json: has ended (succeeded); give the file and "
     changes = ({"priority": 5}, {"paused": True}, {"steps": 9})
@@ -422,45 +444,72 @@ def test_of_a_task_that_the_server_has_forgotten_the_status_stays(watch, put, tm
     with watch(tmp_path, most_ended=1) as server:
         put("acme/one", **one)
         server.until("acme/one", "succeeded")
-        server.poll_until(lambda: "acme.one" in server.watcher._accepted.finished)
+        server.poll_until(lambda: server.status("acme/one")["adapter"])
         # As when the round of its end is counted later.
         own = server.live._tasks["acme.one"]
         own.meter.device_seconds += 1000.0
-        server.live.ended.add("acme.one")
+        own.dirty = True
         server.live._show(own)
-        put("acme/two", steps=1)
-        server.until("acme/two", "succeeded")
-        server.poll_until(lambda: "acme.one" not in known(server.live))
+        for name in ("two", "three"):
+            put(f"acme/{name}", steps=1)
+            server.until(f"acme/{name}", "succeeded")
+        server.poll(3)
         before = server.status("acme/one")
         assert before["adapter"] and before["loss"] and before["meter"]["device_seconds"] > 1000
         for change in changes:
             refuse_and_take_back(server, change)
         put("acme/one", **{**one, "priority": 5})
+        image = copy_now(server.folder, tmp_path / "killed")
+    shutil.rmtree(server.folder)
+    image.rename(server.folder)
     with watch(tmp_path, most_ended=1) as server:
         server.poll_until(lambda: server.status("acme/one")["error"])
         refuse_and_take_back(server, {"paused": True})
-    # Earlier versions have noted only the state.
-    path = tmp_path / "server" / "specifications" / "acme.one.json"
-    record = json.loads(path.read_text())
-    assert record.pop("status")["reason"] is None
-    path.write_text(json.dumps(record))
+    status = tmp_path / "inbox" / "acme" / "one.status.json"
+    status.unlink()
     with watch(tmp_path, most_ended=1) as server:
         server.poll(3)
         assert server.status("acme/one") == before
 
 
-def test_the_watcher_forgets_what_the_server_forgets(watch, put, tmp_path):
-    """A deleted specification of a task that has ended leaves nothing, and no restart is needed."""
+def test_a_deleted_task_is_known_until_its_status_file_tells_its_end(watch, put, tmp_path):
+    """Then nothing is left of it, and no restart is needed."""
+    other = {"acme.other": "succeeded"}
+    put("acme/other", steps=1)
     with watch(tmp_path, most_ended=1) as server:
-        for name in "ab":
-            path = put(f"acme/{name}", steps=1)
-            server.until(f"acme/{name}", "succeeded")
-            path.unlink()
-            server.poll(4)
-        server.poll_until(lambda: "acme.a" not in known(server.live))
-        server.poll()
-        kept = [path.name for path in (server.folder / "specifications").iterdir()]
-        assert kept == ["acme.b.json"] and server.watcher._watched == {}
+        server.until("acme/other", "succeeded")
+        path = put("acme/one", steps=20)
+        server.until("acme/one", "running")
+        server.watcher._status_files._every = 1000.0
+        server.step_until(lambda: known(server.live) == other | {"acme.one": "succeeded"})
+        path.unlink()
+        server.poll(6)
+        assert len(known(server.live)) == 2 and server.state("acme/one") == "running"
+        server.watcher._status_files._every = 0.0
+        server.poll_until(lambda: known(server.live) == other)
+        server.poll(2)
+        assert server.state("acme/one") == "succeeded"
+        assert list(server.watcher._watched) == [Place("acme", "other")]
+        assert list(server.watcher._accepted) == ["acme.other"]
+    with watch(tmp_path) as server:
+        assert known(server.live) == other
+
+
+def test_a_file_that_comes_while_its_name_is_forgotten_is_read_anew(watch, put, tmp_path):
+    put("acme/other", steps=1)
+    path = put("acme/one", steps=1)
+    with watch(tmp_path) as server:
+        server.until("acme/other", "succeeded")
+        server.until("acme/one", "succeeded")
+        path.unlink()
+        server.poll_until(lambda: Place("acme", "one") not in server.watcher._watched)
+        put("acme/one", steps=2)
+        server.poll(3)
+        assert "has ended (succeeded)" in server.status("acme/one")["error"]
+        # As if the server had looked before the file came.
+        server.live._tasks._forget_task("acme.one")
+        server.poll_until(lambda: server.status("acme/one").get("steps") == 2)
+        assert server.until("acme/one", "succeeded")["step"] == 2
 
 
 def test_a_task_that_the_server_has_paused_is_not_resumed_all_the_time(
@@ -738,7 +787,7 @@ def test_a_disk_that_cannot_be_written_is_waited_for(watch, put, tmp_path, monke
             assert error == "its files cannot be copied yet (No space left on device)"
             assert server.state("acme/one") == "waiting"
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.server.database.os.pwrite", full)
+            patch.setattr("jaxmux.server.database.Database.write", full)
             server.poll(4)
             assert "No space left" in server.status("acme/one")["error"]
             assert server.live.statuses() == []

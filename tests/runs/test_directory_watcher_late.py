@@ -1,12 +1,9 @@
 """Changes of a watched directory that meet a task's end, a full disk or another look."""
 
-import json
 import shutil
 import time
 from concurrent.futures import Future
 from pathlib import Path
-
-from jaxmux.server.inbox.accepted import AcceptedTasks
 
 from .crash_images import copy_now
 from .watched_server import known
@@ -37,7 +34,7 @@ def try_again(own) -> None:
 
 
 def test_an_extension_with_which_a_task_has_ended_is_no_change(watch, put, tmp_path):
-    """Also after a kill before the next look, and when the server has forgotten the task."""
+    """Also after a kill before the next look, and where the server knows few ended tasks."""
     before = {"acme/one": {"steps": 20}, "acme/two": {"epochs": 5}}
     after = {"acme/one": {"steps": 24, "priority": 3}, "acme/two": {"steps": 23}}
     places = list(before)
@@ -66,14 +63,11 @@ def test_an_extension_with_which_a_task_has_ended_is_no_change(watch, put, tmp_p
         check(server)
         put_all(after)
         check(server)
-        records = (server.folder / "specifications").iterdir()
-        assert all(json.loads(path.read_text())["ended"] == "succeeded" for path in records)
     shutil.rmtree(tmp_path / "server")
     killed.rename(tmp_path / "server")
     with watch(tmp_path) as server:
         check(server)
     with watch(tmp_path, most_ended=1) as server:
-        server.poll_until(lambda: len(known(server.live)) == 1)
         put_all(after)
         check(server)
         one = after["acme/one"]
@@ -93,7 +87,7 @@ def test_a_deleted_specification_of_a_task_whose_end_is_not_kept_yet_is_not_refu
     with watch(tmp_path) as server:
         with monkeypatch.context() as patch:
             patch.setattr(server.live._store, "is_exporting", lambda name: True)
-            server.poll_until(lambda: server.live.ended.unkept)
+            server.poll_until(lambda: server.live._tasks.unkept)
             cancelled = counted(patch, server.live, "cancel")
             path.unlink()
             server.poll(6)
@@ -116,7 +110,7 @@ def test_a_cancel_that_cannot_be_kept_is_told_once_and_tried_again(
         server.until("acme/one", "running")
         cancelled = counted(monkeypatch, server.live, "cancel")
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.server.database.os.pwrite", refuse_disk)
+            patch.setattr("jaxmux.server.database.Database.write", refuse_disk)
             path.unlink()
             server.poll(6)
             try_again(server.watched("acme/one"))
@@ -154,38 +148,51 @@ def test_commands_that_could_not_be_kept_before_the_end_do_not_wait_any_more(
         assert list(server.watcher._watched) == [("acme", "changed")]
 
 
-def test_steps_that_cannot_be_noted_are_told_once_and_to_the_operator(
-    watch, put, tmp_path, monkeypatch, caplog
-):
-    put("acme/one", steps=400)
+def test_steps_that_cannot_be_kept_are_told_once_and_tried_again(watch, put, tmp_path, monkeypatch):
+    put("acme/one", steps=4000)
     with watch(tmp_path) as server:
         server.until("acme/one", "running")
+        extended = counted(monkeypatch, server.live, "extend")
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.server.inbox.accepted.write_atomically", refuse_disk)
-            noted = counted(patch, server.watcher._accepted, "extend")
-            put("acme/one", steps=500)
+            patch.setattr("jaxmux.server.database.Database.write", refuse_disk)
+            put("acme/one", steps=5000)
             server.poll(6)
-            for tries in (1, 2):
-                assert len(noted) == tries
-                try_again(server.watched("acme/one"))
-                server.poll(3)
-            status = server.status("acme/one")
-            assert (status["steps"], status["error"]) == (500, None)
-            put("acme/one", steps=450)
-            server.poll_until(lambda: server.status("acme/one")["error"])
-            found = "one.json: steps should be at least 500, as registered, found 450"
-            assert server.status("acme/one")["error"] == found
-            put("acme/one", steps=500)
+            try_again(server.watched("acme/one"))
             server.poll(3)
+            status = server.status("acme/one")
+            why = "steps cannot be kept yet (No space left on device)"
+            assert len(extended) == 2 and (status["steps"], status["error"]) == (4000, why)
         try_again(server.watched("acme/one"))
         server.poll(3)
-        assert AcceptedTasks(server.folder)["acme.one"].steps == 500
-    why = "new numbers of steps are trained, but not noted yet (No space left on device)"
-    assert [line for line in server.said if "steps" in line] == [
-        f"{tmp_path / 'inbox' / 'acme'}: {why}",
-        f"acme/one.json: refused: {found.removeprefix('one.json: ')}",
-    ]
-    assert "steps" not in caplog.text
+        status = server.status("acme/one")
+        assert (status["steps"], status["error"]) == (5000, None)
+    assert [line for line in server.said if "acme/one" in line] == [f"acme/one.json: waits: {why}"]
+
+
+def test_an_extension_survives_a_kill(watch, put, tmp_path):
+    """Fewer steps than those are refused."""
+    put("acme/one", steps=4000)
+    fewer = "one.json: steps should be at least 5000, as registered, found 4500"
+
+    def refuse_fewer_steps():
+        put("acme/one", steps=4500)
+        server.poll_until(lambda: server.status("acme/one")["error"])
+        status = server.status("acme/one")
+        assert (status["steps"], status["error"]) == (5000, fewer)
+
+    with watch(tmp_path) as server:
+        server.until("acme/one", "running")
+        put("acme/one", steps=5000)
+        server.poll_until(lambda: server.status("acme/one")["steps"] == 5000)
+        refuse_fewer_steps()
+        image = copy_now(server.folder, tmp_path / "killed")
+    shutil.rmtree(server.folder)
+    image.rename(server.folder)
+    with watch(tmp_path) as server:
+        server.poll_until(lambda: known(server.live) == {"acme.one": "running"})
+        refuse_fewer_steps()
+        put("acme/one", steps=5000)
+        server.poll_until(lambda: server.status("acme/one")["error"] is None)
 
 
 def test_a_command_that_is_carried_out_during_a_look_is_not_given_again(

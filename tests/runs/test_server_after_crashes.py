@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import sqlite3
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 
-from jaxmux.runs.metrics import objects
+from jaxmux.runs.metrics import LineLog, objects
 from jaxmux.server import saving
-from jaxmux.server.database import EventLog, Journal
+from jaxmux.server.database import Database
 from jaxmux.server.task import ENDED
 
 from .crash_images import copy_now
@@ -47,7 +49,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
     with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
         step(server)
         status = server.status("a")
-        assert status.steps == 7777 and server._tasks["a"].task.data.path == data["long"]
+        assert status.steps == 7777 and server._tasks["a"].specification.data.path == data["long"]
         assert server.totals().effective_tokens <= totals.effective_tokens
 
 
@@ -103,29 +105,28 @@ def test_every_end_is_told_once_wherever_a_server_is_killed(
         if cut:
             os.truncate(images[-1] / cut.relative_to(folder), length)
 
-    def killed_around(write, path, *arguments):
+    def write(database, new, changed, *others, real=Database.write):
+        ends = {row["state"] for row in changed.values()} & ENDED
+        if ends:
+            take()
+        real(database, new, changed, *others)
+        if ends:
+            take()
+
+    def append(log, fields, real=LineLog.append):
+        if fields.get("state") not in ENDED:
+            return real(log, fields)
+        path = folder / "events.jsonl"
         take()
         before = path.stat().st_size
-        write(*arguments)
+        is_written = real(log, fields)
         take(path, (before + path.stat().st_size) // 2)
         take()
-
-    def append(journal, commands, real=Journal.append):
-        if {command.kind for command in commands} & {"end", "cancel", "used"}:
-            path = folder / "journal" / f"{max(journal.numbers)}.jsonl"
-            killed_around(real, path, journal, commands)
-        else:
-            real(journal, commands)
-
-    def tell(events, event, real=EventLog.write):
-        if event.fields.get("state") in ENDED:
-            killed_around(real, folder / "events.jsonl", events, event)
-        else:
-            real(events, event)
+        return is_written
 
     with monkeypatch.context() as patch:
-        patch.setattr(Journal, "append", append)
-        patch.setattr(EventLog, "write", tell)
+        patch.setattr(Database, "write", write)
+        patch.setattr(LineLog, "append", append)
         with serve(folder, checkpoint_every=1000) as server:
             for name, steps in (("short", 2), ("saved", 1), ("cancelled", 50)):
                 server.register(task(name, steps=steps))
@@ -149,3 +150,65 @@ def test_every_end_is_told_once_wherever_a_server_is_killed(
                 server.cancel("cancelled")
             finish(server)
         assert ends_of(again) == expected, image
+
+
+def test_an_end_whose_line_was_lost_is_told_by_the_next_server(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """The disk is full for events.jsonl, and not for the table."""
+    folder = tmp_path / "server"
+    with serve(folder) as server:
+        server.register(task("a", steps=1))
+        with monkeypatch.context() as patch:
+            patch.setattr(LineLog, "append", lambda *_: False)
+            finish(server)
+    assert not ends_of(folder)
+    for _ in range(2):
+        with serve(folder) as server:
+            step(server)
+        assert ends_of(folder) == {("a", "succeeded"): 1}
+
+
+def test_two_kills_around_a_log_that_is_set_aside_tell_an_end_once(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """The table has the length of the file before when the first kill comes."""
+    folder, images = tmp_path / "server", []
+
+    def set_aside(log, real=LineLog.set_aside_if_large):
+        is_new = real(log)
+        if is_new and log._path.name == "events.jsonl" and ENDED & states_of(folder):
+            images.append(copy_now(folder, tmp_path / f"image{len(images)}"))
+        return is_new
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LineLog, "set_aside_if_large", set_aside)
+        with serve(folder, events_bytes=300) as server:
+            server.register(task("a", steps=3))
+            finish(server)
+            step(server)
+    assert images
+    with serve(images[0]) as server:
+        server.events()
+        copy_now(images[0], again := tmp_path / "again")
+    with serve(again) as server:
+        step(server)
+    told = Counter(
+        event["state"]
+        for path in again.glob("events*.jsonl")
+        for event in objects(path.read_bytes())
+        if event.get("state") in ENDED
+    )
+    assert told == {"succeeded": 1}
+
+
+def states_of(folder: Path) -> set[str]:
+    """The states of the tasks in a server's table."""
+    with closing(sqlite3.connect(folder / "server.db")) as database:
+        return {state for (state,) in database.execute("SELECT state FROM tasks")}

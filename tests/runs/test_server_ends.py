@@ -10,7 +10,6 @@ import pytest
 from jaxmux import AdamW, Bottleneck, Schedule
 from jaxmux.errors import Interrupted
 from jaxmux.field_checks import LARGEST_INTEGER
-from jaxmux.server import At, Command
 from jaxmux.tasks import Task, TaskError
 
 from .crash_images import copy_now
@@ -48,23 +47,6 @@ def test_ends_survive_a_kill(serve, task, adapter_bytes, tmp_path):  # noqa: F81
     events = map(json.loads, (copy / "events.jsonl").read_text().splitlines())
     told = [event["task"] for event in events if event.get("state") == "succeeded"]
     assert told == ["good"]
-
-
-def test_what_earlier_versions_have_kept_of_ends_counts(serve, task, tmp_path):  # noqa: F811
-    folder = tmp_path / "server"
-    with serve(folder, checkpoint_every=1000) as server:
-        server.register(task("a", steps=50))
-        step(server, 4)
-        server.cancel("a")
-        step(server, 3)
-        status = server.status("a")
-        used = dataclasses.replace(status.meter, effective_tokens=12_345)
-        last = status.history[-1].time
-        server._store.record([Command("used", "a", None, last, At(status.step, used))])
-        copy = copy_now(folder, tmp_path / "copy")
-    with serve(copy) as server:
-        assert server.status("a") == status._replace(meter=used)
-        assert server.totals() == used
 
 
 def test_a_name_that_is_used_again_belongs_to_the_new_task(serve, task, tmp_path):  # noqa: F811
@@ -127,7 +109,7 @@ def test_an_adapter_that_cannot_be_written_stops_nothing_else(
         assert (shown["bad"].state, shown["bad"].step) == ("running", 2)
         assert shown["bad"].reason == "its end is being written to disk"
         assert shown["good"].state == "succeeded"
-        assert not server.ended.is_kept("bad") and server.ended.is_kept("good")
+        assert not server._tasks["bad"].kept and server._tasks["good"].kept
         copy = copy_now(folder, tmp_path / "copy")
     assert sum("adapter bad: cannot be written yet" in line for line in said) == 1
     assert "succeeded" not in {

@@ -8,7 +8,6 @@ import pytest
 
 from jaxmux import AdamW
 from jaxmux.engine.state import slots as slot
-from jaxmux.server.inbox.status import Shown, status_of
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.server.task import ENDED
 
@@ -136,26 +135,3 @@ def test_a_task_ends_when_its_time_is_over(serve, make_task, data, tmp_path, mon
     assert status.state == "stopped early" and 3 < status.step < 20
     assert status.reason.startswith("trained for ")
     assert status.held_out_loss is not None
-
-
-def test_a_task_that_an_earlier_version_called_succeeded_has_stopped_early(
-    serve, tasks, tmp_path, monkeypatch
-):
-    """In the journal, in a checkpoint and in a status file."""
-    folder = tmp_path / "server"
-    with serve(folder) as server:
-        server.register(tasks[1])
-        with monkeypatch.context() as earlier:
-            earlier.setattr("jaxmux.server.tasks.shown_state", lambda state, reason: state)
-            finish(server)
-        status = server.status("early")
-        assert status.state == status.history[-1].state == "succeeded" and status.reason
-        text = Shown("early", status).text()
-        shutil.copytree(folder, tmp_path / "killed")
-    history = (*status.history[:-1], status.history[-1]._replace(state="stopped early"))
-    expected = status._replace(state="stopped early", history=history)
-    assert status_of(json.loads(text)) == expected
-    for copy in (tmp_path / "killed", folder):
-        with serve(copy) as server:
-            assert server.status("early") == expected
-            assert server.adapter("early")

@@ -6,8 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from jaxmux.runs.metrics import LineLog
-from jaxmux.server import database
+from jaxmux.server import store
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from .server_steps import finish, step
@@ -75,7 +74,7 @@ def test_rounds_are_set_aside_by_size_and_have_details_now_and_then(
     serve, make_task, tmp_path, monkeypatch
 ):
     folder = tmp_path / "server"
-    monkeypatch.setattr(database, "has_details", lambda index: False)
+    monkeypatch.setattr(store, "has_details", lambda index: False)
     with serve(folder, events_bytes=1000) as server:
         server.register(make_task("a", steps=30))
         step(server, 25)
@@ -88,17 +87,3 @@ def test_rounds_are_set_aside_by_size_and_have_details_now_and_then(
     with serve(folder, events_bytes=1000) as server:
         finish(server)
     assert lines_of(folder, "rounds")[-1]["round"] >= 29
-
-
-def test_last_line_is_found_behind_damage_and_in_files_that_were_set_aside(tmp_path):
-    path = tmp_path / "rounds.jsonl"
-    assert (log := LineLog(path, print)).last() is None
-    log.close()
-    (tmp_path / "rounds.2.jsonl").write_text('{"round": 1}\n{"round": 2}\n')
-    (tmp_path / "rounds.10.jsonl").write_text('{"round": 3}\n[]\n{"round"')
-    (tmp_path / "events.11.jsonl").write_text('{"round": 99}\n')
-    log = LineLog(path, print)
-    assert log.last() == {"round": 3}
-    log.append({"round": 4})
-    assert log.last() == {"round": 4}
-    log.close()

@@ -10,7 +10,8 @@ import pytest
 from jaxmux.runs import run_directory
 from jaxmux.runs.checkpoints import Checkpoints
 from jaxmux.runs.run_directory import RunDirectoryError
-from jaxmux.server import database
+from jaxmux.server import saving, store
+from jaxmux.server.database import Database
 
 from .server_steps import finish, settle, step
 from .test_server_faults import serve, task  # noqa: F401
@@ -25,14 +26,14 @@ def until(server, name):
 @pytest.fixture
 def refuse(monkeypatch):
     """Lets the adapters of some tasks fail, as long as they are in the result."""
-    refused, export = {}, database.export_adapter
+    refused, export = {}, store.export_adapter
 
     def write(folder, *arguments, **keywords):
         if error := refused.get(folder.name):
             raise error
         return export(folder, *arguments, **keywords)
 
-    monkeypatch.setattr(database, "export_adapter", write)
+    monkeypatch.setattr(store, "export_adapter", write)
     return refused
 
 
@@ -70,7 +71,7 @@ def test_whoever_calls_step_need_not_save(serve, task, tmp_path, refuse, monkeyp
     refuse["a"] = OSError(28, "No space left on device")
     with serve(tmp_path / "server") as server:
         server.register(task("a", steps=1))
-        while "a" not in server.ended.unkept:
+        while "a" not in server._tasks.unkept:
             step(server)
         step(server, 3)
         refuse.clear()
@@ -152,7 +153,7 @@ def test_a_checkpoint_that_fails_leaves_nothing(
 
     with serve(folder) as server:
         server.register(task("a"))
-        step(server)
+        step(server, 3)
         with monkeypatch.context() as patch:
             patch.setattr(orbax.checkpoint.Checkpointer, "save", fail)
             server.save()
@@ -171,7 +172,7 @@ def test_orbax_does_not_begin_what_the_disk_has_no_room_for(
         step(server, 2)
         with monkeypatch.context() as patch:
             full = shutil.disk_usage(tmp_path)._replace(free=10)
-            patch.setattr(database.shutil, "disk_usage", lambda path: full)
+            patch.setattr(store.shutil, "disk_usage", lambda path: full)
             patch.setattr(Checkpoints, "save", None)
             server.save()
             assert server.problem == "checkpoint 1: cannot be written (No space left on device)"
@@ -196,18 +197,78 @@ def test_a_checkpoint_that_should_have_been_deleted_is(serve, task, tmp_path):  
         assert server._store._checkpoints.numbers == [number + 1]
 
 
-def test_a_gap_among_the_commands_is_refused(serve, task, tmp_path):  # noqa: F811
+def test_checkpoints_that_are_missing_are_refused(serve, task, tmp_path):  # noqa: F811
+    """With one checkpoint, the beginning takes its place; with more, much would be lost."""
+    folder = tmp_path / "server"
+    with serve(folder, keep_checkpoints=2) as server:
+        server.register(task("a", steps=1000))
+        for count in (1, 2):
+            step(server, 2)
+            server.save()
+            copy = shutil.copytree(folder, tmp_path / f"copy{count}")
+            shutil.rmtree(copy / "checkpoints")
+    said = []
+    with serve(tmp_path / "copy1", said, keep_checkpoints=2) as server:
+        step(server, 2)
+        assert server.status("a").step < 4
+    assert said == ["task 'a': no intact checkpoint has it, so it begins anew"]
+    refused = pytest.raises(RunDirectoryError, match="checkpoint 2 is missing, with which tasks go")
+    with refused, serve(tmp_path / "copy2", keep_checkpoints=2):
+        pass
+
+
+def test_a_table_that_is_missing_is_refused(serve, task, tmp_path):  # noqa: F811
+    """A new table beside the checkpoints of another one would lose all tasks without a word."""
     folder = tmp_path / "server"
     with serve(folder) as server:
         server.register(task("a"))
-        step(server)
-        server.save()
-    (number, *_) = sorted(int(path.stem) for path in (folder / "journal").iterdir())
-    shutil.rmtree(folder / "checkpoints")
-    (folder / "journal" / f"{number}.jsonl").unlink()
-    refused = pytest.raises(RunDirectoryError, match="commands after the beginning are missing")
+        step(server, 3)
+    for path in folder.glob("server.db*"):
+        path.unlink()
+    refused = pytest.raises(RunDirectoryError, match="it is missing, but its checkpoints are not")
     with refused, serve(folder):
         pass
+
+
+def test_checkpoints_that_no_task_needs_may_be_damaged(serve, task, tmp_path):  # noqa: F811
+    folder = tmp_path / "server"
+    with serve(folder, keep_checkpoints=1) as server:
+        server.register(task("a", steps=4))
+        step(server, 3)
+        server.save()
+        finish(server)
+    for path in (folder / "checkpoints").glob("*/run/metadata"):
+        path.write_text("{")
+    with serve(folder, keep_checkpoints=1) as server:
+        assert server.status("a").state == "succeeded"
+
+
+def test_a_last_checkpoint_that_was_left_out_is_a_problem(
+    serve,  # noqa: F811
+    task,  # noqa: F811
+    tmp_path,
+    monkeypatch,
+):
+    """The table could not be written before it, and could be after it."""
+    with serve(tmp_path) as server:
+        server.register(task("a", steps=50))
+        step(server, 3)
+        write, failed = Database.write, []
+
+        def fail_once(database, *arguments):
+            if not failed:
+                failed.append(True)
+                raise OSError(28, "No space left on device")
+            write(database, *arguments)
+
+        monkeypatch.setattr(saving.Saving, "write_if_due", lambda *_, **__: None)
+        monkeypatch.setattr(Database, "write", fail_once)
+        server.save()
+        monkeypatch.undo()
+        assert not server._store._checkpoints.numbers
+        assert "server.db: cannot be written" in server.problem
+        server.save()
+        assert server.problem is None
 
 
 def test_a_callback_may_close_a_server_that_is_stepped(serve, task, tmp_path):  # noqa: F811

@@ -4,14 +4,19 @@ import dataclasses
 import json
 import re
 import shutil
+import sqlite3
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
 
 from jaxmux.data import Source
 from jaxmux.runs import RunDirectoryError
+from jaxmux.server.database import METADATA, Database
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from .conftest import SERVER
@@ -185,7 +190,7 @@ def test_a_command_that_cannot_be_written_is_not_carried_out(
             raise OSError(28, "No space left on device")
 
         with monkeypatch.context() as patch:
-            patch.setattr("jaxmux.server.database.os.pwrite", full)
+            patch.setattr(Database, "write", full)
             refused = [server.register(tasks["b"]), server.cancel("a")]
             server.step()
         for future in refused:
@@ -196,38 +201,32 @@ def test_a_command_that_cannot_be_written_is_not_carried_out(
         step_until(server, ended(server, "a", "d"))
 
 
-@pytest.fixture
-def journaled(tasks, serve, tmp_path):
-    """The folder of a server that was given two tasks and was killed, and its only segment."""
+def test_a_damaged_database_is_named(tasks, serve, tmp_path):
     folder = tmp_path / "server"
     with serve(folder) as server:
         server.register(tasks["a"])
-        server.register(tasks["b"])
         server.step()
-        copy = shutil.copytree(folder, tmp_path / "copy")
-    (segment,) = (copy / "journal").iterdir()
-    return copy, segment
-
-
-def test_a_torn_last_command_was_never_carried_out(tasks, serve, journaled):
-    copy, segment = journaled
-    first, second, *_ = segment.read_bytes().splitlines(keepends=True)
-    segment.write_bytes(first + second[:-20])
-    with serve(copy) as server:
-        assert [status.name for status in server.statuses()] == ["a"]
-        server.register(tasks["d"])
-        server.step()
-    with serve(copy) as server:
-        assert [status.name for status in server.statuses()] == ["a", "d"]
-
-
-def test_a_damaged_command_is_named(serve, journaled):
-    copy, segment = journaled
-    lines = segment.read_bytes().splitlines(keepends=True)
-    segment.write_bytes(lines[0].replace(b'"steps": 9', b'"steps": 8') + lines[1])
-    with pytest.raises(RunDirectoryError, match=r"0\.jsonl, line 1: damaged .its checksum differs"):
-        with serve(copy):
+    (folder / "server.db").write_bytes(b"damaged" * 1000)
+    with pytest.raises(RunDirectoryError, match=r"server\.db: damaged .*; restore the folder"):
+        with serve(folder):
             pass
+
+
+def test_a_database_of_a_later_version_is_refused(serve, tmp_path):
+    with serve(tmp_path / "server"):
+        pass
+    with closing(sqlite3.connect(tmp_path / "server" / "server.db")) as database, database:
+        database.execute("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(RunDirectoryError, match="version 9999, and this version of jaxmux knows"):
+        with serve(tmp_path / "server"):
+            pass
+
+
+def test_migrations_lead_to_the_tables_that_are_used(tmp_path):
+    """By Alembic's own comparison, with types and defaults."""
+    with closing(Database(tmp_path / "server.db")) as database:
+        context = MigrationContext.configure(database._connection)
+        assert compare_metadata(context, METADATA) == []
 
 
 def test_data_that_changed_fail_a_task_that_had_begun(

@@ -1,11 +1,17 @@
 """Run directories as a training run writes them, with as many tasks as wanted."""
 
+import dataclasses
 import json
 import math
 import random
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from jaxmux import Task
+from jaxmux.server import Meter, StateChange
+from jaxmux.server.database import Database
+from jaxmux.server.task import LiveTask
 
 BEGUN = 1_800_000_000.0
 _WORDS = ("billing", "support", "legal", "search", "triage", "summary", "routing", "intent")
@@ -113,6 +119,23 @@ def write_server(path: Path, tasks: int = 3, rounds: int = 20) -> Path:
     for name in ("run.json", "metrics.jsonl", "held_out.jsonl"):
         (path / name).unlink()
     return run
+
+
+def open_database(path: Path, origins: Mapping[str, Task]) -> Database:
+    """Creates the database of a server; returns it as the server has it open.
+
+    Args:
+      path: the folder of the server.
+      origins: by their names in the server, tasks as their tenants have specified them.
+    """
+    database, rows = Database(path / "server.db"), []
+    for name, origin in origins.items():
+        history = [StateChange("preparing", None, BEGUN)]
+        task = LiveTask(dataclasses.replace(origin, name=name), 0, 0, history, origin=origin)
+        rows.append(task.first_row() | task.row(ends=False))
+    columns = dict.fromkeys(("rounds", "checkpoints", "events_bytes", "rounds_bytes"), 0)
+    database.write(rows, {}, [], columns | dataclasses.asdict(Meter()))
+    return database
 
 
 def update(index: int, task: str, loss: float | None, time: float) -> dict[str, Any]:

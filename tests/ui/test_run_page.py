@@ -2,13 +2,15 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
+import sqlite3
 import statistics
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 
@@ -19,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from starlette.testclient import TestClient  # noqa: E402
 
+from jaxmux import Task  # noqa: E402
 from jaxmux.runs.run_directory import FolderLock  # noqa: E402
 from jaxmux.ui.app import STATIC, run_app  # noqa: E402
 from jaxmux.ui.run_reader import RunReader, UIError  # noqa: E402
@@ -192,14 +195,51 @@ def test_page_of_a_task_holds_its_specification_and_its_curves(run_dir):
     assert found["adapter"] == str(run_dir / "adapters" / "legal_0")
 
 
+def specification(own, name):
+    return own.get("/api/task", params={"name": name}).json()["specification"]
+
+
+def test_page_of_a_watched_task_holds_what_its_tenant_has_specified(tmp_path):
+    """Whether or not the server runs. The page creates no files."""
+    run = synthetic.write_server(tmp_path / "server", 8, 10)
+    own, before = client(run), {*os.listdir(run)}
+    assert specification(own, "support_0") is None
+    assert {*os.listdir(run)} == before
+    database = synthetic.open_database(run, {"support_0": Task("mine", "mine.jsonl", steps=7)})
+    with closing(sqlite3.connect(run / "server.db")) as writer:
+        writer.execute("BEGIN IMMEDIATE")
+        writer.execute("UPDATE tasks SET origin = NULL")
+        shown = specification(own, "support_0")
+        assert (shown["name"], shown["data"]["path"], shown["steps"]) == ("mine", "mine.jsonl", 7)
+        assert specification(own, "legal_0") is None
+        writer.execute("COMMIT")
+        assert specification(own, "support_0") is None
+        # What was written last is not in the file itself yet.
+        image = shutil.copytree(run, tmp_path / "killed")
+    assert specification(client(image), "support_0") is None
+    database.close()
+    assert {*os.listdir(run)} == before | {"server.db"}
+    assert specification(own, "support_0") is None
+    assert {*os.listdir(run)} == before | {"server.db"}
+
+
+def test_a_database_that_cannot_be_read_has_no_specifications(tmp_path):
+    run = synthetic.write_server(tmp_path / "server", 8, 10)
+    own, path = client(run), run / "server.db"
+    for content in (b"", b"no database" * 1000):
+        path.write_bytes(content)
+        assert specification(own, "support_0") is None
+    path.unlink()
+    with closing(sqlite3.connect(path)) as other:
+        other.execute("CREATE TABLE tasks (name)")
+    assert specification(own, "support_0") is None
+
+
 def test_pages_of_tasks_read_no_other_files(tmp_path):
     """A name is no path, and links are not followed."""
     run = synthetic.write_server(tmp_path / "server", 8, 10)
-    (run / "specifications").mkdir()
-    text = json.dumps({"ended": None, "specification": {"steps": 7}, "status": None})
-    (run / "specifications" / "support_0.json").write_text(text)
-    (tmp_path / "secret.json").write_text(text)
-    (run / "specifications" / "legal_0.json").symlink_to(tmp_path / "secret.json")
+    synthetic.open_database(run, {"support_0": Task("mine", "mine.jsonl", steps=7)}).close()
+    (tmp_path / "secret.json").write_text("{}")
     (run / "adapters").symlink_to(tmp_path)
     fields = {"kind": "state", "time": 5.0, "state": "queued", "reason": None}
     synthetic.append(
@@ -210,11 +250,19 @@ def test_pages_of_tasks_read_no_other_files(tmp_path):
     def task(name):
         return own.get("/api/task", params={"name": name})
 
-    assert task("support_0").json()["specification"] == {"steps": 7}
-    assert task("legal_0").json()["specification"] is None
+    assert task("support_0").json()["specification"]["steps"] == 7
     assert task("../../secret").json()["specification"] is None
     assert task("server").json()["adapter"] is None
     assert task("nobody").status_code == task("../server").status_code == 404
+    (run / "server.db-wal").symlink_to(tmp_path / "secret.json")
+    assert specification(own, "support_0") is None
+    (run / "server.db-wal").unlink()
+    (run / "server.db").rename(tmp_path / "secret.db")
+    (run / "server.db").symlink_to(tmp_path / "secret.db")
+    assert specification(own, "support_0") is None
+    (run / "server.db").unlink()
+    os.mkfifo(run / "server.db")
+    assert specification(own, "support_0") is None
 
 
 def test_run_is_what_its_lock_tells(run_dir):

@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.data.microbatch import Microbatch
-from jaxmux.errors import fits
+from jaxmux.errors import fits, raise_unless_full
 from jaxmux.models import Backbone, SlotTable
 from jaxmux.pallas_kernels.compilation import compiled
 from jaxmux.peft import Layout
@@ -320,8 +320,11 @@ class Executor:
         """`advance` of a replica; None if the only device ran out of memory."""
         if not self._alone:
             return replica.advance(may_begin)
-        steps: list[tuple[bool, Queued | None]] = []
-        return steps.pop() if self._fits(lambda: steps.append(replica.advance(may_begin))) else None
+        try:
+            return replica.advance(may_begin)
+        except jax.errors.JaxRuntimeError as e:
+            self._note_full(e)
+            return None
 
     def _has_fit(self) -> bool:
         """Whether the memory has sufficed for all dispatched microbatches. A GPU reports only
@@ -329,12 +332,17 @@ class Executor:
         the round can still be repeated."""
         if not (self._alone and self._alone.compiled.trial_rounds):
             return True
-        return self._fits(jax.block_until_ready, self._stored.states[-1].loss)
+        try:
+            jax.block_until_ready(self._stored.states[-1].loss)
+        except jax.errors.JaxRuntimeError as e:
+            self._note_full(e)
+            return False
+        return True
 
-    def _fits(self, call: Callable[..., Any], *arguments: Any) -> bool:
-        """`fits` for the only device."""
-        self._full = [] if fits(call, *arguments) else [self._alone]
-        return not self._full
+    def _note_full(self, error: Exception) -> None:
+        """Takes note that the only device has too little memory; raises other errors."""
+        raise_unless_full(error)
+        self._full = [self._alone]
 
     def compile(self, dropout: bool, run: bool = True) -> bool:
         """Prepares those replicas for rounds that are not ready; returns whether they fit into

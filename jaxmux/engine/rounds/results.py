@@ -45,25 +45,37 @@ class ComputedTurn(NamedTuple):
     tokens: int
 
 
+class HeldOutTokens(NamedTuple):
+    """Tokens of chunks with held-out samples of a task, with padding.
+
+    Attributes:
+      step: number of steps that the measured adapter has trained.
+    """
+
+    task: str
+    step: int
+    tokens: int
+
+
 class Computed(NamedTuple):
     """The tokens that have been computed for all tasks, in turns of training and measurements.
 
     Attributes:
-      held_out: by name of the task, number of tokens of chunks with held-out samples.
-      measured: the same for measurements that have been completed, including their turns in earlier
-        rounds. Measurements that had to begin again count once.
+      held_out: the tokens of turns of measurements.
+      measured: the tokens of measurements that have been completed, including their turns in
+        earlier rounds. Measurements that had to begin again count once.
     """
 
     turns: list[ComputedTurn]
-    held_out: dict[str, int]
-    measured: dict[str, int]
+    held_out: list[HeldOutTokens]
+    measured: list[HeldOutTokens]
 
     @property
     def by_task(self) -> dict[str, int]:
         """By name, number of tokens of each task, held-out ones included."""
-        tokens = Counter(self.held_out)
-        for turn in self.turns:
-            tokens[turn.task] += turn.tokens
+        tokens: Counter[str] = Counter()
+        for part in (*self.turns, *self.held_out):
+            tokens[part.task] += part.tokens
         return dict(tokens)
 
 
@@ -73,8 +85,8 @@ class ComputedTokens:
 
     def __init__(self):
         self._turns: list[ComputedTurn] = []
-        self._held_out: Counter[str] = Counter()
-        self._measured: Counter[str] = Counter()
+        self._held_out: list[HeldOutTokens] = []
+        self._measured: list[HeldOutTokens] = []
 
     def count(self, number: int, slot: Slot, plan: RoundPlan) -> None:
         """Counts the turn of the task in slot `number`, without the parts that have been
@@ -92,15 +104,15 @@ class ComputedTokens:
         if tokens:
             self._turns.append(ComputedTurn(slot.name, step, slot.computed[step], tokens))
 
-    def count_held_out(self, slot: Slot, tokens: int) -> None:
-        self._held_out[slot.name] += tokens
+    def count_held_out(self, slot: Slot, step: int, tokens: int) -> None:
+        self._held_out.append(HeldOutTokens(slot.name, step, tokens))
 
-    def count_measured(self, slot: Slot, tokens: int) -> None:
-        self._measured[slot.name] += tokens
+    def count_measured(self, slot: Slot, step: int, tokens: int) -> None:
+        self._measured.append(HeldOutTokens(slot.name, step, tokens))
 
     def take(self) -> Computed:
-        taken = Computed(self._turns, dict(self._held_out), dict(self._measured))
-        self._turns, self._held_out, self._measured = [], Counter(), Counter()
+        taken = Computed(self._turns, self._held_out, self._measured)
+        self._turns, self._held_out, self._measured = [], [], []
         return taken
 
     def _add(self, slot: Slot, step: int, tokens: int) -> None:
@@ -458,10 +470,10 @@ class RoundResults:
             measured = evaluation.measured[number]
             measured.loss += float(losses[number])
             measured.tokens += evaluation.tokens[number]
-            self.computed.count_held_out(slot, evaluation.tokens[number])
+            self.computed.count_held_out(slot, measured.step, evaluation.tokens[number])
             slot.count_seconds()
             if number in evaluation.ended:
-                self.computed.count_measured(slot, measured.tokens)
+                self.computed.count_measured(slot, measured.step, measured.tokens)
                 if slot.progress.status != "failed":
                     adapter = evaluation.adapters.get(number)
                     self._record_loss(slot, measured, evaluation.index, adapter)

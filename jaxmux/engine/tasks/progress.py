@@ -72,7 +72,7 @@ class TaskProgress:
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as a checkpoint stores them."""
-        return dataclasses.asdict(self)
+        return {**vars(self), "rung_losses": list(self.rung_losses)}
 
 
 class TaskUpdate(NamedTuple):

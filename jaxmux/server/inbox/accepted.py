@@ -1,71 +1,45 @@
 """The tasks that a server has accepted from tenants, and the copies of their files.
 
-The folder of the server gets two folders for this. "specifications/NAME.json" is what the tenant
-asked for when the task was accepted, and its status at its end: the server forgets tasks some time
-after their ends, and they must neither begin anew nor lose their results. "inputs/NAME/" has the
-copies, which are deleted when the task has ended.
+The copies of a task's files are in the folder "inputs/NAME/" of the server's folder. They are
+deleted when the task has ended.
 """
 
 import dataclasses
-import json
 import shutil
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Set
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from jaxmux.atomic_files import sync, write_atomically
-from jaxmux.field_checks import to_object
+from jaxmux.atomic_files import sync
 from jaxmux.planner.numbers import size_text
-from jaxmux.runs.run_directory import RunDirectoryError
 from jaxmux.specifications.files import copy_files, with_paths
 from jaxmux.specifications.limits import TenantLimits
-from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import LONGEST_NAME, Task, TaskError
 
 from .. import TaskStatus
 from ..task import ENDED
 from .directory import Place, Signature, WatchedDirectory
-from .status import Shown, status_of
-
-_SUFFIX = ".json"
 
 
 class AcceptedTasks:
-    """The tasks by the names that they have in the server. One thread uses it, and any thread may
-    call `is_unfinished`."""
+    """The tasks by the names that they have in the server. One thread uses it."""
 
-    def __init__(self, folder: Path):
-        """Reads what an earlier server has accepted in the same folder.
+    def __init__(self, folder: Path, tasks: Mapping[str, Task], unfinished: Iterable[str]):
+        """Starts with the tasks that an earlier server in the same folder has accepted. Copies of
+        files that belong to none of them are deleted.
 
         Args:
           folder: the folder of the server.
-
-        Raises:
-          RunDirectoryError: a specification that was accepted is damaged.
+          tasks: by name, the tasks as their tenants had specified them.
+          unfinished: the names of those that have not ended.
         """
-        self._specifications, self._inputs = folder / "specifications", folder / "inputs"
-        self._tasks: dict[str, Task] = {}
-        # By name, the states in which tasks have ended for good.
-        self._ends: dict[str, str] = {}
-        self._last: dict[str, TaskStatus] = {}
+        self._inputs = folder / "inputs"
+        self._tasks = dict(tasks)
+        self._count = Counter(map(tenant_of, tasks))
+        self._inputs.mkdir(exist_ok=True)
+        sync(folder)
         # By name of a task that has not ended, the bytes of its copies.
-        self._copied: dict[str, int]
-        self._count: Counter[str] = Counter()
-        for own in (self._specifications, self._inputs):
-            own.mkdir(exist_ok=True)
-            sync(own.parent)
-        for path in sorted(self._specifications.glob(f"*{_SUFFIX}")):
-            # Files whose names begin with a dot were not complete when a server ended.
-            if not path.name.startswith("."):
-                name = path.name.removesuffix(_SUFFIX)
-                task, end, last = _read(path)
-                self._keep(name, task)
-                if end:
-                    self._ends[name] = end
-                if last:
-                    self._last[name] = last
-        self._copied = {n: _size(self.copies(n)) for n in self._tasks if n not in self._ends}
+        self._copied = {name: _size(self.copies(name)) for name in unfinished}
         for path in self._inputs.iterdir():
             if path.name not in self._copied:
                 shutil.rmtree(path, ignore_errors=True)
@@ -77,41 +51,8 @@ class AcceptedTasks:
         return iter(list(self._tasks))
 
     def __getitem__(self, name: str) -> Task:
-        """The task as its specification had it: with the tenant's own name and relative paths."""
+        """The task as the tenant's file specifies it: with its name there and relative paths."""
         return self._tasks[name]
-
-    @property
-    def finished(self) -> Set[str]:
-        """The names of the tasks that have ended for good."""
-        return self._ends.keys()
-
-    @property
-    def last_statuses(self) -> Mapping[str, TaskStatus]:
-        """By name, the statuses of the tasks that have ended for good. Those whose ends an earlier
-        version has noted are not among them."""
-        return self._last
-
-    def newly_ended(self, known: Mapping[str, TaskStatus]) -> list[TaskStatus]:
-        """The statuses of the tasks that have ended, and for which `end` has yet to be called, or
-        once more because they have used more since.
-
-        Args:
-          known: by name, the statuses of the tasks that the server knows.
-        """
-        found = [known.get(name) for name in self._copied]
-        for name, last in self._last.items():
-            status = known.get(name)
-            if status and status is not last and status.meter != last.meter:
-                found.append(status)
-        return [status for status in found if status and status.state in ENDED]
-
-    def is_unfinished(self, name: str) -> bool:
-        """Whether a task may still go on: `end` has not been called, and its copies are there.
-
-        Args:
-          name: the name of the task in the server.
-        """
-        return name in self._copied
 
     def copies(self, name: str) -> Path:
         """Path of the folder with the copies of a task's files.
@@ -138,7 +79,7 @@ class AcceptedTasks:
         return self._count[tenant]
 
     def accept(self, name: str, task: Task, folder: Path, limits: TenantLimits) -> Task:
-        """Copies the files of a task, and keeps its specification. Both are on disk afterwards.
+        """Copies the files of a task. They are on disk afterwards.
 
         Args:
           name: the name of the task in the server.
@@ -159,50 +100,23 @@ class AcceptedTasks:
             for path in (*copies.rglob("*"), copies):
                 sync(path)
             sync(self._inputs)
-            self._write(name, task, None)
         except BaseException:
             shutil.rmtree(copies, ignore_errors=True)
             raise
         self._copied[name] = _size(copies)
-        self._keep(name, task)
+        self._tasks[name] = task
+        self._count[tenant_of(name)] += 1
         return dataclasses.replace(copied, name=name)
 
-    def extend(self, name: str, steps: int) -> None:
-        """Takes note of a task's new number of steps.
+    def delete_copies(self, known: Mapping[str, TaskStatus]) -> None:
+        """Deletes the copies of the files of tasks that have ended.
 
         Args:
-          name: the name of the task in the server.
-          steps: the number of steps.
-
-        Raises:
-          OSError: it cannot be written.
+          known: by name, the statuses of the tasks that the server knows.
         """
-        task = dataclasses.replace(self._tasks[name], steps=steps, epochs=None)
-        self._write(name, task, None)
-        self._tasks[name] = task
-
-    def ended(self, name: str) -> str | None:
-        """The state in which a task has ended for good; None if it may still go on.
-
-        Args:
-          name: the name of the task in the server.
-        """
-        return self._ends.get(name)
-
-    def end(self, status: TaskStatus) -> None:
-        """Takes note that a task has ended, or has used more since its end, and deletes the copies
-        of its files.
-
-        Args:
-          status: its last status, with the name of the task in the server.
-
-        Raises:
-          OSError: it cannot be written; the copies are still there.
-        """
-        name = status.name
-        self._write(name, self._tasks[name], status)
-        self._ends[name], self._last[name] = status.state, status
-        self._delete_copies(name)
+        for name in list(self._copied):
+            if name in known and known[name].state in ENDED:
+                self._delete_copies(name)
 
     def forget(self, name: str) -> None:
         """Forgets a task that the server does not know. The name may be used again.
@@ -212,31 +126,11 @@ class AcceptedTasks:
         """
         if self._tasks.pop(name, None):
             self._count[tenant_of(name)] -= 1
-        self._ends.pop(name, None)
-        self._last.pop(name, None)
         self._delete_copies(name)
-        with suppress(OSError):
-            self._path(name).unlink(missing_ok=True)
 
     def _delete_copies(self, name: str) -> None:
         self._copied.pop(name, None)
         shutil.rmtree(self.copies(name), ignore_errors=True)
-
-    def _keep(self, name: str, task: Task) -> None:
-        self._tasks[name] = task
-        self._count[tenant_of(name)] += 1
-
-    def _write(self, name: str, task: Task, last: TaskStatus | None) -> None:
-        record = {
-            "ended": last and last.state,
-            "specification": to_object(task),
-            # Without the paths of the copies, which are deleted.
-            "status": last and Shown(name, last, copies=self.copies(name)).fields(),
-        }
-        write_atomically(self._path(name), json.dumps(record, indent=2) + "\n")
-
-    def _path(self, name: str) -> Path:
-        return self._specifications / f"{name}{_SUFFIX}"
 
 
 def tenant_of(name: str) -> str:
@@ -252,20 +146,6 @@ def _below(task: Task, folder: Path) -> Task:
     """The task with the absolute paths that `copy_files` expects."""
     root = folder.resolve()
     return with_paths(task, lambda path: str(root / path))
-
-
-def _read(path: Path) -> tuple[Task, str | None, TaskStatus | None]:
-    """What was accepted, the state in which it ended, and its last status."""
-    try:
-        record = json.loads(path.read_bytes())
-        # Records of earlier versions have no status.
-        last = record.get("status") and status_of(record["status"])
-        return from_json(record["specification"]), last.state if last else record["ended"], last
-    except (ValueError, KeyError, TypeError) as e:
-        raise RunDirectoryError(
-            f"{path}: damaged ({e}); restore it from a backup, or delete it if the task is not "
-            "needed any more"
-        ) from None
 
 
 def _size(folder: Path) -> int:

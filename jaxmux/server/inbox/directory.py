@@ -266,8 +266,8 @@ class WatchedDirectory:
                     if place.tenant == tenant and place not in found:
                         with suppress(FileNotFoundError):
                             name = place.name + _SUFFIX
-                            own = os.stat(name, dir_fd=folder, follow_symlinks=False)
-                            found[place] = _signature(own)
+                            status = os.stat(name, dir_fd=folder, follow_symlinks=False)
+                            found[place] = _signature(status)
         finally:
             os.close(folder)
         if is_whole and len(found) <= most:
@@ -304,6 +304,6 @@ def _specifications(folder: int, tenant: str, most: int) -> tuple[dict[Place, Si
             name = entry.name
             if name.endswith(_SUFFIX) and not name.endswith(_STATUS) and name[0] != ".":
                 with suppress(FileNotFoundError):
-                    own = _signature(entry.stat(follow_symlinks=False))
-                    found[Place(tenant, name.removesuffix(_SUFFIX))] = own
+                    signature = _signature(entry.stat(follow_symlinks=False))
+                    found[Place(tenant, name.removesuffix(_SUFFIX))] = signature
     return found, True

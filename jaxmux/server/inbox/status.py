@@ -5,15 +5,15 @@ import errno
 import json
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.peft.peft_folder import is_adapter_folder
-from jaxmux.printable import shown_state
 from jaxmux.runs.metrics import finite_or_none
 
-from .. import Meter, StateChange, TaskStatus
+from .. import TaskStatus
 from ..task import QUEUED, TRAINED
 from .directory import Place, WatchedDirectory
 
@@ -61,7 +61,7 @@ class Shown(NamedTuple):
         return json.dumps(self.fields(), indent=2) + "\n"
 
     def fields(self) -> dict[str, Any]:
-        """The entries of the status file. `status_of` has the inverse."""
+        """The entries of the status file."""
         status, error = self.status, self.error
         state = "waiting" if self.waits else "refused"
         fields: dict[str, Any] = {"task": self.task, "state": state, "error": error}
@@ -99,30 +99,12 @@ class Shown(NamedTuple):
         """What a reason says to the tenant in place of names of tasks."""
         tenant = f"'{self.task.partition('.')[0]}."
         names = named[1].split(", ")
-        own = [name for name in names if name.startswith(tenant)]
-        if own == names:
+        tenants = [name for name in names if name.startswith(tenant)]
+        if tenants == names:
             return named[0]
-        if own:
-            return f"tasks {', '.join(own)} and others"
+        if tenants:
+            return f"tasks {', '.join(tenants)} and others"
         return "another tenant's task" if len(names) == 1 else "other tenants' tasks"
-
-
-def status_of(fields: Mapping[str, Any]) -> TaskStatus:
-    """The status of a task from the entries that `Shown.fields` has made of it.
-
-    Args:
-      fields: the entries. Only those of the server's own files are trusted.
-
-    Raises:
-      KeyError, TypeError: they are damaged.
-    """
-    # Files of earlier versions tell of no rank and no warnings.
-    fields = {"rank": None, "warnings": (), **fields}
-    own = {key: fields[key] for key in TaskStatus._fields if key != "name"}
-    history = tuple(StateChange.of(change) for change in fields["history"])
-    own |= {"name": fields["task"], "meter": Meter(**fields["meter"]), "history": history}
-    own |= {"state": shown_state(own["state"], own["reason"]), "warnings": tuple(own["warnings"])}
-    return TaskStatus(**own)
 
 
 def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:
@@ -222,7 +204,7 @@ class StatusFiles:
                 # A call may come a little earlier than the one before.
                 if now - at >= 0.9 * self._every:
                     due.append((at, place, shown))
-        due.sort(key=lambda own: own[0])
+        due.sort(key=itemgetter(0))
         for _, place, shown in due:
             self._shown[place] = shown, now
             self._late.discard(place)

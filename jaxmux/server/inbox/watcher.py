@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -116,7 +116,7 @@ class WatchLines:
           problems: by tenant, what is wrong; "" stands for the directory.
         """
         now = time.monotonic()
-        self._seen = {own: at for own, at in self._seen.items() if now - at < _SECONDS_GONE}
+        self._seen = {watched: at for watched, at in self._seen.items() if now - at < _SECONDS_GONE}
         for name, problem in problems.items():
             if (name, problem) not in self._seen:
                 self._say(f"{self._directory}{name and '/'}{name}: {problem}")
@@ -162,16 +162,16 @@ class DirectoryWatcher:
           limits: the most that tenants may ask for.
           say: function that prints one line.
           every: seconds from one poll to the next, and from one status of a task to the next.
-
-        Raises:
-          RunDirectoryError: a specification that was accepted is damaged.
         """
         self._directory, self._live, self._limits = directory, live, limits
         self._lines, self._every = WatchLines(directory.path, say), every
         self._status_files = StatusFiles(directory, folder / "adapters", every)
-        self._accepted = AcceptedTasks(folder)
-        # A task that the server has forgotten must not be taken for one that it never knew.
-        live.ended.know_while(self._accepted.is_unfinished)
+        origins = live.origins()
+        ended = {status.name for status in live.statuses() if status.state in ENDED}
+        self._accepted = AcceptedTasks(folder, origins, origins.keys() - ended)
+        self._watched = {_place_of(name): WatchedTask(name) for name in origins}
+        # A task that the server has forgotten would be taken for one that it never knew.
+        live.know_while(lambda name: name in self._accepted and _place_of(name) in self._watched)
         self._intake = Intake(directory, self._accepted, limits)
         self._stopped = threading.Event()
         self._folder = folder
@@ -179,14 +179,6 @@ class DirectoryWatcher:
         self._refused: dict[str, Any] | None = None
         # The specifications that were not read in the last poll because there are too many.
         self._ignored: dict[Place, str] = {}
-        self._watched: dict[Place, WatchedTask] = {}
-        registered = {status.name for status in live.statuses()}
-        for name in self._accepted:
-            if name in registered or self._accepted.ended(name):
-                self._watched[_place_of(name)] = WatchedTask(name)
-            else:
-                # The process ended after the task was accepted, before it was registered.
-                self._accepted.forget(name)
 
     def run(self) -> None:
         """Polls until `stop` is called."""
@@ -226,178 +218,176 @@ class DirectoryWatcher:
             if place not in self._watched:
                 self._watched[place] = WatchedTask(place.task)
         # Answers come first, so that the statuses show all that has been answered.
-        waiting = [(place, own) for place, own in self._watched.items() if own.commands]
-        unanswered = {place for place, own in waiting if not self._answered(place, own)}
+        waiting = [(place, watched) for place, watched in self._watched.items() if watched.commands]
+        unanswered = {place for place, watched in waiting if not self._answered(place, watched)}
         statuses = self._live.statuses()
-        known = {status.name: status for status in statuses}
-        # Also of tasks that the server has forgotten.
-        by_name = {**self._accepted.last_statuses, **known}
+        by_name = {status.name: status for status in statuses}
+        for name in self._accepted:
+            place = _place_of(name)
+            if name not in by_name and place not in unanswered:
+                # The server does not know it any more, since nobody needed it.
+                self._accepted.forget(name)
+                if place in self._watched:
+                    # A new file has come at the same time.
+                    self._watched[place] = WatchedTask(name)
+        self._accepted.delete_copies(by_name)
         new: list[Place] = []
-        for place, own in list(self._watched.items()):
+        for place, watched in list(self._watched.items()):
             if place in unanswered:
                 continue
             signature = scan.files.get(place)
             if signature is None:
                 if place.tenant not in scan.unread:
-                    self._miss(place, own, by_name.get(own.task))
-            elif self._is_new(place, own, signature, by_name.get(own.task)):
+                    self._miss(place, watched, by_name.get(watched.task))
+            elif self._is_new(place, watched, signature, by_name.get(watched.task)):
                 new.append(place)
-            own.seen = signature
+            watched.seen = signature
         self._take_in(new, by_name)
         self._note_ignored(scan)
         places = places_in_queue(statuses)
         shown = (
-            (place, self._shown(own, by_name, places.get(own.task)))
-            for place, own in self._watched.items()
+            (place, self._shown(watched, by_name, places.get(watched.task)))
+            for place, watched in self._watched.items()
         )
         ignored = ((place, Shown(place.task, error=why)) for place, why in self._ignored.items())
-        ended = [s for s in self._accepted.newly_ended(known) if self._live.ended.is_kept(s.name)]
         self._status_files.write((*shown, *ignored))
         self._lines.say_problems(self._status_files.problems)
-        self._note_ends(ended)
         self._record_refused()
-        for name in self._accepted.finished - known.keys():
-            if _place_of(name) not in self._watched:
-                # Neither the server nor the tenant knows of it any more.
-                self._accepted.forget(name)
 
     def _is_new(
-        self, place: Place, own: WatchedTask, signature: Signature, status: TaskStatus | None
+        self, place: Place, watched: WatchedTask, signature: Signature, status: TaskStatus | None
     ) -> bool:
         """Reads a specification that has changed, and gives the commands that it asks for. Returns
         whether its task is to be taken in."""
-        own.missing = 0
-        if signature != own.read:
-            if signature != own.seen:
+        watched.missing = 0
+        if signature != watched.read:
+            if signature != watched.seen:
                 # Perhaps somebody still writes it. It is read then, even if it is as before.
-                own.read = None
-                self._note_change(place, own, "the file")
+                watched.read = None
+                self._note_change(place, watched, "the file")
                 return False
-            own.read, own.refused, own.retry_at, own.changes = signature, None, 0.0, 0
-            own.wanted = self._read(place, own)
-            if own.wanted and own.task in self._accepted:
-                self._check_change(place, own, status)
-        if own.wanted is None:
+            watched.read, watched.refused, watched.retry_at, watched.changes = (
+                signature,
+                None,
+                0.0,
+                0,
+            )
+            watched.wanted = self._read(place, watched)
+            if watched.wanted and watched.task in self._accepted:
+                self._check_change(place, watched, status)
+        if watched.wanted is None:
             return False
-        if own.task not in self._accepted:
-            return time.monotonic() >= own.retry_at
+        if watched.task not in self._accepted:
+            return time.monotonic() >= watched.retry_at
         if status and status.state not in ENDED:
-            self._command(place, own, status)
-        elif own.error and own.waits:
+            self._command(place, watched, status)
+        elif watched.error and watched.waits:
             # It has ended before a command could be kept.
-            own.error = None
-            self._check_change(place, own, status)
+            watched.error = None
+            self._check_change(place, watched, status)
         return False
 
-    def _read(self, place: Place, own: WatchedTask) -> WatchedSpecification | None:
+    def _read(self, place: Place, watched: WatchedTask) -> WatchedSpecification | None:
         try:
             self._intake.check_name(place)
             data = self._directory.read(place)
             wanted = watched_specification(data, place.name, self._limits)
         except TaskError as e:
-            self._refuse(place, own, str(e))
+            self._refuse(place, watched, str(e))
             return None
         except Exception as e:
             # Whatever is in a tenant's file must not be the end of the others.
             _log.exception("%s cannot be read", place)
-            self._refuse(place, own, f"cannot be read: {first_line(e)}")
+            self._refuse(place, watched, f"cannot be read: {first_line(e)}")
             return None
-        own.error = None
+        watched.error = None
         return wanted
 
-    def _check_change(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
+    def _check_change(self, place: Place, watched: WatchedTask, status: TaskStatus | None) -> None:
         """Refuses a change that is not permitted; then nothing of the specification holds."""
-        new = own.wanted.task
-        old = registered_task(self._accepted[own.task], new, status.steps if status else None)
+        new = watched.wanted.task
+        old = registered_task(self._accepted[watched.task], new, status.steps if status else None)
         problem = refused_change(old, new)
-        state = status.state if status else self._accepted.ended(own.task)
-        if state in ENDED and (old != new or (status and came_too_late(own.wanted, status))):
+        state = status.state if status else None
+        if state in ENDED and (old != new or (status and came_too_late(watched.wanted, status))):
             problem = f"has ended ({state}); give the file and the task another name"
         if problem:
-            own.wanted = None
-            self._refuse(place, own, f"{place.name}.json: {problem}")
+            watched.wanted = None
+            self._refuse(place, watched, f"{place.name}.json: {problem}")
 
-    def _command(self, place: Place, own: WatchedTask, status: TaskStatus) -> None:
+    def _command(self, place: Place, watched: WatchedTask, status: TaskStatus) -> None:
         """Gives the commands without which a task is not as its specification wants it."""
-        wanted, name = own.wanted, own.task
-        if time.monotonic() < own.retry_at:
+        wanted, name = watched.wanted, watched.task
+        if time.monotonic() < watched.retry_at:
             return
         if wanted.priority != status.priority:
-            own.commands.append(("priority", self._live.set_priority(name, wanted.priority)))
+            watched.commands.append(("priority", self._live.set_priority(name, wanted.priority)))
         if wanted.paused and status.state != PAUSED:
-            own.commands.append(("paused", self._live.pause(name)))
-        if not wanted.paused and status.state == PAUSED and time.monotonic() >= own.resume_at:
+            watched.commands.append(("paused", self._live.pause(name)))
+        if not wanted.paused and status.state == PAUSED and time.monotonic() >= watched.resume_at:
             # The server itself has paused a task with a reason, which may last.
-            own.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
-            own.commands.append(("paused", self._live.resume(name)))
+            watched.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
+            watched.commands.append(("paused", self._live.resume(name)))
         # Before the data have been read, the number of steps may not be known.
         steps = wanted.task.steps
         if None in (steps, status.steps):
             return
         if steps != status.steps:
-            own.commands.append(("steps", self._live.extend(name, steps)))
-        elif steps != self._accepted[name].steps:
-            try:
-                self._accepted.extend(name, steps)
-            except OSError as e:
-                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                why = f"new numbers of steps are trained, but not noted yet ({e.strerror})"
-                self._lines.say_problems({place.tenant: why})
+            watched.commands.append(("steps", self._live.extend(name, steps)))
 
-    def _answered(self, place: Place, own: WatchedTask) -> bool:
+    def _answered(self, place: Place, watched: WatchedTask) -> bool:
         """Takes note of the answers to commands; returns whether all have been answered."""
-        if any(not future.done() for _, future in own.commands):
+        if any(not future.done() for _, future in watched.commands):
             return False
-        commands, own.commands = own.commands, []
-        failed = [(what, e) for what, future in commands if (e := future.exception())]
-        if commands and not failed and (own.wanted or own.missing):
-            own.error = None
+        failed = [(what, e) for what, future in watched.commands if (e := future.exception())]
+        if any(isinstance(error, RuntimeError) for _, error in failed):
+            # The server has ended. The next one knows whether the command was kept.
+            return False
+        commands, watched.commands = watched.commands, []
+        if commands and not failed and (watched.wanted or watched.missing):
+            watched.error = None
         for what, error in failed[:1]:
             if what == "register":
-                self._accepted.forget(own.task)
+                self._accepted.forget(watched.task)
             if isinstance(error, OSError):
-                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                watched.retry_at = time.monotonic() + _SECONDS_TO_RETRY
                 why = f"{what} cannot be kept yet ({error.strerror})"
-                self._refuse(place, own, why, waits=True)
+                self._refuse(place, watched, why, waits=True)
             elif isinstance(error, TaskError):
-                status = self._status(own.task)
+                status = self._status(watched.task)
                 if what == "cancel":
                     # It has ended, which is shown when it is kept; nothing is wrong with the wish.
-                    own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                    watched.retry_at = time.monotonic() + _SECONDS_TO_RETRY
                 elif not (status and status.state in ENDED):
-                    own.wanted = None
-                    self._refuse(place, own, str(error))
-                elif own.wanted:
+                    watched.wanted = None
+                    self._refuse(place, watched, str(error))
+                elif watched.wanted:
                     # It has ended meanwhile, so what the command was for came too late.
-                    self._check_change(place, own, status)
+                    self._check_change(place, watched, status)
         return True
 
     def _status(self, name: str) -> TaskStatus | None:
-        """What the server says now of a task that was accepted, or said before it forgot it."""
+        """What the server says now of a task."""
         with suppress(TaskError):
-            return self._live.status(name) if name in self._accepted else None
-        return self._accepted.last_statuses.get(name)
+            return self._live.status(name)
+        return None
 
-    def _miss(self, place: Place, own: WatchedTask, status: TaskStatus | None) -> None:
+    def _miss(self, place: Place, watched: WatchedTask, status: TaskStatus | None) -> None:
         """A specification is not there."""
-        own.missing += 1
-        if own.missing < _POLLS_OF_DELETION:
+        watched.missing += 1
+        if watched.missing < _POLLS_OF_DELETION:
             return
-        goes_on = own.task in self._accepted and status and status.state not in ENDED
-        if own.missing == _POLLS_OF_DELETION or not goes_on:
-            own.read = own.wanted = own.error = None
-            own.retry_at = 0.0
-        if own.task not in self._accepted:
+        goes_on = watched.task in self._accepted and status and status.state not in ENDED
+        if watched.missing == _POLLS_OF_DELETION or not goes_on:
+            watched.read = watched.wanted = watched.error = None
+            watched.retry_at = 0.0
+        if watched.task not in self._accepted:
             self._status_files.remove(place)
             del self._watched[place]
         elif goes_on:
-            if time.monotonic() >= own.retry_at:
-                own.commands.append(("cancel", self._live.cancel(own.task)))
-        elif status is None and self._accepted.ended(own.task):
-            # The server knows nothing of it any more, and nobody wants it.
-            self._status_files.forget(place)
-            del self._watched[place]
-        elif own.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
+            if time.monotonic() >= watched.retry_at:
+                watched.commands.append(("cancel", self._live.cancel(watched.task)))
+        elif watched.missing > _POLLS_OF_DELETION and self._status_files.tells(place, status):
             self._status_files.forget(place)
             del self._watched[place]
 
@@ -419,70 +409,63 @@ class DirectoryWatcher:
             if name not in by_name or by_name[name].state not in ENDED
         )
         for place in self._intake.in_turns(places):
-            own = self._watched[place]
-            files = self._directory.files(place.tenant, own.wanted.task)
-            before, own.files = own.files, files
+            watched = self._watched[place]
+            files = self._directory.files(place.tenant, watched.wanted.task)
+            before, watched.files = watched.files, files
             stable = files == before
             if not stable:
-                own.refused = None
+                watched.refused = None
                 changed = (p for p in files if before is None or files[p] != before.get(p))
-                self._note_change(place, own, next(changed, "data"))
+                self._note_change(place, watched, next(changed, "data"))
                 continue
-            own.changes = 0
+            watched.changes = 0
             # Files that were refused are not read again before they change.
-            if files == own.refused:
+            if files == watched.refused:
                 continue
             try:
-                task = self._intake.take(place, own.wanted.task, files, unfinished[place.tenant])
+                task = self._intake.take(
+                    place, watched.wanted.task, files, unfinished[place.tenant]
+                )
             except TryLater as e:
-                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
-                self._refuse(place, own, str(e), waits=True)
+                watched.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                self._refuse(place, watched, str(e), waits=True)
             except TaskError as e:
-                own.refused = files
-                self._refuse(place, own, str(e))
+                watched.refused = files
+                self._refuse(place, watched, str(e))
             except OSError as e:
-                own.retry_at = time.monotonic() + _SECONDS_TO_RETRY
+                watched.retry_at = time.monotonic() + _SECONDS_TO_RETRY
                 why = f"its files cannot be copied yet ({e.strerror or e})"
-                self._refuse(place, own, why, waits=True)
+                self._refuse(place, watched, why, waits=True)
             else:
-                own.error = own.refused = None
+                watched.error = watched.refused = None
                 unfinished[place.tenant] += 1
-                registered = self._live.register(task, own.wanted.priority)
-                own.commands.append(("register", registered))
-                if own.wanted.paused:
-                    own.commands.append(("paused", self._live.pause(task.name)))
+                origin = watched.wanted.task
+                registered = self._live.register(task, watched.wanted.priority, origin=origin)
+                watched.commands.append(("register", registered))
+                if watched.wanted.paused:
+                    watched.commands.append(("paused", self._live.pause(task.name)))
             if time.monotonic() > end:
                 return
 
     def _shown(
-        self, own: WatchedTask, by_name: Mapping[str, TaskStatus], place: int | None
+        self, watched: WatchedTask, by_name: Mapping[str, TaskStatus], place: int | None
     ) -> Shown:
         """What the status file of a specification tells."""
         # Others than those accepted here may have registered a task of this name.
-        status = by_name.get(own.task) if own.task in self._accepted else None
-        copies = self._accepted.copies(own.task)
+        status = by_name.get(watched.task) if watched.task in self._accepted else None
+        copies = self._accepted.copies(watched.task)
         place = place if status else None
-        return Shown(own.task, status, place, None, own.error, copies, own.waits)
-
-    def _note_ends(self, ended: Sequence[TaskStatus]) -> None:
-        """Notes the ends of tasks, and deletes the copies of their files. The server may forget the
-        tasks then, so their status files come first."""
-        for status in ended:
-            place = _place_of(status.name)
-            if place in self._watched and not self._status_files.tells(place, status):
-                continue
-            try:
-                self._accepted.end(status)
-            except OSError as e:
-                # The next poll tries it again.
-                _log.debug("task %s: its end cannot be kept yet (%s)", status.name, e.strerror)
-                return
+        return Shown(watched.task, status, place, None, watched.error, copies, watched.waits)
 
     def _record_refused(self) -> None:
         """Writes which specifications are refused or wait, for the page of the server."""
-        refused = [(p, own.error, own.waits) for p, own in self._watched.items() if own.error]
+        refused = [
+            (p, watched.error, watched.waits)
+            for p, watched in self._watched.items()
+            if watched.error
+        ]
         refused += [(place, why, False) for place, why in self._ignored.items()]
-        refused.sort(key=lambda own: own[0])
+        refused.sort(key=lambda watched: watched[0])
         rows = [
             {"task": place.task, "error": error[:_LONGEST_ERROR], "waits": waits}
             for place, error, waits in refused[:_MOST_REFUSED]
@@ -496,16 +479,16 @@ class DirectoryWatcher:
                 # The status files tell it too, and the next poll tries it again.
                 _log.debug("%s cannot be written (%s)", REFUSED, e.strerror)
 
-    def _note_change(self, place: Place, own: WatchedTask, what: str) -> None:
+    def _note_change(self, place: Place, watched: WatchedTask, what: str) -> None:
         """Tells a tenant of a file that changes all the time."""
-        own.changes += 1
-        if own.changes >= _POLLS_OF_CHANGE:
+        watched.changes += 1
+        if watched.changes >= _POLLS_OF_CHANGE:
             why = f"{what} still changes; it is read when two looks find it the same"
-            self._refuse(place, own, why, waits=True)
+            self._refuse(place, watched, why, waits=True)
 
-    def _refuse(self, place: Place, own: WatchedTask, error: str, waits: bool = False) -> None:
-        if error != own.error:
-            own.error, own.waits = error, waits
+    def _refuse(self, place: Place, watched: WatchedTask, error: str, waits: bool = False) -> None:
+        if error != watched.error:
+            watched.error, watched.waits = error, waits
             self._lines.say_refused(place, error, waits)
 
 
