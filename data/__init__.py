@@ -2,21 +2,17 @@
 
 `read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
 them into `Samples`, whose tokens are in a `TokenFile`. `GlobalBatches` draws the global batches of
-a task from these samples. `fill_microbatch` copies placed samples into a `Microbatch`. `Prefetch`
-runs such work in a thread, ahead of the device.
+a task from these samples. `fill_microbatch` copies placed samples into a `Microbatch`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .batches import GlobalBatches
+from .chat_templates import Rendering
 from .errors import DataError
-from .prefetch import Prefetch
-from .rendering import Rendering
-from .samples import Sample
-from .sources import Record, Source, read_records
-from .split import SplitPart
-from .stored_samples import StoredSamples, TokenFile, stored
+from .sources import Record, Source, SplitPart, read_records
+from .stored_samples import Sample, StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
 
 if TYPE_CHECKING:
@@ -27,7 +23,6 @@ __all__ = [
     "GlobalBatches",
     "Microbatch",
     "SplitPart",
-    "Prefetch",
     "Record",
     "Rendering",
     "Sample",

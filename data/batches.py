@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from .errors import DataError
-from .samples import Sample
+from .stored_samples import Sample
 
 # Number of global batches of a task whose indices are cached.
 _REMEMBERED = 8

@@ -8,15 +8,19 @@ from functools import partial
 from os.path import commonprefix
 from typing import TYPE_CHECKING, NamedTuple
 
-from .chat_templates import ChatTemplate, line_of, template_of
+from .chat_templates import (
+    ChatTemplate,
+    Rendering,
+    TimeLimit,
+    TimeLimitExceeded,
+    line_of,
+    template_of,
+)
 from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
-from .forms import Form
 from .record_forms import RenderedText, TextRange, valid_text
-from .rendering import Rendering
-from .sources import LossOn, Record
+from .sources import Form, LossOn, Record
 from .special_text import ends_of_turns
-from .time_limit import TimeLimit, TimeLimitExceeded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

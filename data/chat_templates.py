@@ -1,10 +1,16 @@
-"""The template that renders the chats of a source: the tokenizer's, or `Source.chat_template`."""
+"""The templates that render chats: the tokenizer's, or `Source.chat_template`. The time that they
+read, a limit of the time that they take, and a record of what rendered a task's data."""
 
+import ctypes
+import threading
+import time
 import traceback
+from collections.abc import Iterable, Mapping
 from contextvars import ContextVar
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .conversations import Tools
 from .errors import DataError
@@ -30,6 +36,46 @@ class ChatTemplate(NamedTuple):
 
     text: str
     name: str
+
+
+class Rendering(NamedTuple):
+    """How records became text. An adapter that was trained on them expects such prompts.
+
+    Attributes:
+      texts: whether some of the records are not chats, so that no template rendered them.
+      chat_templates: the different templates that rendered chats, in the order of the sources; None
+        stands for the tokenizer's template. Empty if there are no chats.
+      date: the time that a template has read, in ISO 8601; empty if no template has read it.
+    """
+
+    texts: bool = False
+    chat_templates: tuple[str | None, ...] = ()
+    date: str = ""
+
+    @property
+    def own_template(self) -> str | None:
+        """The first template that is not the tokenizer's; None if there is none."""
+        return next(filter(None, self.chat_templates), None)
+
+    @property
+    def kinds(self) -> str:
+        """The kinds of records: "chats", "texts" or "chats and texts"; empty without records."""
+        names = ["chats"] * bool(self.chat_templates) + ["texts"] * self.texts
+        return " and ".join(names)
+
+    @classmethod
+    def together(cls, parts: Iterable["Rendering"]) -> "Rendering":
+        """The rendering of several sources together."""
+        parts = list(parts)
+        templates = dict.fromkeys(template for part in parts for template in part.chat_templates)
+        date = next((part.date for part in parts if part.date), "")
+        return cls(any(part.texts for part in parts), tuple(templates), date)
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> "Rendering":
+        """The inverse of `_asdict`, after JSON has turned the tuple into a list."""
+        date = fields.get("date", "")
+        return cls(bool(fields["texts"]), tuple(fields["chat_templates"]), date)
 
 
 class TemplateClock:
@@ -72,6 +118,46 @@ class _TemplateTime(datetime):
             return datetime.now(tz)
         clock.was_read = True
         return clock.date
+
+
+class TimeLimitExceeded(Exception):
+    """Code under a `TimeLimit` took too long."""
+
+
+class TimeLimit:
+    """Raises `TimeLimitExceeded` in the thread that takes too long between two calls of `restart`.
+
+    It can stop Python code only, for example the code that Jinja makes of a template. Use it as a
+    context manager, any number of times, in the thread that runs the code.
+    """
+
+    def __init__(self, seconds: float):
+        """Sets the longest time from one call of `restart` to the next, or to the end."""
+        self.seconds = seconds
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> "TimeLimit":
+        self._thread, self._ended = threading.get_ident(), threading.Event()
+        self.restart()
+        threading.Thread(target=self._watch, args=(self._ended,), daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: TracebackType | None) -> None:
+        with self._lock:  # Nothing is raised after this block.
+            self._ended.set()
+
+    def restart(self) -> None:
+        """Begins a new period."""
+        self._deadline = time.monotonic() + self.seconds
+
+    def _watch(self, ended: threading.Event) -> None:
+        while not ended.wait(max(0.01, self._deadline - time.monotonic())):
+            with self._lock:
+                if not ended.is_set() and time.monotonic() > self._deadline:
+                    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+                        ctypes.c_ulong(self._thread), ctypes.py_object(TimeLimitExceeded)
+                    )
+                    self.restart()
 
 
 def template_file(source: Source) -> str | None:

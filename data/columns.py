@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .errors import DataError
-from .forms import OPTIONAL_FIELDS, REQUIRED_FIELDS, Form, fields_of
-from .sources import Record, Source
+from .sources import OPTIONAL_FIELDS, REQUIRED_FIELDS, Form, Record, Source, fields_of
 
 # The names that other data sets give to a form's fields, by field.
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {

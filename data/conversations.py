@@ -7,9 +7,8 @@ from difflib import get_close_matches
 from typing import Any
 
 from .errors import DataError
-from .forms import Form
 from .record_forms import required_field, string_field, valid_text
-from .sources import Record
+from .sources import Form, Record
 
 Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
-from .samples import Sample
-from .stored_samples import target_tokens
+from .stored_samples import Sample, target_tokens
 
 
 class Microbatch(NamedTuple):

@@ -5,8 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .errors import DataError
-from .sources import Source
-from .split import stable_hash
+from .sources import Source, stable_hash
 from .stored_samples import StoredSamples
 
 # An epoch is a list of samples in memory, with 20 bytes for each.

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from .columns import field_names, hint
 from .errors import DataError
-from .forms import CHAT_FORMS, REQUIRED_FIELDS, Form, fields_of
-from .sources import LossOn, Record
+from .sources import CHAT_FORMS, REQUIRED_FIELDS, Form, LossOn, Record, fields_of
 
 # Fields that give models context, whatever their values are.
 CONTEXT_FIELDS = (

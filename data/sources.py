@@ -1,5 +1,6 @@
-"""Reads records from files and Hugging Face datasets."""
+"""Reads the records of files and Hugging Face datasets; their forms, and which are held out."""
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
@@ -10,8 +11,27 @@ from jaxmux.similar_names import did_you_mean
 
 from .errors import DataError
 from .file_kinds import Rows, files_of, nested_columns, read_file, without_padding
-from .forms import REQUIRED_FIELDS, Form, all_fields, fields_of, forms_with
 from .hugging_face import is_saved_data_set, load_data_set
+
+Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
+
+# The fields that a record of each form needs. `detect_form` takes the first form that fits. "text"
+# comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
+REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
+    "messages": ("messages",),
+    "prompt_completion": ("prompt", "completion"),
+    "alpaca": ("instruction", "output"),
+    "text": ("text",),
+    "sharegpt": ("conversations",),
+}
+# The fields that a record of each form may have.
+OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
+    "messages": ("system", "tools", "functions"),
+    "alpaca": ("input", "system", "history"),
+    "sharegpt": ("system", "tools", "functions"),
+}
+# The forms that a chat template renders.
+CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
 
 LossOn = Literal["completion", "all", "last_turn"]
 Overlong = Literal["truncate", "drop", "error"]
@@ -19,6 +39,21 @@ OnBadRecord = Literal["error", "skip"]
 SpecialTokens = Literal["parse", "escape"]
 
 HUGGING_FACE_PREFIX = "hf:"
+
+
+def fields_of(form: Form) -> tuple[str, ...]:
+    """The fields of a form, required ones first."""
+    return (*REQUIRED_FIELDS[form], *OPTIONAL_FIELDS.get(form, ()))
+
+
+def all_fields() -> list[str]:
+    """The fields of all forms, each once."""
+    return list(dict.fromkeys(name for form in REQUIRED_FIELDS for name in fields_of(form)))
+
+
+def forms_with(names: set[str]) -> list[Form]:
+    """The forms that have all of these fields."""
+    return [form for form in REQUIRED_FIELDS if names <= {*fields_of(form)}]
 
 
 @checked_dataclass
@@ -124,6 +159,34 @@ class Source:
 
     def _error(self, message: str) -> DataError:
         return DataError(f"{self.path}: {message}")
+
+
+class SplitPart(NamedTuple):
+    """The held-out records of a source, or all others.
+
+    Whether a record is held out depends only on its index and the other fields here. The records
+    that a smaller fraction holds out are among those of a larger one.
+
+    Attributes:
+      fraction: average fraction of the records that is held out.
+      held_out: True for the held-out records, False for the others.
+      source: number of the source among those of a task.
+    """
+
+    fraction: float
+    seed: int
+    held_out: bool
+    source: int = 0
+
+    def has(self, index: int) -> bool:
+        """Whether the record with this number in its source, from 0, belongs to the part."""
+        return (stable_hash(self.seed, self.source, index) < self.fraction * 2**64) == self.held_out
+
+
+def stable_hash(*key: object) -> int:
+    """A hash below 2**64 that is the same in every process."""
+    text = "/".join(map(str, key))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
 class Record(NamedTuple):

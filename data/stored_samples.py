@@ -1,4 +1,5 @@
-"""Tokenized samples in a temporary file. Only the position of each one in the file is in memory."""
+"""Tokenized samples, the unit of global batches and packing, and a temporary file that stores them.
+Only the position of each one in the file is in memory."""
 
 import errno
 import os
@@ -7,19 +8,54 @@ import tempfile
 from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, UInt32
+from jaxtyping import Bool, Int, UInt32
 
 from .errors import DataError
-from .samples import Sample
 
 # Tokens that are kept in memory before they are written, 4 bytes each. Small data need no file.
 _TOKENS_IN_MEMORY = 2**20
 _TOKEN = np.dtype(np.int32)
 # This many open files, or a quarter of the limit if that is less, are left for other purposes.
 _OTHER_FILES = 256
+
+
+class Sample(NamedTuple):
+    """One tokenized training example.
+
+    The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes n -
+    1 positions of a microbatch. Each virtual token before them takes a position too.
+
+    Attributes:
+      input_ids: int32, n at least 2.
+      target_mask: True for the tokens that count in the loss; False for the first token, because no
+        token precedes it.
+      sample_id: index of the record in its source, from 0, below 2**32. Dropout masks depend on it.
+      virtual_tokens: number of positions before the tokens that a trained prompt fills. Predictions
+        at these positions do not count in the loss.
+    """
+
+    input_ids: Int[np.ndarray, " n"]
+    target_mask: Bool[np.ndarray, " n"]
+    sample_id: int
+    virtual_tokens: int = 0
+
+    @property
+    def stream_length(self) -> int:
+        """Number of positions in a row that this sample takes: virtual tokens and `read_tokens`."""
+        return self.virtual_tokens + self.read_tokens
+
+    @property
+    def read_tokens(self) -> int:
+        """Number of tokens that the model reads: all but the last one."""
+        return len(self.input_ids) - 1
+
+    @property
+    def target_tokens(self) -> int:
+        """Number of tokens that count in the loss."""
+        return int(np.count_nonzero(self.target_mask))
 
 
 class TokenFile:

@@ -15,19 +15,21 @@ import numpy as np
 from jaxtyping import Bool, Int
 
 from .chat import joined_prompt, render_chat
-from .chat_templates import TemplateClock, own_template, template_of
+from .chat_templates import (
+    Rendering,
+    TemplateClock,
+    TimeLimit,
+    TimeLimitExceeded,
+    own_template,
+    template_of,
+)
 from .columns import Columns
 from .errors import DataError
-from .forms import CHAT_FORMS
 from .groups import groups_of_records, groups_of_texts
 from .record_forms import RenderedText, TextRange, detect_form, render, unread_fields
-from .rendering import Rendering
-from .samples import Sample
-from .sources import Record, Source, read_records
+from .sources import CHAT_FORMS, Record, Source, SplitPart, read_records
 from .special_text import SpecialText, ends_of_turns
-from .split import SplitPart
-from .stored_samples import SampleWriter, StoredSamples, TokenFile
-from .time_limit import TimeLimit, TimeLimitExceeded
+from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

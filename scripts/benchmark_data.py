@@ -96,7 +96,7 @@ def run_child(path: Path, *more: str) -> dict[str, float]:
 def prepare(path: Path, keep: bool) -> dict[str, float]:
     """Prepares a task on a file, and keeps its samples in memory if `keep` is True."""
     import jaxmux
-    from jaxmux.backbone_folder import resolve_backbone
+    from jaxmux.models import resolve_backbone
 
     folder = resolve_backbone("jaxmux:demo/base")
     config = jaxmux.BackboneConfig.from_folder(folder)

@@ -7,8 +7,19 @@ from pathlib import Path
 
 from . import help_texts
 from .generate_options import add_generate_options, check_generate_options
-from .option_parsing import add_config, command_parser, parse_options, parse_with_bindings
-from .option_types import count, in_range, not_negative, not_negative_integer, path, port, seed
+from .option_parsing import (
+    add_config,
+    command_parser,
+    count,
+    in_range,
+    not_negative,
+    not_negative_integer,
+    parse_options,
+    parse_with_bindings,
+    path,
+    port,
+    seed,
+)
 
 # `BACKBONE_FORMATS` of jaxmux.models, repeated here because importing it would delay `--help`.
 _FORMATS = ("float8", "int8", "nf4")

@@ -4,10 +4,9 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine.tasks.task_data import Loaded, read_data
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, resolve_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.runs import check_names
 from jaxmux.similar_names import did_you_mean

@@ -14,12 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.atomic_files import holds_object, require_output, write_atomically
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine.tasks.task_data import Loaded, read_held_out
 from jaxmux.evaluation import EvalCase, losses_of, matches_of
-from jaxmux.models import Backbone, checkpoint_tensors, load_backbone
+from jaxmux.models import Backbone, checkpoint_tensors, load_backbone, resolve_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.chat_template_file import tokenizer_key

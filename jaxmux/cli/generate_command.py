@@ -9,23 +9,29 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxmux.atomic_files import require_output
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock, named_template, read_template, template_of
 from jaxmux.generation import Generator, Request, Sampling, end_of_turn
-from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, load_backbone
-from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
+from jaxmux.models import (
+    Backbone,
+    BackboneConfig,
+    checkpoint_tensors,
+    load_backbone,
+    resolve_backbone,
+)
+from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder, trained_on
 from jaxmux.peft.chat_template_file import tokenizer_key, with_chat_template
 from jaxmux.peft.kind import BaseTensors
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.run_directory import begun_of, without_adapter
 
 from .generate_chat import chat
-from .generate_hints import hint_at_kind
 from .generate_output import CompletionFile, holds_completions, print_completions
 from .generate_prompts import read_prompts
 
 BASE = "base"
+# Most names of adapters in a hint.
+_MOST_HINTED = 3
 
 
 def run(options: argparse.Namespace) -> int:
@@ -48,7 +54,7 @@ def _answer(
     tokenizers = _tokenizers(options, folder, folders)
     prompts = [] if options.chat else read_prompts(options, list(tokenizers.values()))
     are_chats = options.chat or prompts[0].is_rendered
-    if hint := hint_at_kind(are_chats, folders):
+    if hint := _hint_at_kind(are_chats, folders):
         print(hint, file=sys.stderr)
     backbone = load_backbone(folder, options.dtype, format)
     base = checkpoint_tensors(folder, backbone.compute_dtype, format)
@@ -92,6 +98,22 @@ class Answering(NamedTuple):
     adapter: Any
     tokenizer: Any
     stops: Sequence[int]
+
+
+def _hint_at_kind(are_chats: bool, folders: Mapping[str, Path]) -> str:
+    """A line that names the option which gives adapters the kind of prompts on which they were
+    trained; empty if they already get that kind, or their folders do not tell the kind."""
+    expected = "texts" if are_chats else "chats"
+    names = [label for label, folder in folders.items() if trained_on(folder) == expected]
+    if not names:
+        return ""
+    shown = ", ".join(names[:_MOST_HINTED])
+    if len(names) > _MOST_HINTED:
+        shown += f" and {len(names) - _MOST_HINTED} more"
+    were = f"{shown} {'was' if len(names) == 1 else 'were'} trained on {expected}"
+    if are_chats:
+        return f"hint: {were}, not on chats; use --prompt without --template"
+    return f"hint: {were}; use --template, or --chat"
 
 
 def _tokenizers(

@@ -2,7 +2,7 @@
 
 import argparse
 
-from .option_types import count, in_range, not_negative, path, seed
+from .option_parsing import count, in_range, not_negative, path, seed
 
 _top_p = in_range(float, 1e-9, 1, "a number in (0, 1]")
 _top_k = in_range(int, 0, 2**31, "an integer of at least 0")

@@ -1,11 +1,13 @@
-"""Parsers of options, with hints for misspelt options. This module does not import JAX, so that
-`--help` is fast."""
+"""Parsers of options, with hints for misspelt options, and types of options. This module does not
+import JAX, so that `--help` is fast."""
 
 import argparse
+import math
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import NoReturn
 
 from jaxmux.similar_names import did_you_mean
@@ -76,3 +78,34 @@ def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoRetu
     name = argument.partition("=")[0].removeprefix("--")
     similar = did_you_mean(name, options).replace("mean ", "mean --", 1)
     parser.error(f"unknown argument {argument}; {similar or hint}")
+
+
+def in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
+    """An argparse type for numbers in [least, most]. `expected` describes these numbers in
+    the error message."""
+
+    def parse(text: str) -> int | float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"should be {expected}, found {text!r}")
+        return value
+
+    return parse
+
+
+count = in_range(int, 1, 2**31, "an integer of at least 1")
+not_negative_integer = in_range(int, 0, 2**31, "an integer of at least 0")
+port = in_range(int, 0, 2**16 - 1, "a port in [0, 65535]")
+seed = in_range(int, 0, 2**32 - 1, "an integer in [0, 4294967295]")
+not_negative = in_range(float, 0, 1e9, "a number of at least 0")
+
+
+def path(text: str) -> Path:
+    """The path of a file or folder. An empty text, for example from an unset shell variable, is
+    refused because it would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("should be a path, found nothing")
+    return Path(text)

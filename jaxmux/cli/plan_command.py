@@ -16,13 +16,12 @@ from rich.console import Console
 from rich.text import Text
 
 from jaxmux.atomic_files import holds_object, refuse_foreign, require_output
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import PreparedTask
 from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
 from jaxmux.engine.tasks.task_data import Loaded, read_data
-from jaxmux.models import BackboneConfig
+from jaxmux.models import BackboneConfig, resolve_backbone
 from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError

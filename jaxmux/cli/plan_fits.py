@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 
 from jaxmux.atomic_files import holds_object, require_output
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.engine.tasks.prepared_task import pool_of_task
-from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError
+from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError, resolve_backbone
 from jaxmux.models.device_memory import memory_for_training
 from jaxmux.optimizers import AdamW
 from jaxmux.package_files import resolve_path

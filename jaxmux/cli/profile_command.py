@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmux.atomic_files import holds_object, require_output, require_writable
-from jaxmux.backbone_folder import resolve_backbone
-from jaxmux.models import Backbone, BackboneConfig, BackboneError
+from jaxmux.models import Backbone, BackboneConfig, BackboneError, resolve_backbone
 from jaxmux.models.architectures import parse_config
 from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.device_profile import LayerPoint, Measurement, Profile, read_profile

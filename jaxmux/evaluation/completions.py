@@ -10,7 +10,7 @@ from jaxmux.data.special_text import special_tokens
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
-from .cases import EvalCase, first_with_data
+from .losses import EvalCase, first_with_data
 
 
 class Matches(NamedTuple):

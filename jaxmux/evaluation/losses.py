@@ -1,10 +1,12 @@
-"""Losses of held-out samples, with adapters and with the bare backbone, computed by an engine."""
+"""The cases of an evaluation, and their losses, computed by an engine: with adapters, and with the
+bare backbone."""
 
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
+from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.tasks.task_data import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
@@ -13,10 +15,36 @@ from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter
 from jaxmux.runs import best_shape
 from jaxmux.tasks import Task
 
-from .cases import EvalCase, first_with_data
-
 # An adapter that changes nothing, because its B is zero.
 _NOTHING = LoRA(rank=1)
+
+
+class EvalCase(NamedTuple):
+    """An adapter, from `import_adapter`, and held-out samples.
+
+    Attributes:
+      data: name of the held-out data.
+      samples: at least one.
+      tokenizer: the tokenizer with which the samples were read.
+    """
+
+    task: str
+    data: str
+    spec: Any
+    adapter: Any
+    samples: StoredSamples
+    tokenizer: Any
+
+    @property
+    def target_tokens(self) -> int:
+        return target_tokens(self.samples)
+
+
+def first_with_data(cases: Sequence[EvalCase]) -> list[int]:
+    """The index of the first case with the same samples, for each case. The samples of all cases
+    come from one `Loaded`."""
+    first_with_key: dict[Any, int] = {}
+    return [first_with_key.setdefault(case.samples.tokens_key, i) for i, case in enumerate(cases)]
 
 
 class Losses(NamedTuple):

@@ -5,9 +5,8 @@ every sequence. When a sequence ends, its row is given to the next prompt.
 """
 
 from .chat import Conversation, end_of_turn
-from .generator import Generator, complete
+from .generator import Generator, Piece, complete
 from .requests import Request
 from .sampling import Sampling
-from .text_stream import Piece
 
 __all__ = ["Conversation", "Generator", "Piece", "Request", "Sampling", "complete", "end_of_turn"]

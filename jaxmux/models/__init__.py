@@ -12,6 +12,7 @@ from .backbone import (
     backbone_dtype,
     check_backbone,
     load_backbone,
+    resolve_backbone,
     save_backbone,
 )
 from .cached_forward import cached_hidden_states
@@ -27,9 +28,8 @@ from .device_memory import (
 )
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint, may_be_the_same
-from .forward import ForwardOptions, SlotTable, hidden_states
+from .forward import ForwardOptions, SlotTable, hidden_states, kept_bytes
 from .head import head_kernel, logits_of, microbatch_losses
-from .kept_bytes import kept_bytes
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
 from .quantised.writing import cached_checkpoint, write_quantised
@@ -82,6 +82,7 @@ __all__ = [
     "microbatch_losses",
     "pick_implementation",
     "planned_remat",
+    "resolve_backbone",
     "save_backbone",
     "write_quantised",
 ]

@@ -1,8 +1,9 @@
-"""Loads and saves backbones in Hugging Face's format: config.json and safetensors files. It never
-reads pickle files."""
+"""Finds, loads and saves backbones in Hugging Face's format: config.json and safetensors files. It
+never reads pickle files."""
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -10,13 +11,18 @@ import jax.numpy as jnp
 from safetensors.flax import save_file
 
 from jaxmux.atomic_files import share_like_folder
+from jaxmux.package_files import resolve_path
 
 from .architectures import BackboneConfig, to_hf_config
 from .checkpoint_reader import CheckpointReader, Progress
+from .errors import BackboneError
 from .fingerprint import backbone_fingerprint
 from .modules import Weights, abstract_weights, compute_dtype, is_weight, random_weights
 from .quantised.writing import reader_of
 from .tensor_names import hf_name, module_path
+
+# The name of a model of the Hugging Face hub.
+_HUB_ID = re.compile(r"(?:hf:)?([\w.-]+/[\w.-]+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,6 +55,19 @@ class Backbone:
     ) -> "Backbone":
         """A backbone with the weights of `modules.random_weights`, for benchmarks and tests."""
         return cls(config, random_weights(config, seed, dtype), f"random-{config.architecture}")
+
+
+def resolve_backbone(backbone: str | Path) -> str:
+    """Returns the path of a backbone's folder, as `resolve_path` does. BackboneError if there is no
+    such folder, and it is spelt like a model of the Hugging Face hub."""
+    folder = resolve_path(backbone)
+    if (hub := _HUB_ID.fullmatch(folder)) and not Path(folder).exists():
+        raise BackboneError(
+            f"backbone {str(backbone)!r}: there is no such folder, and models of the Hugging Face "
+            f"hub are not downloaded; run `hf download {hub[1]} --local-dir FOLDER`, and use the "
+            "folder"
+        )
+    return folder
 
 
 def load_backbone(

@@ -17,13 +17,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.microbatch import Microbatch, fill_microbatch
-from jaxmux.data.samples import Sample
+from jaxmux.data.stored_samples import Sample
 
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
 from .architectures import MODULES, BackboneConfig, linear_sizes
+from .checkpoint_reader import on_host
 from .forward import ForwardOptions, SlotTable, finish, run_layers
 from .head import microbatch_losses
-from .host import on_host
 from .modules import abstract_weights
 from .tensor_names import tensor_names, weights_of_tensors
 

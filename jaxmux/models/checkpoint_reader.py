@@ -24,7 +24,6 @@ from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS, FrozenWeight
 from .architectures import MODULES, BackboneConfig, linear_sizes
 from .checkpoint_files import HEAD_TENSOR, CheckpointTensors
 from .errors import BackboneError
-from .host import on_host
 from .modules import Weights, abstract_weights, is_weight, layer_linears
 from .quantised.linears import layer_name, quantised_tensors, stored_linear, weights_of
 from .quantised.settings import WHAT_TO_DO
@@ -270,6 +269,27 @@ def checkpoint_tensors(
             return tensor.astype(np.float32)
 
     return read
+
+
+def on_host(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function of arrays, computed on the CPU. If JAX was told not to use the CPU,
+    it is computed on the default device, with one warning."""
+    with jax.default_device(_host()):
+        return function(*args)
+
+
+@cache
+def _host() -> jax.Device | None:
+    try:
+        return jax.local_devices(backend="cpu")[0]
+    except RuntimeError as e:
+        logging.getLogger(__name__).warning(
+            "values of the backbone from which adapters begin are computed on %s: JAX has no CPU "
+            "(%s)",
+            jax.local_devices()[0],
+            e,
+        )
+        return None
 
 
 @contextmanager

@@ -1,6 +1,8 @@
 """The forward pass of the backbone over one microbatch: embedding, layers and final norm. A caller
-can run all of it or each of these parts."""
+can run all of it or each of these parts, or count the bytes that a layer keeps for the backward
+pass."""
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from functools import partial
@@ -9,6 +11,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Var
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxmux.data.microbatch import Microbatch
@@ -29,10 +32,9 @@ from .adapter_ops import (
 )
 from .architectures import BackboneConfig
 from .attention import AttentionOptions, find_segments
-from .layer import LayerOptions, Stream, decoder_layer
+from .layer import LayerOptions, Stream, decoder_layer, rotary_angles
 from .modules import Weights
 from .remat_policies import per_layer, rematerialised
-from .rope import rotary_angles
 from .weight_sharding import UNDIVIDED, WeightSharding, embedded
 
 
@@ -312,3 +314,45 @@ def stream_of(
         segments=find_segments(microbatch.segment_ids, options.max_sequences),
         dispatch=Dispatch(Routing(microbatch.chunk_slot, slots.scale, order), dropout),
     )
+
+
+def kept_bytes(
+    config: BackboneConfig,
+    options: ForwardOptions,
+    weights: Weights,
+    adapters: AllAdapters,
+    microbatch: Microbatch,
+    slots: SlotTable,
+) -> int:
+    """Bytes that one decoder layer keeps from its forward to its backward pass, under a remat
+    policy.
+
+    The function traces `hidden_states` and computes nothing: it reads only shapes and dtypes, so
+    arrays may be `jax.ShapeDtypeStruct`s. The gradient is that of training, with respect to the
+    adapters only. The result is the difference between a model of two layers and a model of one.
+
+    `options.remat` is one policy for all layers. Only the shape of the microbatch counts.
+    """
+
+    def residual_bytes(layers: int) -> int:
+        part = dataclasses.replace(config, num_layers=layers)
+
+        def residuals(weights, adapters, accumulators, microbatch, slots):
+            def forward(accumulators):
+                return hidden_states(
+                    part, weights, adapters, accumulators, microbatch, slots, options
+                )
+
+            return jax.tree.leaves(jax.vjp(forward, accumulators)[1])
+
+        # Arrays of integers have no gradients.
+        trained = jax.tree.map(
+            lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, adapters
+        )
+        arguments = (weights, adapters, trained, microbatch, slots)
+        closed = jax.make_jaxpr(residuals)(*jax.tree.map(jax.typeof, arguments))
+        variables = {v for v in closed.jaxpr.outvars if isinstance(v, Var)}
+        made = variables.difference(closed.jaxpr.invars, closed.jaxpr.constvars)
+        return sum(v.aval.size * v.aval.dtype.itemsize for v in made)
+
+    return residual_bytes(2) - residual_bytes(1)

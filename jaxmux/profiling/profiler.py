@@ -8,9 +8,22 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from jaxmux.data import fill_microbatch
 from jaxmux.engine.tasks.prepared_task import size_of
-from jaxmux.models import Backbone, BackboneConfig, device_memory
+from jaxmux.models import (
+    MODULES,
+    NAMED_POLICIES,
+    Backbone,
+    BackboneConfig,
+    ForwardOptions,
+    SlotTable,
+    device_memory,
+    kept_bytes,
+)
+from jaxmux.models.modules import Weights, abstract_weights
+from jaxmux.peft import empty_pool
 from jaxmux.planner.costs.device_profile import (
     CollectivePoint,
     Measurement,
@@ -24,13 +37,14 @@ from jaxmux.planner.costs.device_profile import (
 
 from .collectives import collective_program
 from .grid import Grid, points
-from .kept_by_policy import kept_by_policy
 from .timed_programs import make_program
 from .timed_rounds import measure_round
 from .timing import measure
 
 # Number of programs that are compiled in parallel before they are timed and saved.
 _BATCH = 8
+# The kept bytes are proportional to the tokens, so they are counted for one small microbatch.
+_ROW_LEN, _CHUNK_LEN = 256, 128
 
 
 def _empty_profile(config: BackboneConfig, dtype: jnp.dtype) -> Profile:
@@ -109,6 +123,30 @@ def _measure(backbone: Backbone, missing: Iterable[Point], seconds: float) -> It
         make = collective_program if kind is CollectivePoint else partial(make_program, backbone)
         for batch in batched(group, _BATCH):
             yield from measure([(point, make(point)) for point in batch], seconds)
+
+
+def kept_by_policy(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, tuple[float, float]]:
+    """The field `BackboneSize.kept`: for each remat policy, the bytes that a layer keeps for its
+    backward pass, per token, and per token and rank. Nothing is computed on a device, but tracing
+    the layers takes seconds. `dtype` is that of the weights and of the stream."""
+    weights = abstract_weights(config, dtype)
+    return {policy: _kept_per_token(config, weights, policy) for policy in NAMED_POLICIES}
+
+
+def _kept_per_token(config: BackboneConfig, weights: Weights, policy: str) -> tuple[float, float]:
+    one, two = (_kept_at_rank(config, weights, policy, rank) for rank in (1, 2))
+    return (2 * one - two) / _ROW_LEN, (two - one) / _ROW_LEN
+
+
+def _kept_at_rank(config: BackboneConfig, weights: Weights, policy: str, rank: int) -> int:
+    """Returns the bytes that a layer keeps of one row, with adapters of one slot and this rank."""
+    # Only the shapes and dtypes of the arrays matter.
+    microbatch = fill_microbatch((), {}, rows=1, row_len=_ROW_LEN, chunk_len=_CHUNK_LEN)
+    slots = SlotTable(*(np.zeros(1, dtype) for dtype in (np.float32, np.float32, np.uint32)))
+    # Every implementation keeps the same values, and the plain one is traced fastest.
+    options = ForwardOptions("xla", "xla", policy, max_sequences=1)
+    adapters = {"lora": jax.eval_shape(lambda: empty_pool(config, MODULES, 1, rank))}
+    return kept_bytes(config, options, weights, adapters, microbatch, slots)
 
 
 def _require_same(stored: Profile, here: Profile, path: Path) -> Profile:

@@ -21,9 +21,8 @@ from jaxmux.models import (
 )
 from jaxmux.models.adapted_linears import Dispatch
 from jaxmux.models.attention import AttentionOptions, Segments, attend, find_segments
-from jaxmux.models.layer import LayerOptions, Stream, decoder_layer
+from jaxmux.models.layer import LayerOptions, Stream, decoder_layer, rotary_angles
 from jaxmux.models.remat_policies import rematerialised
-from jaxmux.models.rope import rotary_angles
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import Routing

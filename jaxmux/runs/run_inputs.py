@@ -8,7 +8,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import Rendering, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine import PreparedTask, prepare_task
@@ -20,6 +19,7 @@ from jaxmux.models import (
     backbone_fingerprint,
     check_backbone,
     checkpoint_tensors,
+    resolve_backbone,
 )
 from jaxmux.specifications.reading import task_to_json
 from jaxmux.sweeps import Sweep

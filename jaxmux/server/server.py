@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.data import load_tokenizer
 from jaxmux.engine import Engine, EngineOptions, EngineSize, prepare_task
 from jaxmux.field_checks import Count, Names, Positive, checked_dataclass, parts_of
@@ -22,6 +21,7 @@ from jaxmux.models import (
     check_backbone,
     checkpoint_tensors,
     device_memory,
+    resolve_backbone,
 )
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.admission import Admission

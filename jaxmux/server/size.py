@@ -6,7 +6,6 @@ import logging
 from jaxmux.engine import Engine, EngineSize, ProgramsAhead
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner import PlanningError
-from jaxmux.planner.growth import fitting_size
 
 _log = logging.getLogger("jaxmux")
 
@@ -173,3 +172,15 @@ def _doublings(present: int, wanted: int) -> list[int]:
 
 def _larger(one: EngineSize, other: EngineSize) -> EngineSize:
     return EngineSize(*map(max, one, other))
+
+
+def fitting_size(needed: int, present: int, least: int, most: int) -> int:
+    """Returns the size, from `least` to `most`, that suits a need. The present size is doubled as
+    soon as it is too small, and halved only when a quarter of it suffices, so a need that rises and
+    falls a little changes nothing."""
+    size = present
+    while size < min(needed, most):
+        size = min(2 * size, most)
+    while size > least and 4 * needed <= size:
+        size = max(size // 2, least)
+    return size

@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from jaxmux.data import Source
 from jaxmux.data.file_kinds import JSONL_SUFFIXES
-from jaxmux.data.forms import all_fields
+from jaxmux.data.sources import all_fields
 from jaxmux.field_checks import (
     EXACT,
     Count,

@@ -10,9 +10,9 @@ import gin
 import pytest
 
 from jaxmux import PromptTuning
-from jaxmux.backbone_folder import resolve_backbone
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
+from jaxmux.models import resolve_backbone
 
 main = partial(run_command, "data", prog="jaxmux data")
 

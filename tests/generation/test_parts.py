@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerFast
 
 from jaxmux.generation import Sampling
 from jaxmux.generation.batches import Batch
+from jaxmux.generation.generator import TextStream
 from jaxmux.generation.requests import Prompt
 from jaxmux.generation.sampling import SamplingForm, SamplingNumbers, next_tokens
-from jaxmux.generation.text_stream import TextStream
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An engine that grows and shrinks with its load."""
 
 import dataclasses
+import itertools
 import logging
 import time
 
@@ -12,11 +13,40 @@ from jaxmux.engine import EngineSize
 from jaxmux.engine.devices import programs as device_programs
 from jaxmux.planner import PlanningError
 from jaxmux.server import size as elastic_size
-from jaxmux.server.size import ElasticSize
+from jaxmux.server.size import ElasticSize, fitting_size
 
 from .test_live_training import live_with, settle, train_to_the_end
 
 MOST = EngineSize(12, 4)
+# The limits of sizes in the tests of `fitting_size`.
+SMALLEST, LARGEST = 2, 12
+
+
+def reachable_sizes():
+    """Every size that can be reached."""
+    found = {SMALLEST}
+    while True:
+        more = {fitting_size(n, s, SMALLEST, LARGEST) for n in range(30) for s in found} - found
+        if not more:
+            return sorted(found)
+        found |= more
+
+
+def test_the_size_suffices_and_is_not_wasted():
+    assert len(reachable_sizes()) < 7
+    for present, needed in itertools.product(reachable_sizes(), range(30)):
+        size = fitting_size(needed, present, SMALLEST, LARGEST)
+        assert SMALLEST <= size <= LARGEST
+        assert size >= min(needed, LARGEST)
+        assert size == SMALLEST or 4 * needed > size
+        assert fitting_size(needed, size, SMALLEST, LARGEST) == size
+
+
+def test_a_need_that_hardly_changes_changes_nothing():
+    for present, needed in itertools.product(reachable_sizes(), range(1, 30)):
+        size = fitting_size(needed, present, SMALLEST, LARGEST)
+        for other in range(-(-needed // 2), min(needed + 1, size + 1)):
+            assert fitting_size(other, size, SMALLEST, LARGEST) == size or 4 * other <= size
 
 
 class FakeEngine:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux.models import BackboneConfig
 from jaxmux.models.architectures import Llama3Rope
-from jaxmux.models.rope import rotary_angles, rotate
+from jaxmux.models.layer import rotary_angles, rotate
 
 # Llama 3.1's values, and a short context in which all three ranges of wavelengths occur for a small
 # head.

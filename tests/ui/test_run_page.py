@@ -25,7 +25,7 @@ from jaxmux import Task  # noqa: E402
 from jaxmux.runs.run_directory import FolderLock  # noqa: E402
 from jaxmux.ui.app import STATIC, run_app  # noqa: E402
 from jaxmux.ui.run_reader import RunReader, UIError  # noqa: E402
-from jaxmux.ui.series import Series  # noqa: E402
+from jaxmux.ui.run_view import Series  # noqa: E402
 from jaxmux.ui.serving import serve_run  # noqa: E402
 
 spec = spec_from_file_location("synthetic_runs", Path(__file__).with_name("synthetic_runs.py"))

@@ -1,14 +1,15 @@
 """The trackers of a training run or of a server, each in a thread that training never waits for."""
 
+import math
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import groupby
 from typing import Any
 
 from jaxmux.errors import first_line
 
-from .points import points_of
 from .records import Records
 from .tracker import TRACKERS, Point, TrackedRun
 
@@ -16,6 +17,9 @@ from .tracker import TRACKERS, Point, TrackedRun
 _MOST_BEHIND = 10_000
 # Seconds that a tracker may take for its last metrics when everything else is done.
 _PATIENCE = 60.0
+# By name of a metric, the field of an update or of a held-out loss with its value.
+_UPDATE = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm"}
+_HELD_OUT = {"held_out_loss": "loss"}
 
 
 class RunTrackers:
@@ -64,6 +68,33 @@ class RunTrackers:
             thread.end(finished)
         for thread in self._threads:
             thread.wait()
+
+
+def points_of(
+    lines: Iterable[Mapping[str, Any]],
+    held_out: bool,
+    series: Callable[[str], str] = str,
+    repeated_to: int = -1,
+) -> Iterator[Point]:
+    """Yields the finite numbers of results, one point per round.
+
+    Args:
+      lines: the results of `as_line`, and "time", in the order of the rounds.
+      held_out: whether they are held-out losses.
+      series: function from the name of a task to the name of its curves.
+      repeated_to: the last round that trackers may have received already.
+    """
+    fields = _HELD_OUT if held_out else _UPDATE
+    for step, of_round in groupby(lines, lambda line: line["step"]):
+        same = list(of_round)
+        values = {
+            f"{name}/{series(line['task'])}": value
+            for line in same
+            for name, field in fields.items()
+            if (value := line.get(field)) is not None and math.isfinite(value)
+        }
+        if values:
+            yield Point(step, values, same[0]["time"], held_out, step <= repeated_to)
 
 
 class _Thread:

@@ -6,7 +6,7 @@ from itertools import count, islice
 
 import pytest
 
-from jaxmux.data import Prefetch
+from jaxmux.engine.rounds.position import Prefetch
 
 # Seconds that a test waits for the other thread before it fails.
 TIMEOUT = 5.0
