@@ -88,7 +88,8 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
     asking.start()
 
     def answers() -> bool:
-        # An import in the main thread may have kept this thread from running.
+        # An import in the main thread may have kept the asking thread from running, so that thread
+        # gets at least `_GRACE` seconds from now.
         asking.join(max(_GRACE, asked + _SECONDS - time.monotonic()))
         return answered.is_set()
 

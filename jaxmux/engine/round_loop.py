@@ -222,10 +222,10 @@ class RoundLoop:
             self._count_ended(position.following, outcome.ahead)
             position.stop(updates, outcome.ahead)
             self._fetch()
-            # If a task of this round has ended, a restart would pack the rest of the round
-            # differently. Therefore the round is finished first.
             if all(self._slots.runs(slot) for slot in current.steps):
                 return self._results.take()
+            # A run that resumes from a checkpoint of this moment would pack the rest of the round
+            # differently, because a task of it has ended. So the round is finished first.
             stop = lambda: False  # noqa: E731
         self._end_turns(current)
         waited_for = ends or self._executor.marker()

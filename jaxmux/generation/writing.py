@@ -48,7 +48,7 @@ class NewTokens(NamedTuple):
 
 
 class Writing:
-    """Writes the sequences of a batch."""
+    """Generates the sequences of a batch, token by token."""
 
     def __init__(
         self,

@@ -335,8 +335,9 @@ def _differentiate(stripe: _Stripe, step):
 def _products(stripe: _Stripe, tile, progress: _Progress) -> list:
     """Computes the products of a tile, and meanwhile differentiates the next tile if `is_ahead`.
 
-    The products over the tile's rows, for this warpgroup's columns, are returned. The products over
-    the tile's columns are stored: the first warpgroup computes that of dgate, the second of dup.
+    Returns the products that sum over the tile's rows, for this warpgroup's columns. Stores the
+    products that sum over the tile's columns: the first warpgroup computes the one of dgate, the
+    second one that of dup.
     """
     scratch, stage, thread = stripe.scratch, stripe.stage(progress.step), stripe.thread
     part, rows = pl.ds(thread * PART, PART), pl.ds(tile * PART, PART)

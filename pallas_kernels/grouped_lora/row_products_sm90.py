@@ -217,7 +217,8 @@ def _load_tiles(block: _Block):
                 rank = out.shape[0]
                 owned = factor.at[pl.ds(block.slot * rank, rank), columns]
                 plgpu.copy_gmem_to_smem(owned, smem.at[stage, pl.ds(0, rank)], loaded)
-            # All groups share the barriers, which expect the loads of the group with most factors.
+            # All groups share the barriers, which expect as many loads as the group with the most
+            # factors has. A group with fewer arrives once for each load that it lacks.
             for _ in scratch.factors[len(outputs) :]:
                 plgpu.barrier_arrive(loaded)
 

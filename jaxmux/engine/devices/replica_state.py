@@ -59,9 +59,9 @@ class ReplicaState:
     """The copy of the train state that a replica other than the first one has. `own` has adapters,
     accumulators and losses, but no optimizer states.
 
-    Arrays travel for some slots at a time. The argument `slots` has their indices as int32 [K],
-    padded with T, the number of slots, for no slot. K has at most two values, so few programs
-    suffice.
+    Arrays travel for some slots at a time. The methods' argument `slots` has the indices of these
+    slots, int32 [K]. It is padded with T (the number of slots), which stands for no slot. At most
+    two different K occur, so few programs are compiled.
     """
 
     def __init__(self, own: StoredState, first: StoredState):
@@ -267,8 +267,8 @@ def _joined(
     pieces: Sequence[Any],
     slots: Int[Array, " K"],
 ) -> TrainState:
-    """The state with the adapters of the slots from their pieces, in the order of the layers.
-    Arrays that the pieces lack stay."""
+    """The state after the adapters of `slots` are replaced by `pieces`, which are joined along the
+    layers, in the layers' order. Arrays that are not in the pieces keep their values."""
 
     def join(spec: LeafSpec, old: Array, *arrived: Array | None) -> Array:
         if arrived[0] is None:

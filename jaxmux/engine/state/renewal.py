@@ -101,7 +101,8 @@ def _first(spec: LeafSpec, leaf: Array) -> Array:
 
 
 def _sum(spec: LeafSpec, leaf: Array) -> Array:
-    """The sum of every pair in its first rank, and zero in the second one."""
+    """In the first rank of each pair, the sum of both ranks; in the second one, zero. A last rank
+    without a partner is unchanged."""
     number = _number_in_pair(spec, leaf)
     second = jnp.roll(leaf, -1, spec.axes.index("rank"))
     return jnp.where(number == 1, 0, jnp.where(number == 0, leaf + second, leaf))

@@ -277,9 +277,10 @@ def _bound(
 def _cheapest(
     needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
-    """The least seconds of the rounds over all numbers of rows, and that number of rows. `needed`
-    is the number of rows that each round needs, where the rows that one chunk covers count as one.
-    `owned` is the tokens of all chunks that belong to a task."""
+    """The least predicted seconds of all rounds together, and the shape class's number of rows at
+    which they are reached. Without `request.fewer_tokens`, only the number of `shape` is tried.
+    `needed` has, for each round, the number of rows that it needs; if a chunk covers several rows,
+    these count as one. `owned` is the tokens of all chunks that belong to a task."""
     block = RowShape.of(shape).block
     totals = []
     for rows in _heights(shape) if request.fewer_tokens else [shape.rows]:

@@ -14,7 +14,7 @@ from jaxmux.atomic_files import write_atomically
 FILE = "trackers.json"
 # Least seconds between two writes of the delivered rounds.
 _EVERY = 1.0
-# Most names of tasks that are kept; the oldest are dropped first.
+# Maximum number of task names that are kept; the oldest are dropped first.
 _MOST_NAMES = 100_000
 
 

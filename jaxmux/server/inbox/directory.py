@@ -112,8 +112,8 @@ class WatchedDirectory:
         self._fd = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
 
     def begin(self) -> None:
-        """Takes note that the directory is in use. Before this, `close` removes the directory again
-        if it did not exist."""
+        """Marks the directory as used. Without this call, `close` removes the directory if it was
+        created here."""
         self._begun = True
 
     def close(self) -> None:

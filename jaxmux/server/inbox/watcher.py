@@ -362,7 +362,7 @@ class DirectoryWatcher:
                     watched.wanted = None
                     self._refuse(place, watched, str(error))
                 elif watched.wanted:
-                    # It has ended meanwhile, so what the command was for came too late.
+                    # The task has ended meanwhile, so the wanted change came too late.
                     self._check_change(place, watched, status)
         return True
 
