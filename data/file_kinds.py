@@ -29,8 +29,8 @@ _ZSTD = ".zst"
 _COMPRESSED = (".gz", _ZSTD)
 # A JSON array must begin within this number of bytes, apart from white space.
 _HEAD = 2**16
-# Most bytes of a line, and most characters of a field of a CSV file. The csv module's default,
-# 2**17, is too small for text.
+# Maximum number of bytes of a line, and of characters of a field of a CSV file. The csv module's
+# default, 2**17, is too small for text.
 _LONGEST = 2**26
 # Rows of a Parquet file, and bytes of its buffer, that are read at once.
 _ROWS = 512

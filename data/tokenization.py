@@ -149,8 +149,8 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
 
 def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer as transformers loads it. The folder's files name its class; otherwise the class
-    follows from the model's type."""
+    """The tokenizer as transformers loads it. The folder's files name its class; otherwise the
+    class follows from the model's type."""
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(

@@ -20,7 +20,7 @@ from .tasks import LONGEST_NAME, TASK_NAME, Task, TaskError
 
 # In a task's name, a value with a longer text is replaced by its number in the list.
 _LONGEST_LABEL = 24
-# Most configurations of a sweep. Checking more of them would take minutes.
+# Maximum number of configurations of a sweep. Checking more of them would take minutes.
 MOST_CONFIGURATIONS = 10_000
 # At most this many configurations are drawn for each one that is wanted, to find different ones.
 _MOST_DRAWS = 100

@@ -30,7 +30,7 @@ from .generate_output import CompletionFile, holds_completions, print_completion
 from .generate_prompts import read_prompts
 
 BASE = "base"
-# Most names of adapters in a hint.
+# Maximum number of names of adapters in a hint.
 _MOST_HINTED = 3
 
 

@@ -20,7 +20,7 @@ from .writing import Writing
 MAX_BATCH = 64
 # Fraction of the free memory that the cache may take. The rest is for working memory.
 _CACHE_SHARE = 0.6
-# Most positions of a cache if the amount of free memory is not known.
+# Maximum number of positions of a cache if the amount of free memory is not known.
 _MOST_PLACES = 2**16
 # Number of the prompt's tokens that are decoded together with the first new ones, because decoders
 # of some tokenizers drop the space before a text.

@@ -34,7 +34,7 @@ from .tensor_names import HEAD, hf_name, module_path, tensor_shapes
 _FLOATING = ("BF16", "F16", "F32", "F64")
 # Ends of the names of scales that only inference needs: of activations, and of keys and values.
 _UNUSED = ("_scale", "_scale_ub", "_zero_point")
-# Most bytes of a tensor that a thread reads and copies to a device at a time.
+# Maximum number of bytes of a tensor that a thread reads and copies to a device at a time.
 _PIECE_BYTES = 64 * 2**20
 # One thread copies 2 GB/s to an H200, eight copy 8 GB/s, and sixteen are not faster.
 _THREADS = 8

@@ -19,7 +19,8 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from .adapter_ops import AdapterOps
 from .head_adapters import changed_logits, differentiable, with_others
 
-# Most tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a vocabulary of 128k.
+# Maximum number of tokens in a block. The float32 logits of 1024 tokens take 0.5 GB for a
+# vocabulary of 128k.
 _BLOCK_TOKENS = 1024
 # Fewer tokens in a block would make its products slow.
 _LEAST_BLOCK_TOKENS = 128

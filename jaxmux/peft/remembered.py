@@ -11,7 +11,8 @@ import jax
 
 from .kind import BaseTensors
 
-# Most bytes for each backbone. The results that were not used for longest are dropped first.
+# Maximum number of bytes for each backbone. The results that were not used for longest are dropped
+# first.
 _MOST_BYTES = 2**30
 
 

@@ -20,7 +20,7 @@ _TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
 # A bool for each layer, which tells whether a module is adapted in it.
 LayerMask = Bool[np.ndarray, "L"]
 
-# Most size of an adapter's inner arrays, as a multiple of the widest linear's width.
+# Maximum size of an adapter's inner arrays, as a multiple of the widest linear's width.
 _MOST_WIDTHS = 8
 
 

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-# Most tokens of a group, unless a chunk has more: enough for a product to use a whole GPU.
+# Maximum number of tokens of a group, unless a chunk has more: enough for a product to use a whole
+# GPU.
 _GROUP_TOKENS = 2048
 
 

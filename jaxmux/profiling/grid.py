@@ -19,7 +19,8 @@ from jaxmux.planner.packing import ShapeClass
 
 _COLLECTIVES = ("psum", "all_gather", "ppermute")
 OPTIMIZER = "adamw"
-# Most sequences per row. The time of one more sequence is the slope over the last three.
+# Maximum number of sequences per row. The time of one more sequence is the slope over the last
+# three.
 _MAX_SEQUENCES = (1, 4, 16, 64)
 
 

@@ -41,7 +41,7 @@ from .task_warnings import after_training, before_training
 _PLAIN_LINES = 10
 # Lines of a terminal left free by a live table, for its heading, its footer and messages above it.
 _OTHER_LINES = 8
-# Most adapters that are listed one by one.
+# Maximum number of adapters that are listed one by one.
 _LISTED = 8
 # States of tasks, in the order of the counts below a live table.
 _STATES = ("running", "queued", "succeeded", STOPPED_EARLY, "failed")

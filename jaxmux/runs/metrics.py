@@ -62,7 +62,7 @@ def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
 LOG_BYTES = 64 * 2**20
 # Names of earlier files. Files of higher numbers are newer.
 SET_ASIDE = re.compile(r"(?:events|rounds)\.(\d+)\.jsonl")
-# Most earlier files that are kept.
+# Maximum number of earlier files that are kept.
 _KEPT = 3
 
 
@@ -193,7 +193,7 @@ class LineLog:
 
 # The first 64 rounds have details, and this many more each time the number of rounds doubles.
 _DETAILED = 32
-# Most microbatches and most passes in a line.
+# Maximum number of microbatches and of passes in a line.
 MOST_MICROBATCHES, MOST_PASSES = 256, 4096
 
 

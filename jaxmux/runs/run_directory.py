@@ -23,7 +23,7 @@ from jaxmux.printable import spaced
 from jaxmux.tasks import TASK_NAME
 
 _NAME = ".lock"
-# Most attempts to create a folder that other processes remove at the same time.
+# Maximum number of attempts to create a folder that other processes remove at the same time.
 _ATTEMPTS = 10
 # Attempts to take the lock, and seconds between two: `lock_state` may hold it for a moment.
 _TRIES, _SECONDS_A_TRY = 5, 0.005

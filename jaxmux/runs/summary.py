@@ -111,7 +111,7 @@ def _is_on_hub(source: Mapping[str, Any]) -> bool:
 
 # Number of points averaged by the running mean that is drawn over the raw losses.
 _SMOOTHING = 10
-# Most characters of adjacent names in the legend.
+# Maximum number of characters of adjacent names in the legend.
 _LEGEND = 100
 
 

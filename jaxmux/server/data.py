@@ -115,7 +115,8 @@ def _files_of(source: Source) -> list[str]:
     return []
 
 
-# Most readings at the same time, those included that are slow and those of paused tasks.
+# Maximum number of readings at the same time, those included that are slow and those of paused
+# tasks.
 MOST_READINGS = 32
 
 

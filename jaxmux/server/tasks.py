@@ -102,7 +102,7 @@ class StatusBoard:
             del self._statuses[name]
 
 
-# Most ended tasks that are looked at in a round, whether they can be forgotten.
+# Maximum number of ended tasks that are looked at in a round, whether they can be forgotten.
 _LOOKED_AT = 64
 # So many names are in a reason.
 _MOST_NAMES = 3

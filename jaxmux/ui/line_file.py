@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Most bytes that are read at a time, so that callers can use the first lines early.
+# Maximum number of bytes that are read at a time, so that callers can use the first lines early.
 _PIECE = 4 * 2**20
 # Number of bytes before the current position whose change shows that the file was replaced.
 _PROOF = 64

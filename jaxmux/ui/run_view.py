@@ -14,21 +14,21 @@ from jaxmux.printable import shown_state
 from .line_file import Line
 
 _ENDED = {"succeeded", "stopped early", "failed", "cancelled"}
-# Most events that are kept, and most that the page shows.
+# Maximum number of events that are kept, and of those that the page shows.
 _KEPT, _SHOWN = 3000, 300
 # Number of a server's ended tasks that are still shown.
 _MOST_ENDED = 256
-# Most rounds whose details can be shown: 32 each time the number of rounds doubles.
+# Maximum number of rounds whose details can be shown: 32 each time the number of rounds doubles.
 _DETAILED = 2048
-# Most rounds whose updates may be read before their own lines.
+# Maximum number of rounds whose updates may be read before their own lines.
 _AHEAD = 4096
 # Number of last updates over which a task's speed is measured.
 _PACED = 32
 # Activities of the devices other than training.
 _OTHERS = ("evaluation", "checkpoints", "compiling", "idle")
-# Most completions of a task's prompt that are shown.
+# Maximum number of completions of a task's prompt that are shown.
 _MOST_SAMPLES = 16
-# Most skipped updates of a task that are listed one by one.
+# Maximum number of skipped updates of a task that are listed one by one.
 _MOST_SKIPS = 64
 
 

@@ -245,7 +245,7 @@ def _losses(
 
 
 _log = logging.getLogger("jaxmux")
-# Most training steps that are kept on disk; that of an 8B model takes 50 MB.
+# Maximum number of training steps that are kept on disk; that of an 8B model takes 50 MB.
 _MOST_STEPS = 16
 
 

@@ -200,7 +200,7 @@ class RoundRecord(NamedTuple):
 TRAINING, EVALUATION = "training", "evaluation"
 # Kinds of time in which the devices wait; "idle" is any other wait.
 COMPILING, CHECKPOINTS, IDLE = "compiling", "checkpoints", "idle"
-# Most spans that are kept if `spent` is never called.
+# Maximum number of spans that are kept if `spent` is never called.
 _MOST_SPANS = 4096
 
 

@@ -197,7 +197,8 @@ def _layers_of(specs: TrainState, state: TrainState) -> int:
     return next(x.shape[spec.axes.index("layer")] for spec, x in leaves if "layer" in spec.axes)
 
 
-# Most rows of a product with a frozen weight, which limits how many slots are renewed at once.
+# Maximum number of rows of a product with a frozen weight, which limits how many slots are renewed
+# at once.
 _ROWS = 512
 
 

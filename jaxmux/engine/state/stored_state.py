@@ -42,8 +42,8 @@ from .train_state import (
     written_specs,
 )
 
-# Most bytes of one device's arrays in flight to the host at the same time. On a backbone of 8B
-# parameters, an adapter of rank 32 has 1 GB with its optimizer state.
+# Maximum number of bytes of one device's arrays in flight to the host at the same time. On a
+# backbone of 8B parameters, an adapter of rank 32 has 1 GB with its optimizer state.
 _MOST = 2 * 2**30
 
 
