@@ -78,7 +78,7 @@ def test_sizes_that_cannot_be_written_do_not_keep_a_server_from_starting(
     assert said_by(reserved_slots=2) == [told]
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 1}', '{"format": 1, "sizes": 3}'])
+@pytest.mark.parametrize("content", ["{", "[]", '{"format": 2}', '{"format": 1, "sizes": 3}'])
 def test_a_damaged_record_is_refused(content, said_by, tmp_path):
     said_by()
     (tmp_path / "server" / "server.json").write_text(content)
