@@ -4,11 +4,13 @@ This module alone depends on SQLite. The tables and statements are those of SQLA
 `migrations` has the steps from one version of the tables to the next (Alembic).
 """
 
+import dataclasses
 import errno
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
@@ -38,6 +40,8 @@ from sqlalchemy.exc import DBAPIError
 from jaxmux.atomic_files import sync
 from jaxmux.runs.run_directory import RunDirectoryError
 
+from .task import Meter
+
 # The version of the tables, which the newest file in `migrations/versions` has.
 REVISION = "0001"
 METADATA = MetaData()
@@ -46,9 +50,8 @@ _Json = JSON(none_as_null=True)
 
 def _meter() -> list[Column]:
     """The columns of a `Meter`."""
-    names = ("effective", "computed", "recomputed", "trained", "held_out")
-    tokens = [Column(f"{name}_tokens", BigInteger, nullable=False) for name in names]
-    return [*tokens, Column("device_seconds", Double, nullable=False)]
+    types = {int: BigInteger, float: Double}
+    return [Column(f.name, types[f.type], nullable=False) for f in dataclasses.fields(Meter)]
 
 
 # `LiveTask.first_row` and `LiveTask.row` make all columns but two: "id" has the order of the
@@ -103,6 +106,20 @@ _DAMAGED = {11, 26}
 _BUSY_MILLISECONDS = 10_000
 
 
+class Rows(NamedTuple):
+    """What a transaction changes in the table of tasks.
+
+    Attributes:
+      new: the columns of new tasks, by name.
+      changed: by key of the task, the columns that change.
+      forgotten: the keys of rows to delete. New tasks may have the names of these.
+    """
+
+    new: Sequence[Mapping[str, Any]] = ()
+    changed: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    forgotten: Sequence[str] = ()
+
+
 class Checkpoint(NamedTuple):
     """A checkpoint that has been written.
 
@@ -154,34 +171,19 @@ class Database:
                 rows = self._connection.execute(select(TASKS).order_by(TASKS.c.id)).mappings().all()
                 server = self._connection.execute(select(SERVER)).mappings().first()
         except ValueError as e:
-            raise self.damaged(str(e)) from None
+            raise unusable(self._path, f"damaged ({e})") from None
         return [dict(row) for row in rows], server and dict(server)
-
-    def damaged(self, why: str) -> RunDirectoryError:
-        """The error that tells what to do with a damaged file.
-
-        Args:
-          why: what is wrong with it.
-        """
-        return RunDirectoryError(
-            f"{self._path}: damaged ({why}); restore the folder {self._path.parent} from a backup, "
-            "or delete the whole folder to begin anew"
-        )
 
     def write(
         self,
-        new: Sequence[Mapping[str, Any]],
-        changed: Mapping[str, Mapping[str, Any]],
-        forgotten: Sequence[str],
+        tasks: Rows,
         server: Mapping[str, Any],
         checkpoint: Checkpoint | None = None,
     ) -> None:
         """Writes rows in one transaction, which is on disk afterwards.
 
         Args:
-          new: rows of new tasks: their columns by name.
-          changed: by key of the task, columns of rows that change.
-          forgotten: keys of rows that are deleted first.
+          tasks: the rows of tasks.
           server: the columns of the server by name.
           checkpoint: a new checkpoint; its number is stored in the rows of its tasks.
 
@@ -192,12 +194,12 @@ class Database:
         is_its_row = TASKS.c.key == bindparam("its_key")
         with self._errors(), self._connection.begin():
             execute = self._connection.execute
-            if forgotten:
-                execute(delete(TASKS).where(TASKS.c.key.in_(forgotten)))
-            if changed:
-                rows = [{"its_key": key, **row} for key, row in changed.items()]
+            if tasks.forgotten:
+                execute(delete(TASKS).where(TASKS.c.key.in_(tasks.forgotten)))
+            if tasks.changed:
+                rows = [{"its_key": key, **row} for key, row in tasks.changed.items()]
                 execute(update(TASKS).where(is_its_row), rows)
-            for row in new:
+            for row in tasks.new:
                 execute(insert(TASKS).values(**row))
             if checkpoint and checkpoint.keys:
                 has_number = update(TASKS).where(is_its_row).values(checkpoint=checkpoint.number)
@@ -221,11 +223,24 @@ class Database:
     def _error(self, error: DBAPIError) -> Exception:
         code = getattr(error.orig, "sqlite_errorcode", 0) & 0xFF
         if code in _DAMAGED:
-            return self.damaged(str(error.orig))
+            return unusable(self._path, f"damaged ({error.orig})")
         if code in _ERRORS:
             return OSError(_ERRORS[code], os.strerror(_ERRORS[code]), str(self._path))
         # Its own message would quote the values of the statement.
         return OSError(errno.EIO, str(error.orig), str(self._path))
+
+
+def unusable(path: Path, why: str) -> RunDirectoryError:
+    """The error for a file or folder of a server without which its tasks cannot go on.
+
+    Args:
+      path: the file or folder, which lies in the server's folder itself.
+      why: what is wrong with it.
+    """
+    return RunDirectoryError(
+        f"{path}: {why}; restore the folder {path.parent} from a backup, or delete the whole "
+        "folder to begin anew"
+    )
 
 
 def read_origin(path: Path, name: str) -> dict[str, Any] | None:

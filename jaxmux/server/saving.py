@@ -8,6 +8,7 @@ from jaxmux.engine import Engine
 from jaxmux.engine.rounds.results import CHECKPOINTS
 from jaxmux.peft import SlotArrays
 
+from .database import Rows
 from .store import Store
 from .task import RUNNING, LiveTask, TaskCopy
 from .tasks import LiveTasks
@@ -81,7 +82,8 @@ class Saving:
         replaced = {task.name for task in commanded}
         written = [task for task in self._tasks if task.dirty and task.name not in replaced]
         written += commanded
-        ends = {t.name for t in written if t.ended and not self._store.is_exporting(t.name)}
+        ended = {task.name for task in written if task.ended}
+        ends = {name for name in ended if not self._store.is_exporting(name)}
         new, changed = [], {}
         for task in written:
             row = task.row(task.name in ends)
@@ -89,21 +91,23 @@ class Saving:
                 new.append(task.first_row() | row)
             else:
                 changed[task.key] = row
+        # It has failed until it has succeeded.
         self._written_at, self._has_failed = time.monotonic(), True
-        tasks = self._tasks
-        self._store.write(new, changed, tasks.forgotten, tasks.totals, self._engine.rounds)
-        self._has_failed = tasks.is_news = False
-        tasks.forgotten.clear()
+        rows = Rows(new, changed, self._tasks.forgotten)
+        self._store.write(rows, self._tasks.totals, self._engine.rounds)
+        self._has_failed = self._tasks.is_news = False
+        self._tasks.forgotten.clear()
         for task in written:
             # A task whose end waits for its adapter stays dirty.
             task.is_new, task.dirty = False, task.ended and task.name not in ends
         for name in ends:
-            is_kept = tasks[name].kept
-            tasks.note_kept(name)
-            if not (is_kept or name in replaced):
-                self._show_end(tasks[name])
+            task = self._tasks[name]
+            is_new_end = not task.kept and name not in replaced
+            self._tasks.note_kept(name)
+            if is_new_end:
+                self._show_end(task)
 
-    def write_if_due(self, now: bool = False) -> bool:
+    def write_if_due(self, now: bool = False) -> None:
         """Writes the rows of tasks that have changed, if there is news or some time has passed.
         What cannot be written is tried again later.
 

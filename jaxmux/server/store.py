@@ -1,6 +1,5 @@
 """Where a live training keeps what has to survive it: in memory, or in the folder of a server."""
 
-import dataclasses
 import errno
 import json
 import math
@@ -27,14 +26,14 @@ from jaxmux.peft import Adapter, export_adapter, import_adapter
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs.checkpoints import Checkpoints, Found
 from jaxmux.runs.metrics import LOG_BYTES, LineLog, has_details, host_bytes, round_line
-from jaxmux.runs.run_directory import Retry, RunDirectoryError
+from jaxmux.runs.run_directory import Retry
 from jaxmux.runs.summary import notes_of_task
 from jaxmux.runs.trackers import RunTrackers
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.specifications.reading import from_json
 from jaxmux.tasks import Task, TaskError
 
-from .database import Checkpoint, Database
+from .database import Checkpoint, Database, Rows, unusable
 from .folder import ServerDirectory
 from .task import ENDED, LiveTask, Meter, TaskCopy
 
@@ -135,10 +134,6 @@ class Restored(NamedTuple):
     rounds: int
 
 
-# The columns of a task in the table, by name.
-Row = Mapping[str, Any]
-
-
 class Store(Protocol):
     """Keeps tasks, their adapters, and what they have used. The thread that owns the engine calls
     all methods but `adapter`, and none of them waits for the devices."""
@@ -173,20 +168,11 @@ class Store(Protocol):
         """
         ...
 
-    def write(
-        self,
-        new: Sequence[Row],
-        changed: Mapping[str, Row],
-        forgotten: Sequence[str],
-        totals: Meter,
-        rounds: int,
-    ) -> None:
+    def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
         """Writes rows of tasks, all of them or none.
 
         Args:
-          new: the rows of new tasks.
-          changed: by key of the task, columns that have changed.
-          forgotten: keys of the rows to delete. New tasks may have the names of these.
+          tasks: the rows.
           totals: what all tasks together have used.
           rounds: number of rounds that have been trained.
 
@@ -296,14 +282,7 @@ class MemoryStore:
     def check(self, task: Task) -> None:
         pass
 
-    def write(
-        self,
-        new: Sequence[Row],
-        changed: Mapping[str, Row],
-        forgotten: Sequence[str],
-        totals: Meter,
-        rounds: int,
-    ) -> None:
+    def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
         pass
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
@@ -353,9 +332,9 @@ class ServerStore:
     """The `Store` of a server with a folder.
 
     The table of tasks is the truth: what is in it holds. Checkpoints have the arrays of the tasks
-    that go on. They and the adapters are written by one
-    thread, in the order in which they come. If they cannot be written, training goes on: adapters
-    are tried again with the next checkpoint or by `retry`.
+    that go on. Checkpoints and adapters are written by one thread, in the order in which they come.
+    If they cannot be written, training goes on: adapters are tried again with the next checkpoint
+    or by `retry`.
     """
 
     def __init__(
@@ -421,9 +400,8 @@ class ServerStore:
         """
         rows, server = self._database.read()
         if server is None and self._checkpoints.numbers:
-            raise self._missing(
-                self._directory.database, "it is missing, but its checkpoints are not"
-            )
+            what = "it is missing, but its checkpoints are not"
+            raise unusable(self._directory.database, what)
         self._count = server["checkpoints"] if server else 0
         going = {row["key"]: row for row in rows if row["state"] not in ENDED}
         named = [row["checkpoint"] for row in going.values() if row["checkpoint"] is not None]
@@ -436,7 +414,7 @@ class ServerStore:
         )
         if not (found or may_begin_anew):
             what = f"checkpoint {max(named)} is missing, with which tasks go on"
-            raise self._missing(self._directory.checkpoints, what)
+            raise unusable(self._directory.checkpoints, what)
         self._number = max([0, *self._checkpoints.numbers, *named])
         tasks = [self._task(row, found) for row in rows]
         for task in tasks:
@@ -444,28 +422,22 @@ class ServerStore:
                 self._trackers.register(task.name, task.history[0].time)
         if server is None:
             return Restored(tasks, Meter(), 0)
-        totals = Meter(**{field.name: server[field.name] for field in dataclasses.fields(Meter)})
+        totals = Meter.of(server)
         # Remove lines that were written after the last commit: their events will happen again.
         self._events.cut(server["events_bytes"])
         self._rounds.cut(server["rounds_bytes"])
         # A file that was set aside since then would otherwise be cut to another one's length.
         with suppress(OSError):
-            self._write((), {}, (), totals, server["rounds"])
+            self._write(Rows(), totals, server["rounds"])
         return Restored(tasks, totals, server["rounds"])
-
-    def _missing(self, path: Path, what: str) -> RunDirectoryError:
-        folder = self._directory.path
-        return RunDirectoryError(
-            f"{path}: {what}; restore the folder {folder} from a backup, or delete the whole "
-            "folder to begin anew"
-        )
 
     def _task(self, row: Mapping[str, Any], found: Found | None) -> LiveTask:
         """The task of a row, with its copy in the checkpoint that was found."""
         try:
             return LiveTask.of(row, self._copy(row, found))
         except (ValueError, KeyError, TypeError) as e:
-            raise self._database.damaged(f"the row of task {row['name']!r}: {e}") from None
+            what = f"damaged (the row of task {row['name']!r}: {e})"
+            raise unusable(self._directory.database, what) from None
 
     def _copy(self, row: Mapping[str, Any], found: Found | None) -> TaskCopy | None:
         """The copy of a task that goes on, if it is in the checkpoint that was found."""
@@ -506,46 +478,32 @@ class ServerStore:
                 "nor its adapter, optimizer or data may be of a subclass"
             )
 
-    def write(
-        self,
-        new: Sequence[Row],
-        changed: Mapping[str, Row],
-        forgotten: Sequence[str],
-        totals: Meter,
-        rounds: int,
-    ) -> None:
+    def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
         try:
             if self._has_told:
                 # Otherwise the table might know of an event that is lost with the power.
                 self._events.sync()
-            self._write(new, changed, forgotten, totals, rounds)
+            self._write(tasks, totals, rounds)
         except OSError as e:
             what = Path(e.filename or self._directory.database).name
             self._note(_TABLE, what, f"cannot be written ({e.strerror})")
             raise
         self._problems.pop(_TABLE, None)
         self._has_told = False
-        for row in new:
+        for row in tasks.new:
             self._trackers.register(row["name"], row["history"][0]["time"])
         # The commit covers every event, so the files may be set aside now.
         if any([log.set_aside_if_large() for log in (self._events, self._rounds)]):
             with suppress(OSError):
-                self._write((), {}, (), totals, rounds)
+                self._write(Rows(), totals, rounds)
 
-    def _write(
-        self,
-        new: Sequence[Row],
-        changed: Mapping[str, Row],
-        forgotten: Sequence[str],
-        totals: Meter,
-        rounds: int,
-    ) -> None:
+    def _write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
         """Commits rows, with the lengths of the logs and the checkpoints that are new."""
         checkpoints = list(self._new)
         server = {"rounds": rounds, "checkpoints": self._count, **vars(totals)}
         server |= {"events_bytes": self._events.size, "rounds_bytes": self._rounds.size}
         last = checkpoints[-1] if checkpoints else None
-        self._database.write(new, changed, forgotten, server, last)
+        self._database.write(tasks, server, last)
         del self._new[: len(checkpoints)]
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
@@ -564,7 +522,7 @@ class ServerStore:
         folder = self._directory.adapter(task.name)
         return import_adapter(folder, self._backbone.config, base=self._base)[1]
 
-    def save(self, copies: Mapping[int, TaskCopy], wait: bool = False) -> bool:
+    def save(self, copies: Mapping[str, TaskCopy], wait: bool = False) -> bool:
         is_ready = not self._last or self._last.done()
         if not (wait or is_ready and self._checkpoint_retry.is_due):
             # The disk is slower than training, or full: a later call saves more.

@@ -98,6 +98,15 @@ class Meter:
     held_out_tokens: int = 0
     device_seconds: float = 0.0
 
+    @classmethod
+    def of(cls, row: Mapping[str, Any]) -> "Meter":
+        """The meter in a row of the table.
+
+        Args:
+          row: the row's columns by name.
+        """
+        return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
+
     def replace(self, old: "Meter", new: "Meter") -> None:
         """Counts one meter in place of another in a total.
 
@@ -388,7 +397,7 @@ class LiveTask:
             fingerprints=row["fingerprints"],
             progress=progress if has_ended else copy and copy.progress,
             saved_arrays=copy and copy.arrays,
-            meter=Meter(**{field.name: row[field.name] for field in dataclasses.fields(Meter)}),
+            meter=Meter.of(row),
             counted=counted,
             reached=counted,
             passes=row["passes"],

@@ -428,7 +428,8 @@ class LiveTasks:
           computed: what has been computed.
           seconds: the time that the devices have spent on it.
         """
-        by_task, tokens = computed.by_task, max(1, sum(computed.by_task.values()))
+        by_task = computed.by_task
+        tokens = max(1, sum(by_task.values()))
         changed = [self[name] for name in {*by_task, *(update.task for update in updates)}]
         before = {task.name: task.meter.copy() for task in changed}
         for part in (*computed.turns, *computed.held_out):

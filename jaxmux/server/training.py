@@ -82,39 +82,37 @@ class CommandRunner:
                 future.set_exception(RuntimeError(f"{why} before the command"))
 
     def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
-        permitted: list[Waiting] = []
-        # The tasks as the commands will leave them, and what they change of these.
-        after: list[LiveTask] = []
-        changes: list[dict[str, Any]] = []
+        # With the task as the command will leave it, and what changes of a task that is known.
+        permitted: list[tuple[Waiting, LiveTask, dict[str, Any]]] = []
         for command, future in waiting:
             try:
                 self._tasks.check(command)
                 if command.kind == "register":
                     specification, *_, origin = command.value
                     self._store.check(specification)
-                    self._store.check(origin or specification)
+                    if origin:
+                        self._store.check(origin)
             except TaskError as e:
                 future.set_exception(e)
                 continue
-            permitted.append((command, future))
             if command.kind == "register":
-                changes.append({})
-                after.append(self._tasks.new_task(command, self._arrivals))
+                changes, task = {}, self._tasks.new_task(command, self._arrivals)
             else:
-                changes.append(self._tasks.changes(command))
-                after.append(dataclasses.replace(self._tasks[command.task], **changes[-1]))
+                changes = self._tasks.changes(command)
+                task = dataclasses.replace(self._tasks[command.task], **changes)
+            permitted.append(((command, future), task, changes))
         try:
-            if after:
-                self._saving.write(after)
+            if permitted:
+                self._saving.write([task for _, task, _ in permitted])
         except OSError as e:
-            for _, future in permitted:
+            for (_, future), _, _ in permitted:
                 future.set_exception(e)
             return
-        for (command, future), task, changed in zip(permitted, after, changes, strict=True):
+        for (command, future), task, changes in permitted:
             if command.kind == "register":
                 self._tasks.add(task)
             else:
-                self._tasks.carry_out(command, changed)
+                self._tasks.carry_out(command, changes)
             future.set_result(None)
 
 
@@ -259,9 +257,10 @@ class LiveTraining:
         Returns:
           A future; it has a `TaskError` if the name is taken, or the store cannot keep the task.
         """
-        for what, value in (("task", task), ("origin", origin or task)):
-            if not isinstance(value, Task):
-                raise TypeError(f"{what} should be a Task, found {value!r}")
+        if not isinstance(task, Task):
+            raise TypeError(f"task should be a Task, found {task!r}")
+        if not isinstance(origin, Task | None):
+            raise TypeError(f"origin should be a Task, found {origin!r}")
         value = task, _integer("priority", priority), file_identities(task), origin
         return self._command("register", task.name, value)
 
@@ -531,8 +530,9 @@ class LiveTraining:
             self._store.wait()
         self._saving.write_if_due(now=True)
         if wait:
-            is_old = "the tasks could not be saved as they are" if self._saving.changed else None
-            self.problem = self._store.problem or is_old
+            self.problem = self._store.problem
+            if self._saving.changed and not self.problem:
+                self.problem = "the tasks could not be saved as they are"
 
     def _command(self, kind: str, name: str, value: Any = None) -> Future[None]:
         if not isinstance(name, str):

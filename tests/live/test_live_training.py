@@ -366,8 +366,8 @@ def test_use_is_written_once_a_second_and_news_at_once(make_live, tasks, monkeyp
             super().__init__()
             self.states = []
 
-        def write(self, new, changed, *others):
-            self.states.append([row["state"] for row in (*new, *changed.values())])
+        def write(self, tasks, *others):
+            self.states.append([row["state"] for row in (*tasks.new, *tasks.changed.values())])
 
     now = 0.0
     monkeypatch.setattr("jaxmux.server.saving.time.monotonic", lambda: now)

@@ -105,11 +105,11 @@ def test_every_end_is_told_once_wherever_a_server_is_killed(
         if cut:
             os.truncate(images[-1] / cut.relative_to(folder), length)
 
-    def write(database, new, changed, *others, real=Database.write):
-        ends = {row["state"] for row in changed.values()} & ENDED
+    def write(database, tasks, *others, real=Database.write):
+        ends = {row["state"] for row in tasks.changed.values()} & ENDED
         if ends:
             take()
-        real(database, new, changed, *others)
+        real(database, tasks, *others)
         if ends:
             take()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxmux import Task
 from jaxmux.server import Meter, StateChange
-from jaxmux.server.database import Database
+from jaxmux.server.database import Database, Rows
 from jaxmux.server.task import LiveTask
 
 BEGUN = 1_800_000_000.0
@@ -134,7 +134,7 @@ def open_database(path: Path, origins: Mapping[str, Task]) -> Database:
         task = LiveTask(dataclasses.replace(origin, name=name), 0, 0, history, origin=origin)
         rows.append(task.first_row() | task.row(ends=False))
     columns = dict.fromkeys(("rounds", "checkpoints", "events_bytes", "rounds_bytes"), 0)
-    database.write(rows, {}, [], columns | dataclasses.asdict(Meter()))
+    database.write(Rows(new=rows), columns | dataclasses.asdict(Meter()))
     return database
 
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -308,9 +309,9 @@ class DirectoryWatcher:
         new = watched.wanted.task
         old = registered_task(self._accepted[watched.task], new, status.steps if status else None)
         problem = refused_change(old, new)
-        state = status.state if status else None
-        if state in ENDED and (old != new or (status and came_too_late(watched.wanted, status))):
-            problem = f"has ended ({state}); give the file and the task another name"
+        has_ended = status and status.state in ENDED
+        if has_ended and (old != new or came_too_late(watched.wanted, status)):
+            problem = f"has ended ({status.state}); give the file and the task another name"
         if problem:
             watched.wanted = None
             self._refuse(place, watched, f"{place.name}.json: {problem}")
@@ -465,7 +466,7 @@ class DirectoryWatcher:
             if watched.error
         ]
         refused += [(place, why, False) for place, why in self._ignored.items()]
-        refused.sort(key=lambda watched: watched[0])
+        refused.sort(key=itemgetter(0))
         rows = [
             {"task": place.task, "error": error[:_LONGEST_ERROR], "waits": waits}
             for place, error, waits in refused[:_MOST_REFUSED]
