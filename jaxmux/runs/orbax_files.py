@@ -4,7 +4,8 @@ This module works around some of Orbax's behaviour. tests/runs/test_orbax_files.
 these claims, and fails if another version of Orbax behaves differently:
 
 - Its `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and raise an
-  error again when they are closed. The plain `Checkpointer` starts no thread that outlives a call.
+  error again when they are closed. The threads of the plain `Checkpointer` end with the call, or a
+  moment later, because closing an event loop does not wait for its threads.
 - If one of many arrays cannot be read or written, Orbax closes its event loop while TensorStore
   still works on the others. Each of those then prints a traceback, "Event loop is closed".
   `_array_handler` waits for all arrays before it raises the error of one.

@@ -71,7 +71,9 @@ def assert_calm(capfd, logged, monkeypatch):
     def check():
         gc.collect()
         assert (unraisable, logged, capfd.readouterr()) == ([], [], ("", ""))
-        assert set(threading.enumerate()) <= before
+        for thread in set(threading.enumerate()) - before:
+            thread.join(timeout=30)
+            assert not thread.is_alive(), thread
 
     return check
 
