@@ -8,7 +8,6 @@ a task from these samples. `fill_microbatch` copies placed samples into a `Micro
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .batches import GlobalBatches
 from .chat_templates import Rendering
 from .errors import DataError
 from .sources import Record, Source, SplitPart, read_records
@@ -16,7 +15,7 @@ from .stored_samples import Sample, StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
 
 if TYPE_CHECKING:
-    from .microbatch import Microbatch, fill_microbatch
+    from .batches import GlobalBatches, Microbatch, fill_microbatch
 
 __all__ = [
     "DataError",
@@ -40,6 +39,6 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # That module imports JAX, which is too slow to import for help texts.
-    if name in ("Microbatch", "fill_microbatch"):
-        return getattr(import_module(f"{__name__}.microbatch"), name)
+    if name in ("GlobalBatches", "Microbatch", "fill_microbatch"):
+        return getattr(import_module(f"{__name__}.batches"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

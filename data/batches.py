@@ -1,13 +1,22 @@
-"""The global batches of a task, numbered from 0."""
+"""The samples of an epoch, the global batches of a task, and the arrays of a microbatch."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Array, Float, Int, UInt32
 
 from .errors import DataError
-from .stored_samples import Sample
+from .sources import Source, stable_hash
+from .stored_samples import Sample, StoredSamples, target_tokens
 
 # Number of global batches of a task whose indices are cached.
 _REMEMBERED = 8
+# An epoch is a list of samples in memory, with 20 bytes for each.
+_MOST_SAMPLES = 2**27
+# A number of samples that is above every limit.
+_ENDLESS = 2.0**40
 
 
 class GlobalBatches:
@@ -74,3 +83,140 @@ class GlobalBatches:
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
         return [self._samples[i] for i in self._indices(k)]
+
+
+def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
+    """The number of samples of each source in an epoch.
+
+    With `Source.weight`, the source that has the most samples for its weight is used once in an
+    epoch, and the samples of other sources are repeated in proportion to the weights.
+
+    Args:
+      sizes: number of samples of each source, at least 1.
+      sources: only `path`, `repeat` and `weight` are used.
+
+    Raises:
+      DataError: an epoch has no sample of a source, or too many samples for memory.
+    """
+    if sources[0].weight is not None:
+        weights = [source.weight for source in sources]
+        per_weight = max(size / weight for size, weight in zip(sizes, weights, strict=True))
+        counts = [
+            # Without this limit, weights of very different sizes would give infinity.
+            max(size, round(min(weight * per_weight, _ENDLESS)))
+            for size, weight in zip(sizes, weights, strict=True)
+        ]
+    else:
+        counts = [_repeated(n, source) for n, source in zip(sizes, sources, strict=True)]
+    if sum(counts) > _MOST_SAMPLES:
+        source, count = max(zip(sources, counts, strict=True), key=lambda pair: pair[1])
+        what = "repeat" if source.weight is None else "weight"
+        raise DataError(
+            f"{source.path}: with {what}={getattr(source, what):g} an epoch would have {count:,} "
+            f"samples of this source; all sources together may have {_MOST_SAMPLES:,}"
+        )
+    return counts
+
+
+def copies(samples: StoredSamples, count: int, seed: int) -> StoredSamples:
+    """Repeats samples to `count` in all. Each occurs equally often, up to a difference of one;
+    `seed` decides which samples occur once more than the others."""
+    whole, rest = divmod(count, len(samples))
+    every = np.arange(len(samples))
+    if not rest:
+        return samples if whole == 1 else samples.take(np.tile(every, whole))
+    hashes = [stable_hash(seed, "repeat", sample_id) for sample_id in samples.sample_ids.tolist()]
+    chosen = np.sort(np.argsort(np.array(hashes, np.uint64), kind="stable")[:rest])
+    return samples.take(np.concatenate([np.tile(every, whole), chosen]))
+
+
+def _repeated(size: int, source: Source) -> int:
+    if source.repeat is None:
+        return size
+    whole = int(source.repeat)
+    count = whole * size + round((source.repeat - whole) * size)
+    if not count:
+        raise DataError(f"{source.path}: repeat={source.repeat:g} of {size} samples is none")
+    return count
+
+
+class Microbatch(NamedTuple):
+    """The input arrays of one forward and backward pass, with samples of one or more tasks.
+
+    It has `rows` rows of `row_len` tokens. A row may hold several samples one after another;
+    attention stays within a sample. All rows in order form a stream of N = rows · row_len tokens,
+    divided into *chunks* of equal length, each of which belongs to one task.
+
+    Attributes:
+      tokens: int32, the tokens that the model reads; 0 on padding; -1 - i at virtual token i of a
+        sample, from 0.
+      targets: int32, the token to predict at each position; 0 on padding.
+      loss_weight: float32, the weight of each position's loss: 1 / n where the target counts in the
+        loss, for n such targets in the task's whole global batch (the samples of one optimizer
+        update); 0 elsewhere.
+      positions: int32, position in the sample, from 0; 0 on padding.
+      segment_ids: int32, number of the sample within its row, from 0; -1 on padding.
+      sample_id: uint32, `Sample.sample_id` of each token's sample; 0 on padding. Dropout masks
+        depend on it.
+      chunk_slot: int32, the slot of each chunk's task, which is the index of the task's adapter in
+        the stacked adapters of all tasks; -1 for a chunk without tokens.
+    """
+
+    tokens: Int[Array, "rows row_len"]
+    targets: Int[Array, "rows row_len"]
+    loss_weight: Float[Array, "rows row_len"]
+    positions: Int[Array, "rows row_len"]
+    segment_ids: Int[Array, "rows row_len"]
+    sample_id: UInt32[Array, "rows row_len"]
+    chunk_slot: Int[Array, " chunks"]
+
+
+def fill_microbatch(
+    placements: Iterable[tuple[int, int, int, int]],
+    batches: Mapping[int, Sequence[Sample]],
+    *,
+    rows: int,
+    row_len: int,
+    chunk_len: int,
+) -> Microbatch:
+    """Copies the samples of one microbatch to their positions in NumPy arrays and pads the rest.
+
+    A sample of n tokens takes n - 1 positions: the model reads all but its last token, and predicts
+    all but its first one. The positions of its virtual tokens come before them.
+
+    Args:
+      placements: for every sample of this microbatch, a tuple (slot, sample, row, offset), as in
+        `planner.packing.Placement`: the slot of the sample's task, the index of the sample in the
+        task's global batch, the row, and the position in the row of the sample's first token. The
+        samples of a row come in ascending order of their offsets. Samples of two slots must not
+        share a chunk, and samples must not overlap or exceed their row; this is not checked.
+      batches: by slot, the whole global batch of the task, even if other microbatches hold a part
+        of it. The loss is divided by the number of target tokens in the whole global batch.
+      chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
+        several whole rows.
+    """
+    shape = (rows, row_len)
+    tokens, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))
+    loss_weight = np.zeros(shape, np.float32)
+    segment_ids = np.full(shape, -1, np.int32)
+    sample_id = np.zeros(shape, np.uint32)
+    chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
+    weight = {slot: 1 / target_tokens(batch) for slot, batch in batches.items()}
+    sequences = [0] * rows
+
+    for slot, index, row, offset in placements:
+        sample = batches[slot][index]
+        span = slice(offset, offset + sample.stream_length)
+        virtual = slice(offset, offset + sample.virtual_tokens)
+        tokens[row, virtual] = -1 - np.arange(sample.virtual_tokens)
+        text = slice(virtual.stop, span.stop)
+        tokens[row, text] = sample.input_ids[:-1]
+        targets[row, text] = sample.input_ids[1:]
+        loss_weight[row, text] = np.where(sample.target_mask[1:], weight[slot], 0)
+        positions[row, span] = np.arange(sample.stream_length)
+        segment_ids[row, span] = sequences[row]
+        sample_id[row, span] = sample.sample_id
+        start, stop = row * row_len + span.start, row * row_len + span.stop
+        chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
+        sequences[row] += 1
+    return Microbatch(tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot)

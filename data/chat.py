@@ -13,6 +13,7 @@ from .chat_templates import (
     Rendering,
     TimeLimit,
     TimeLimitExceeded,
+    ends_of_turns,
     line_of,
     template_of,
 )
@@ -20,7 +21,6 @@ from .conversations import ASSISTANT, Messages, Tools, read_messages, read_tools
 from .errors import DataError
 from .record_forms import RenderedText, TextRange, valid_text
 from .sources import Form, LossOn, Record
-from .special_text import ends_of_turns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

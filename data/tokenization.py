@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import batched, chain, zip_longest
@@ -17,22 +17,26 @@ from jaxtyping import Bool, Int
 from .chat import joined_prompt, render_chat
 from .chat_templates import (
     Rendering,
+    SpecialText,
     TemplateClock,
     TimeLimit,
     TimeLimitExceeded,
+    ends_of_turns,
     own_template,
     template_of,
 )
-from .columns import Columns
 from .errors import DataError
-from .groups import groups_of_records, groups_of_texts
-from .record_forms import RenderedText, TextRange, detect_form, render, unread_fields
+from .record_forms import Columns, RenderedText, TextRange, detect_form, render, unread_fields
 from .sources import CHAT_FORMS, Record, Source, SplitPart, read_records
-from .special_text import SpecialText, ends_of_turns
 from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_RECORDS_PER_CALL = 1024
+# The tokens and offsets of a call are Python objects with up to 280 bytes for each character.
+_CHARACTERS_PER_CALL = 2**18
+
 
 # Without this, transformers warns when it is imported that torch is missing, which tokenizers do
 # not need. Only functions import transformers, because that takes seconds.
@@ -609,3 +613,51 @@ def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sam
     if source.overlong == "drop" or not mask.any():
         return None
     return Sample(ids, mask, record.index)
+
+
+def groups_of_records(records: Iterable[Record]) -> Iterator[list[Record]]:
+    """Divides records into groups. A group has at most `_RECORDS_PER_CALL` records and
+    `_CHARACTERS_PER_CALL` characters, or is one record."""
+    group: list[Record] = []
+    characters = 0
+    for record in records:
+        size = _characters(record.fields)
+        if group and (len(group) == _RECORDS_PER_CALL or characters + size > _CHARACTERS_PER_CALL):
+            yield group
+            group, characters = [], 0
+        group.append(record)
+        characters += size
+    if group:
+        yield group
+
+
+def _characters(value: Any) -> int:
+    """Number of characters of all texts in the fields of a record."""
+    try:
+        match value:
+            case str():
+                return len(value)
+            case Mapping():
+                return sum(map(_characters, value.values()))
+            case list():
+                return sum(map(_characters, value))
+    except RecursionError:
+        # Such a record is refused when it is rendered.
+        pass
+    return 0
+
+
+def groups_of_texts(
+    rendered: Sequence[tuple[Record, RenderedText]],
+) -> Iterator[list[tuple[Record, RenderedText]]]:
+    """Divides rendered records into at least one group. A group has at most `_CHARACTERS_PER_CALL`
+    characters, or is one text."""
+    part: list[tuple[Record, RenderedText]] = []
+    characters = 0
+    for record, text in rendered:
+        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
+            yield part
+            part, characters = [], 0
+        part.append((record, text))
+        characters += len(text.text)
+    yield part

@@ -1,10 +1,12 @@
 """Writing files: checks before a file is written, replacing it as a whole, and its permissions."""
 
+import errno
 import json
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import InputError
@@ -119,3 +121,15 @@ def share_like_folder(path: Path) -> None:
       OSError: the file belongs to another user.
     """
     path.chmod(path.parent.stat().st_mode & 0o666)
+
+
+@contextmanager
+def unwritable_named(path: Path) -> Iterator[None]:
+    """Turns an error of safetensors while it writes into an OSError that names a file or folder."""
+    # Imported here because safetensors imports NumPy, which is too slow for help texts.
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as e:
+        raise OSError(errno.EIO, str(e), str(path)) from None

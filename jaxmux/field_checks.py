@@ -3,6 +3,8 @@
 The annotation of a field says what it may hold: `Count`, `Literal["a", "b"]`, or
 `Annotated[float, Field(gt=0), EXACT]`. Numbers of NumPy are accepted like those of Python and
 become numbers of Python. A bool is not a number, and a string is neither a number nor a bool.
+
+`why_left_out` explains names of Hugging Face PEFT that jaxmux does not have, for error messages.
 """
 
 import dataclasses
@@ -10,6 +12,7 @@ import functools
 import inspect
 import numbers
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, NoReturn, TypeVar, dataclass_transform, get_type_hints
 
@@ -25,8 +28,6 @@ from pydantic import (
 from pydantic.dataclasses import dataclass as pydantic_dataclass
 from pydantic_core import ArgsKwargs, core_schema
 
-from .left_out import why_left_out
-
 # The key of a JSON object that names the class of an adapter or an optimizer.
 KIND = "kind"
 # JSON of other programs holds integers as float64, which is exact up to this one.
@@ -34,6 +35,34 @@ LARGEST_INTEGER = 2**53 - 1
 
 _LARGEST_FLOAT32 = (2 - 2**-23) * 2.0**127
 _VALUES = TypeVar("_VALUES")
+# By name in small letters and digits, the usual spelling of the name and the reason.
+_LEFT_OUT = {
+    "boft": ("BOFT", "its butterfly factors would need a product of their own for every linear"),
+    "oft": ("OFT", "its rotations give linears that read the same input different inputs"),
+    "prefixtuning": (
+        "prefix tuning",
+        "it trains worse than prompts and low-rank adapters; take PromptTuning or LoRA",
+    ),
+    "modulestosave": (
+        "modules_to_save",
+        "it would be a whole copy for each task; train some rows of the embedding "
+        "(`trained_tokens`) or low-rank adapters of the tables (`target_modules`)",
+    ),
+    "loftq": (
+        "LoftQ",
+        "it quantises the backbone anew for every adapter, and here all tasks share one",
+    ),
+    "loraga": (
+        "LoRA-GA",
+        "it begins with the gradients of whole weights; take 'eva', which begins with the task's "
+        "data too",
+    ),
+    "corda": (
+        "CorDA",
+        "it begins with the inverted covariances of all inputs; take 'eva', which begins with the "
+        "task's data too",
+    ),
+}
 
 
 class _Exact:
@@ -416,3 +445,19 @@ def _number_in_words(schema: Mapping[str, Any]) -> str:
         return "a finite number" if least == -most else f"a number of at least {least:g}"
     low = f"({above:g}" if above is not None else f"[{least:g}"
     return f"a number in {low}, {f'{most:g}]' if below is None else f'{below:g})'}"
+
+
+def why_left_out(name: object) -> str:
+    """Returns the reason why jaxmux leaves out an adapter or an initialisation, as in "OFT is left
+    out: its rotations …". The text is empty for other names and for values that are not texts.
+
+    Args:
+      name: a name in any spelling, such as "OFT", "OFTConfig", "prefix_tuning" or "lora_ga".
+    """
+    if not isinstance(name, str):
+        return ""
+    plain = re.sub(r"[^a-z0-9]", "", name.lower()).removesuffix("config")
+    if plain not in _LEFT_OUT:
+        return ""
+    written, reason = _LEFT_OUT[plain]
+    return f"{written} is left out: {reason}"

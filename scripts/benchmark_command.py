@@ -38,7 +38,7 @@ import numpy as np
 from benchmark_records import Record, RecordFile, make_record
 from benchmark_step import PEFT, WARM_UP_ROUNDS, llama_config, measured_peft, with_baseline
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 # By format of the linears, most seconds to the end of the first step with an empty and a filled
 # cache of programs.

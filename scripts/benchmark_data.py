@@ -22,7 +22,7 @@ from pathlib import Path
 
 from benchmark_records import Record, RecordFile, figures_table, make_figure
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 MIB = 2**20
 # Most MiB of the figure: a group of records with its tokens as objects of Python, the last million

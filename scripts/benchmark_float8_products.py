@@ -27,7 +27,7 @@ import numpy as np
 import torch
 from benchmark_records import Record, make_figure, replace_records
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.pallas_kernels.frozen_weight import FLOAT8, FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora.routed_matmul_sm90 import Scales, Term, routed_matmul
 from jaxmux.pallas_kernels.grouped_lora.tilings import matmul_tiling, multiprocessors

@@ -41,7 +41,7 @@ from benchmark_records import Record, make_figure, replace_records
 from benchmark_step import llama_config
 
 from jaxmux.generation import Generator, Request
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
 

@@ -46,7 +46,7 @@ from grouped_lora_chain import (
     shape_name,
 )
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.pallas_kernels.grouped_lora import IMPLEMENTATIONS
 
 LINEARS = (Linear(4096, (4096,)), Linear(4096, (14336,)), Linear(14336, (4096,)))

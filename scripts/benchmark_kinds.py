@@ -55,8 +55,7 @@ from kinds_turns import turn
 
 from jaxmux.data import GlobalBatches, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.tasks.prepared_task import size_of
-from jaxmux.engine.tasks.task_data import with_virtual_tokens
+from jaxmux.engine.tasks.prepared_task import size_of, with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, device_peak, linear_sizes, planned_remat
 from jaxmux.peft import (
     IA3,

@@ -51,7 +51,7 @@ from live_changes import large, pipeline
 from live_rounds import growth, waiting
 from live_small_tasks import bits, demo, planning
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 
 def main() -> None:

@@ -66,7 +66,7 @@ from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.rounds.rounds import Packing, pack_tightly
 from jaxmux.engine.tasks.prepared_task import BatchLengths
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import (

@@ -48,7 +48,7 @@ import jax.numpy as jnp
 from benchmark_records import Record, RecordFile, make_record, read_records
 
 from jaxmux.engine import Engine, EngineOptions
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.models import BACKBONE_FORMATS, Backbone, BackboneConfig, device_peak
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task

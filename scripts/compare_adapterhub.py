@@ -227,7 +227,7 @@ def jaxmux(command: str, folder: Path, request: dict) -> None:
 
 
 def jaxmux_versions() -> str:
-    code = "from jaxmux.installed_versions import *; print(installed_versions('jaxmux', 'jax'))"
+    code = "from jaxmux.installation import *; print(installed_versions('jaxmux', 'jax'))"
     found = subprocess.run(
         [os.environ["JAXMUX_PYTHON"], "-c", code], check=True, capture_output=True, text=True
     )

@@ -36,7 +36,7 @@ from matplotlib.figure import Figure
 
 from jaxmux.data import load_tokenizer
 from jaxmux.generation.programs import prompts_in_rows
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions, resolve_path
 from jaxmux.models import (
     BACKBONE_FORMATS,
     Backbone,
@@ -48,7 +48,6 @@ from jaxmux.models import (
     logits_of,
 )
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.package_files import resolve_path
 
 ROOT = Path(__file__).resolve().parent.parent
 # The plain backbone, and nf4 in PEFT, beside the formats of jaxmux.

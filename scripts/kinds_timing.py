@@ -11,7 +11,7 @@ import numpy as np
 from benchmark_records import make_figure, replace_records
 from benchmark_step import round_size
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 # An engine waits for the device in the eight rounds after its compilation.
 WARM_UP_TURNS, FEWEST_TURNS = 4, 3

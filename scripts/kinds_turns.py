@@ -18,7 +18,7 @@ from benchmark_step import llama_config, make_engine
 
 import jaxmux
 from jaxmux.engine import Engine
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 
 def main() -> None:

@@ -13,11 +13,11 @@ import numpy as np
 from benchmark_records import Record
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.installation import resolve_path
 from jaxmux.models import (
     Backbone,
     load_backbone,
 )
-from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.planner.scheduling import Candidate, schedule, tokens_per_microbatch

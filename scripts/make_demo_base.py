@@ -29,7 +29,7 @@ from demo_world import answer_words, quoted_words, vocabulary
 from jaxtyping import Array, Float, Int
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.models import (
     Backbone,
     BackboneConfig,

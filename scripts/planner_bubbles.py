@@ -14,7 +14,7 @@ from research.lower_bounds import least_makespan
 from scipy.optimize import linear_sum_assignment
 
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
-from jaxmux.planner.packing.shape_class import ShapeClass, smallest_shape_class
+from jaxmux.planner.packing.rows import ShapeClass, smallest_shape_class
 from jaxmux.planner.pipeline.groupings import pair_head_with_tail, take_turns
 from jaxmux.planner.pipeline.pipeline_plan import (
     PipelineCosts,

@@ -15,8 +15,8 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.packing.microbatches import RoundLengths, pack_rounds
+from jaxmux.planner.packing.rows import smallest_shape_class
 from jaxmux.planner.packing.shape_choice import ShapeRequest
-from jaxmux.planner.packing.shape_class import smallest_shape_class
 from jaxmux.planner.pipeline import TaskLoad, make_plan, shared_pool
 from jaxmux.planner.pipeline.groupings import balance_gap, balanced_buckets, candidate_buckets
 

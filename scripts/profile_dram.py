@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from benchmark_records import Record, RecordFile, make_record
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 READ, WRITTEN = "dram__bytes_read.sum", "dram__bytes_write.sum"
 FROZEN = "frozen"

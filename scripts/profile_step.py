@@ -21,7 +21,7 @@ import jax
 from benchmark_records import RecordFile, make_record
 from gpu_trace import Launch, pauses, read_launches, trace_file
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 # Purposes of kernels, by the beginning of their names. The first expression that matches counts.
 PURPOSES = (

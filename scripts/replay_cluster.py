@@ -73,8 +73,7 @@ from research.cluster import (
     replay,
 )
 
-from jaxmux.installed_versions import installed_versions
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import installed_versions, resolve_path
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, measured_models
 from jaxmux.planner.costs.device_profile import read_profile
 from jaxmux.planner.devices import ONE_DEVICE

@@ -24,7 +24,7 @@ from gpu_trace import idle_shares, read_launches, trace_file
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig, device_memory
 from jaxmux.planner.devices import Deployment, Replica
 from jaxmux.planner.packing import ShapeClass

@@ -9,7 +9,7 @@ from pathlib import Path
 from benchmark_command import device, train
 from benchmark_records import Record, make_figure
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 STEPS = 4
 

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.models import (
     BackboneConfig,
     ForwardOptions,

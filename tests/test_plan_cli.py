@@ -15,10 +15,10 @@ import pytest
 
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
-from jaxmux.engine.tasks import task_data
+from jaxmux.engine.tasks import prepared_task
 from jaxmux.engine.tasks.prepared_task import size_of
+from jaxmux.installation import resolve_path
 from jaxmux.models import BackboneConfig
-from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.cost_models import estimated_memory
 from jaxmux.planner.costs.device_profile import (
     AttentionPoint,
@@ -48,7 +48,7 @@ def clean_gin():
 @pytest.fixture(scope="module", autouse=True)
 def tokenize_once():
     """The demo's data is tokenized once in this file."""
-    load_samples, known = task_data.load_samples, {}
+    load_samples, known = prepared_task.load_samples, {}
 
     def remembered(source, tokenizer, *, max_length, part, **keywords):
         key = source, max_length, part
@@ -59,7 +59,7 @@ def tokenize_once():
         return known[key]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(task_data, "load_samples", remembered)
+        patch.setattr(prepared_task, "load_samples", remembered)
         yield
 
 

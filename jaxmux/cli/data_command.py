@@ -5,9 +5,9 @@ import json
 from collections.abc import Sequence
 
 from jaxmux.data import load_tokenizer
-from jaxmux.engine.tasks.task_data import Loaded, read_data
+from jaxmux.engine.tasks.prepared_task import Loaded, read_data
+from jaxmux.installation import resolve_path
 from jaxmux.models import BackboneConfig, resolve_backbone
-from jaxmux.package_files import resolve_path
 from jaxmux.runs import check_names
 from jaxmux.similar_names import did_you_mean
 from jaxmux.sweeps import expanded

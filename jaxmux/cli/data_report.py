@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths, target_tokens, token_counts
-from jaxmux.engine.tasks.task_data import TaskData
+from jaxmux.engine.tasks.prepared_task import TaskData
 from jaxmux.models import BackboneConfig
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
 from jaxmux.runs.task_warnings import of_texts

@@ -16,12 +16,12 @@ from typing import Any
 from jaxmux.atomic_files import holds_object, require_output, write_atomically
 from jaxmux.data import Source, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
-from jaxmux.engine.tasks.task_data import Loaded, read_held_out
+from jaxmux.engine.tasks.prepared_task import Loaded, read_held_out
 from jaxmux.evaluation import EvalCase, losses_of, matches_of
+from jaxmux.installation import resolve_path
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone, resolve_backbone
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
-from jaxmux.peft.chat_template_file import tokenizer_key
+from jaxmux.peft.peft_folder import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.metrics import finite_or_none
 from jaxmux.runs.run_directory import begun_of, lock_state, without_adapter

@@ -22,7 +22,7 @@ from jaxmux.peft import (
     kind_of,
     write_merged,
 )
-from jaxmux.peft.chat_template_file import TEMPLATE
+from jaxmux.peft.peft_folder import TEMPLATE
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task

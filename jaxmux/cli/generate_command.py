@@ -20,8 +20,8 @@ from jaxmux.models import (
     resolve_backbone,
 )
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder, trained_on
-from jaxmux.peft.chat_template_file import tokenizer_key, with_chat_template
 from jaxmux.peft.kind import BaseTensors
+from jaxmux.peft.peft_folder import tokenizer_key, with_chat_template
 from jaxmux.runs import RunDirectoryError, read_record
 from jaxmux.runs.run_directory import begun_of, without_adapter
 

@@ -9,9 +9,14 @@ from typing import Any, NamedTuple
 
 from jaxmux.data import DataError, Record, Source, read_records
 from jaxmux.data.chat import read_chat
-from jaxmux.data.columns import field_names
 from jaxmux.data.conversations import ASSISTANT
-from jaxmux.data.record_forms import CONTEXT_FIELDS, RenderedText, unread_fields, valid_text
+from jaxmux.data.record_forms import (
+    CONTEXT_FIELDS,
+    RenderedText,
+    field_names,
+    unread_fields,
+    valid_text,
+)
 from jaxmux.data.sources import Form
 from jaxmux.generation import Conversation
 from jaxmux.planner.numbers import numbered

@@ -20,8 +20,7 @@ from pydantic import SkipValidation
 from jaxmux.data import Source
 from jaxmux.distributions import DISTRIBUTIONS
 from jaxmux.field_checks import checked_dataclass
-from jaxmux.learning_rates import Schedule
-from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
 from jaxmux.server.server import ServerOptions

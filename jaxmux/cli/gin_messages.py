@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 
 from jaxmux.errors import InputError
-from jaxmux.left_out import why_left_out
+from jaxmux.field_checks import why_left_out
 from jaxmux.similar_names import did_you_mean
 
 # By name of a class that configs may set, its fields.

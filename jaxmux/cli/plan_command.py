@@ -19,10 +19,9 @@ from jaxmux.atomic_files import holds_object, refuse_foreign, require_output
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
-from jaxmux.engine.tasks.task_data import Loaded, read_data
+from jaxmux.engine.tasks.prepared_task import BatchLengths, Loaded, mesh_sizes, read_data
+from jaxmux.installation import resolve_path
 from jaxmux.models import BackboneConfig, resolve_backbone
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import kind_of
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, ReplicaCosts

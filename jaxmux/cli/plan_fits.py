@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from jaxmux.atomic_files import holds_object, require_output
 from jaxmux.engine.tasks.prepared_task import pool_of_task
+from jaxmux.installation import resolve_path
 from jaxmux.models import BACKBONE_FORMATS, BackboneConfig, BackboneError, resolve_backbone
 from jaxmux.models.device_memory import memory_for_training
 from jaxmux.optimizers import AdamW
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import LoRA
 from jaxmux.planner.costs import (
     CostSource,

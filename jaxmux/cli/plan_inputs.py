@@ -3,8 +3,8 @@
 import dataclasses
 from pathlib import Path
 
+from jaxmux.installation import resolve_path
 from jaxmux.models import BackboneConfig
-from jaxmux.package_files import resolve_path
 from jaxmux.peft import LayerMask, kind_of, size_of_adapter
 from jaxmux.planner.costs import PROFILES, h200
 from jaxmux.planner.costs.device_profile import ProfileError, read_profile

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxmux.atomic_files import holds_object, require_output, require_writable
+from jaxmux.installation import resolve_path
 from jaxmux.models import Backbone, BackboneConfig, BackboneError, resolve_backbone
 from jaxmux.models.architectures import parse_config
-from jaxmux.package_files import resolve_path
 from jaxmux.planner.costs.device_profile import LayerPoint, Measurement, Profile, read_profile
 from jaxmux.planner.costs.fitting import fit_time_model, layer_passes
 from jaxmux.profiling import (

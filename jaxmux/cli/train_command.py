@@ -10,7 +10,7 @@ from typing import NoReturn
 import jax
 
 from jaxmux.errors import InputError
-from jaxmux.package_files import cache_folder, resolve_path
+from jaxmux.installation import cache_folder, resolve_path
 from jaxmux.runs import fine_tune, join_processes
 from jaxmux.runs.console import RunConsole
 from jaxmux.runs.processes import leave, process_index, watching_others

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.data import Sample
-from jaxmux.data.special_text import special_tokens
+from jaxmux.data.chat_templates import special_tokens
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 

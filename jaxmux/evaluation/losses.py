@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.tasks.task_data import with_virtual_tokens
+from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter

@@ -4,8 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxmux.data import DataError
-from jaxmux.data.chat_templates import line_of, template_of
-from jaxmux.data.special_text import ends_of_turns
+from jaxmux.data.chat_templates import ends_of_turns, line_of, template_of
 
 _PROBE = "jaxmux"
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from safetensors.flax import save_file
 
 from jaxmux.atomic_files import share_like_folder
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 
 from .architectures import BackboneConfig, to_hf_config
 from .checkpoint_reader import CheckpointReader, Progress

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 
 from .adapter_ops import AllAdapters, LayerAdapters
 from .architectures import BackboneConfig

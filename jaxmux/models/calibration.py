@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float
 
-from jaxmux.data.microbatch import Microbatch, fill_microbatch
+from jaxmux.data.batches import Microbatch, fill_microbatch
 from jaxmux.data.stored_samples import Sample
 
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp

@@ -1,6 +1,5 @@
 """The files of a checkpoint folder of Hugging Face."""
 
-import errno
 import json
 import math
 import os
@@ -19,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.flax import save_file
 
-from jaxmux.atomic_files import share_like_folder
+from jaxmux.atomic_files import share_like_folder, unwritable_named
 
 from .errors import BackboneError
 
@@ -211,15 +210,6 @@ def unreadable_named(path: Path) -> Iterator[None]:
         raise BackboneError(
             f"{path}: cannot be read as safetensors ({e}); truncated download?"
         ) from None
-
-
-@contextmanager
-def unwritable_named(path: Path) -> Iterator[None]:
-    """Turns an error of safetensors while it writes into an OSError that names a file or folder."""
-    try:
-        yield
-    except SafetensorError as e:
-        raise OSError(errno.EIO, str(e), str(path)) from None
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:

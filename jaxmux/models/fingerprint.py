@@ -13,7 +13,7 @@ from pathlib import Path
 import xxhash
 
 from jaxmux.atomic_files import write_atomically
-from jaxmux.package_files import cache_folder
+from jaxmux.installation import cache_folder
 
 from .architectures import BackboneConfig
 from .checkpoint_files import safetensors_header, shards, unreadable_named

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.extend.core import Var
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.pallas_kernels.collectives import sums_run_beside_kernels
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import IN_ORDER, Routing

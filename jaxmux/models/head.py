@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .adapter_ops import LayerAdapters

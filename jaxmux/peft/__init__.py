@@ -6,7 +6,6 @@ linear, r for the rank of a task's adapter, and R for the rank of the pool.
 """
 
 from .bottleneck import Bottleneck
-from .chat_template_file import adapter_tokenizer, trained_on
 from .diff_pruning import DiffPruning
 from .dora import DoRA
 from .ia3 import IA3
@@ -14,9 +13,15 @@ from .kind import AdapterKind
 from .kinds import (
     KINDS,
     SPECIFICATIONS,
+    SlotArrays,
+    adapter_of,
+    crop,
     dropout_of,
+    empty_pool,
     kind_of,
     ops_of,
+    own_leaves,
+    pad,
     register_kind,
     scale_of,
     size_of_adapter,
@@ -26,8 +31,14 @@ from .ln_tuning import LNTuning
 from .lora import Adapter, Factors, LoRA, initial_adapter
 from .merged_checkpoint import write_merged
 from .model_card import Notes
-from .peft_folder import AdapterError, export_adapter, import_adapter, is_adapter_folder
-from .pool import SlotArrays, adapter_of, crop, empty_pool, own_leaves, pad
+from .peft_folder import (
+    AdapterError,
+    adapter_tokenizer,
+    export_adapter,
+    import_adapter,
+    is_adapter_folder,
+    trained_on,
+)
 from .prompt_tuning import PromptTuning
 from .sparse_diff import SparseDiff
 from .targets import LayerMask, full_name, resolve_targets

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxmux.left_out import why_left_out
+from jaxmux.field_checks import why_left_out
 from jaxmux.models import BackboneConfig
 
 from .bottleneck import (
@@ -23,7 +23,7 @@ from .bottleneck import (
     with_numbers,
 )
 from .kind import AdapterKind, BaseTensors
-from .peft_tensors import take_tensor
+from .targets import take_tensor
 
 # The name that an exported adapter has within its folder.
 _NAME = "jaxmux"

@@ -15,8 +15,15 @@ from jaxmux.models.adapter_ops import AdapterOp, matmul_of_chunks
 
 from .kind import AdapterKind, BaseTensors, Changes, changed_weights
 from .leaves import LeafSpec
-from .peft_tensors import PREFIX, layer_tensors, take_tensor
-from .targets import LayerMask, full_name, resolve_targets, target_names
+from .targets import (
+    PREFIX,
+    LayerMask,
+    full_name,
+    layer_tensors,
+    resolve_targets,
+    take_tensor,
+    target_names,
+)
 
 # PEFT's `mask_type` for masks of whole columns, with their number.
 _MASK_TYPE = re.compile(r"columns_(\d+)")

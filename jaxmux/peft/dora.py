@@ -30,9 +30,8 @@ from .lora import (
     supported_initialisation,
 )
 from .lora_pattern import factors_of, scale_leaf, scales_of
-from .peft_tensors import layer_tensors, stacked, take_layers
 from .remembered import remembered
-from .targets import LayerMask, full_name, tables_among
+from .targets import LayerMask, full_name, layer_tensors, stacked, tables_among, take_layers
 
 _MAGNITUDE = "lora_magnitude_vector"
 

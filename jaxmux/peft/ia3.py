@@ -13,8 +13,15 @@ from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import AdapterKind, BaseTensors, Changes, spec_tree
 from .leaves import LeafSpec
-from .peft_tensors import layer_tensors, stacked, take_layers
-from .targets import LayerMask, full_name, resolve_targets, target_names
+from .targets import (
+    LayerMask,
+    full_name,
+    layer_tensors,
+    resolve_targets,
+    stacked,
+    take_layers,
+    target_names,
+)
 
 # Names of the trained arrays at a linear: the factors of its input, and of its output.
 INPUT, OUTPUT = "input", "output"

@@ -14,8 +14,7 @@ from jaxmux.planner.costs.pool_spec import PointWork
 
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
-from .peft_tensors import PREFIX, take_tensor
-from .targets import LayerMask, full_name
+from .targets import PREFIX, LayerMask, full_name, take_tensor
 
 NORMS = ("input_layernorm", "post_attention_layernorm", FINAL_NORM)
 _PARAMETER = "ln_tuning_layers.weight"

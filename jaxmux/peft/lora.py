@@ -21,8 +21,8 @@ from jaxmux.field_checks import (
     Number,
     Positive,
     checked_dataclass,
+    why_left_out,
 )
-from jaxmux.left_out import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -212,6 +212,11 @@ class LoRA:
     def adapts_tables(self) -> bool:
         """Whether the embedding or the head is adapted too, or some of their rows."""
         return bool(self.trained_tokens or tables_among(self.target_modules))
+
+    @property
+    def has_patterns(self) -> bool:
+        """Whether some linears have other ranks or scales than the rest."""
+        return bool(self.rank_pattern or self.alpha_pattern)
 
     @property
     def scale(self) -> float:

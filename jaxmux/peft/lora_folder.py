@@ -7,13 +7,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxmux.left_out import why_left_out
+from jaxmux.field_checks import why_left_out
 from jaxmux.models import BackboneConfig, linear_sizes
 
 from .kind import BaseTensors, Changes, changed_weights
 from .lora import Adapter, Factors, LoRA, as_stored, lora_targets, ranks_and_scales
-from .peft_tensors import PREFIX, layer_tensors, take_tensor
-from .targets import full_name, resolve_targets, tables_among, target_names
+from .targets import (
+    PREFIX,
+    full_name,
+    layer_tensors,
+    resolve_targets,
+    tables_among,
+    take_tensor,
+    target_names,
+)
 
 # Settings of PEFT that change the adapter's outputs. They are unset in a plain LoRA.
 _NOT_SUPPORTED = (

@@ -100,11 +100,6 @@ def _merged(spec: LoRA, adapter: Any, config: BackboneConfig) -> Changes:
     return lora_folder.merged(spec, factors_of(adapter), config)
 
 
-def has_patterns(values: Any) -> bool:
-    """Whether a specification gives some linears other ranks or scales than the rest."""
-    return bool(values.rank_pattern or values.alpha_pattern)
-
-
 lora_pattern_kind = AdapterKind(
     "lora_pattern",
     specification=LoRA,
@@ -126,7 +121,7 @@ lora_pattern_kind = AdapterKind(
     from_tensors=_from_tensors,
     identity=("rank", "alpha", "rslora", "rank_pattern", "alpha_pattern"),
     rank=lambda spec: spec.largest_rank,
-    serves=lambda spec: has_patterns(spec) and not spec.begins_at_weight and not spec.adapts_tables,
+    serves=lambda spec: spec.has_patterns and not spec.begins_at_weight and not spec.adapts_tables,
     merged=_merged,
     work=lambda config, point, rank: PointWork(0, 0),
     as_stored=as_stored,

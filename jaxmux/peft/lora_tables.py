@@ -41,8 +41,15 @@ from .lora import (
     rank_and_scale,
 )
 from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
-from .peft_tensors import PREFIX, take_tensor
-from .targets import LayerMask, full_name, linears_among, linears_of, tables_among
+from .targets import (
+    PREFIX,
+    LayerMask,
+    full_name,
+    linears_among,
+    linears_of,
+    tables_among,
+    take_tensor,
+)
 
 # The names of a table's factors in PEFT, by point.
 _FACTORS = {

@@ -19,8 +19,7 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes
 from .lora import LoRA, as_stored, initial_adapter, lora_targets
 from .lora_pattern import factors_of, rates_by_name, scale_leaf, with_scales
-from .peft_tensors import PREFIX
-from .targets import LayerMask, linears_of
+from .targets import PREFIX, LayerMask, linears_of
 from .trained_tokens import TOKENS_TENSOR, Rows, TrainedTokens, trained_tokens_kind
 
 _TENSOR = f"{PREFIX}model.{EMBEDDING}.token_adapter.trainable_tokens_delta"

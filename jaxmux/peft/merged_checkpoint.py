@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import save_file
 
-from jaxmux.atomic_files import share_like_folder
+from jaxmux.atomic_files import share_like_folder, unwritable_named
 from jaxmux.data import Rendering
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.models.architectures import record_tying
@@ -20,7 +20,6 @@ from jaxmux.models.checkpoint_files import (
     CheckpointTensors,
     copy_other_files,
     shards,
-    unwritable_named,
     write_index,
     write_tensors,
 )
@@ -28,10 +27,9 @@ from jaxmux.models.quantised.settings import SETTINGS
 from jaxmux.models.tensor_names import tensor_names
 from jaxmux.pallas_kernels.frozen_weight import PLAIN_FORMATS
 
-from .chat_template_file import write_chat_template
 from .kinds import kind_of
 from .model_card import CARD, Notes, merged_card
-from .peft_folder import AdapterError
+from .peft_folder import AdapterError, write_chat_template
 
 # A function from a weight in float32 to the merged weight.
 Change = Callable[[np.ndarray], np.ndarray]

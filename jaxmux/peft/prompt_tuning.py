@@ -13,8 +13,7 @@ from jaxmux.models.adapter_ops import EMBEDDING, EMBEDDING_TENSOR, AdapterOp, ro
 
 from .kind import AdapterKind, BaseTensors, base_values
 from .leaves import LeafSpec
-from .peft_tensors import take_tensor
-from .targets import LayerMask
+from .targets import LayerMask, take_tensor
 
 _TENSOR = "prompt_embeddings"
 

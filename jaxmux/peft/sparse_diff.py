@@ -24,9 +24,16 @@ from .kind import (
     changed_weights,
 )
 from .leaves import LeafSpec
-from .peft_tensors import PREFIX, layer_tensors, take_tensor
 from .sparse_products import first_of_owner, sparse_product
-from .targets import LayerMask, full_name, resolve_targets, target_names
+from .targets import (
+    PREFIX,
+    LayerMask,
+    full_name,
+    layer_tensors,
+    resolve_targets,
+    take_tensor,
+    target_names,
+)
 
 MASKS = ("random", "magnitude", "gradient")
 # The number of an entry holds its row and its column, with 16 bits each.

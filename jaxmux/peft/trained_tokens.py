@@ -22,8 +22,7 @@ from jaxmux.models.adapter_ops import (
 
 from .kind import AdapterKind, BaseTensors, Changes, base_values
 from .leaves import LeafSpec
-from .peft_tensors import PREFIX, take_tensor
-from .targets import LayerMask
+from .targets import PREFIX, LayerMask, take_tensor
 
 # The name of the tensor with the rows, in folders of this kind.
 TOKENS_TENSOR = f"{PREFIX}{EMBEDDING_TENSOR.removesuffix('.weight')}.trainable_tokens_delta"

@@ -17,9 +17,17 @@ from . import lora_folder
 from .kind import AdapterKind, BaseTensors, Changes, changed_weights
 from .leaves import LeafSpec
 from .lora import Adapter, Factors, LoRA
-from .peft_tensors import layer_tensors, stacked, take_layers, take_tensor
 from .shared_projections import add_projected, first_alike
-from .targets import LayerMask, refuse_size, resolve_targets, target_names
+from .targets import (
+    LayerMask,
+    layer_tensors,
+    refuse_size,
+    resolve_targets,
+    stacked,
+    take_layers,
+    take_tensor,
+    target_names,
+)
 
 # PEFT's names of the two projections, which belong to no module.
 _A, _B = "base_model.vera_A", "base_model.vera_B"

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
-from .packing.shape_class import ShapeClass
+from .packing.rows import ShapeClass
 
 # At most this many later tasks of its priority may begin before a task that does not fit yet.
 MOST_PASSES = 8

@@ -35,7 +35,7 @@ from jaxmux.planner.costs.device_profile import (
     Point,
     UpdatePoint,
 )
-from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN
+from jaxmux.planner.packing.rows import MIN_CHUNK_LEN
 
 # Number of sequences in a row, in programs whose rows may hold several.
 _SEQUENCES = 4

@@ -188,40 +188,6 @@ def _message(error: Exception) -> str:
     return spaced((message.splitlines() or [""])[0][:LONGEST_LINE])
 
 
-_FIRST, _LONGEST = 1.0, 60.0
-
-
-class Retry:
-    """Tells when to try again after failures: one second after the first of several failures in a
-    row, then each time twice as long, but at most a minute. Threads may share it.
-
-    Attributes:
-      has_failed: whether the last attempt has failed.
-    """
-
-    def __init__(self):
-        """Creates a record without failures."""
-        self.has_failed = False
-        self._seconds = 0.0
-        self._at = 0.0
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the next attempt may be made now."""
-        return time.monotonic() >= self._at
-
-    def note_failure(self) -> None:
-        """Records a failed attempt."""
-        self.has_failed = True
-        self._seconds = min(max(_FIRST, 2 * self._seconds), _LONGEST)
-        self._at = time.monotonic() + self._seconds
-
-    def note_success(self) -> None:
-        """Records a successful attempt."""
-        self.has_failed = False
-        self._seconds = self._at = 0.0
-
-
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
 # Files that a training run writes: by name, True for a folder. `restart` deletes nothing else, and

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from jaxmux.data import Rendering, load_tokenizer
 from jaxmux.data.chat_templates import TemplateClock
 from jaxmux.engine import PreparedTask, prepare_task
-from jaxmux.engine.tasks.task_data import Loaded
-from jaxmux.installed_versions import installed_versions
+from jaxmux.engine.tasks.prepared_task import Loaded
+from jaxmux.installation import installed_versions
 from jaxmux.models import (
     BackboneConfig,
     backbone_dtype,

@@ -12,7 +12,7 @@ import numpy as np
 from jaxmux.data.hugging_face import is_saved_data_set
 from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import Engine, TaskProgress, TrainedTask
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 from jaxmux.models import device_peak
 from jaxmux.peft import Notes
 from jaxmux.printable import shown_state

@@ -17,7 +17,7 @@ from jaxmux.data.file_kinds import files_of, is_pattern
 from jaxmux.data.hugging_face import is_saved_data_set
 from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import PreparedTask
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 from jaxmux.tasks import Task, TaskError
 
 

@@ -26,7 +26,6 @@ from jaxmux.peft import Adapter, export_adapter, import_adapter
 from jaxmux.planner.numbers import numbered
 from jaxmux.runs.checkpoints import Checkpoints, Found
 from jaxmux.runs.metrics import LOG_BYTES, LineLog, has_details, host_bytes, round_line
-from jaxmux.runs.run_directory import Retry
 from jaxmux.runs.summary import notes_of_task
 from jaxmux.runs.trackers import RunTrackers
 from jaxmux.sharding import PlacedBackbone
@@ -39,6 +38,8 @@ from .task import ENDED, LiveTask, Meter, TaskCopy
 
 # A reader that falls behind by more events loses the oldest ones.
 MOST_UNREAD = 100_000
+# Seconds until a failed write is tried again: after the first failure, and at most.
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 class Event(NamedTuple):
@@ -328,6 +329,36 @@ _MOST_PROBLEMS = 5
 _TABLE, _CHECKPOINT = "table", "checkpoint"
 
 
+class _Retry:
+    """Tells when to try again after failures: one second after the first of several failures in a
+    row, then each time twice as long, but at most a minute. Threads may share it.
+
+    Attributes:
+      has_failed: whether the last attempt has failed.
+    """
+
+    def __init__(self):
+        self.has_failed = False
+        self._seconds = 0.0
+        self._at = 0.0
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the next attempt may be made now."""
+        return time.monotonic() >= self._at
+
+    def note_failure(self) -> None:
+        """Records a failed attempt."""
+        self.has_failed = True
+        self._seconds = min(max(_FIRST_WAIT, 2 * self._seconds), _LONGEST_WAIT)
+        self._at = time.monotonic() + self._seconds
+
+    def note_success(self) -> None:
+        """Records a successful attempt."""
+        self.has_failed = False
+        self._seconds = self._at = 0.0
+
+
 class ServerStore:
     """The `Store` of a server with a folder.
 
@@ -378,14 +409,14 @@ class ServerStore:
         # The adapters that have not been written.
         self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
         # Whether some of these have been tried in vain, and when to try again.
-        self._has_unwritten, self._adapters_retry = False, Retry()
+        self._has_unwritten, self._adapters_retry = False, _Retry()
         # The number of the last checkpoint, and how many could be written.
         self._number = self._count = 0
         # The checkpoints that the table does not know yet, which the writer adds.
         self._new: list[Checkpoint] = []
         self._last: Future[None] | None = None
         # Whether the last checkpoint could not be written, and when to write another one.
-        self._checkpoint_retry = Retry()
+        self._checkpoint_retry = _Retry()
         # By kind, why the last thing of it could not be written, without and with its name.
         self._problems: dict[str, tuple[str, str]] = {}
         self._written: Callable[[], None] = lambda: None

@@ -24,10 +24,10 @@ from jaxmux.field_checks import (
     in_words,
     parts_of,
     to_object,
+    why_left_out,
 )
-from jaxmux.learning_rates import Schedule
-from jaxmux.left_out import why_left_out
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
+from jaxmux.optimizers import Schedule
 from jaxmux.peft import (
     IA3,
     Bottleneck,

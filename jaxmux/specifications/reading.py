@@ -12,8 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from jaxmux.field_checks import KIND, from_object, parts_of, to_object
-from jaxmux.left_out import why_left_out
+from jaxmux.field_checks import KIND, from_object, parts_of, to_object, why_left_out
 from jaxmux.peft import LoRA
 from jaxmux.similar_names import did_you_mean
 from jaxmux.tasks import LONGEST_NAME, TASK_NAME, Task, TaskError

@@ -39,9 +39,7 @@ import numpy as np
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
-from jaxmux.planner.packing.rows import RowShape
-from jaxmux.planner.packing.shape_class import ShapeClass
-from jaxmux.planner.packing.spans import cut_spans
+from jaxmux.planner.packing.rows import RowShape, ShapeClass, cut_spans
 
 # The tasks that share a GPU: the indices of their kinds, ascending.
 Tasks = tuple[int, ...]

@@ -18,7 +18,7 @@ from jaxmux.planner.costs.replica_costs import AUTO, ReplicaCosts
 from jaxmux.planner.costs.time_model import TimeModel
 from jaxmux.planner.devices import Replica
 from jaxmux.planner.numbers import power_of_two
-from jaxmux.planner.packing.shape_class import MIN_CHUNK_LEN, ShapeClass
+from jaxmux.planner.packing.rows import MIN_CHUNK_LEN, ShapeClass
 from jaxmux.planner.replicas import LengthBins, SequenceCosts, simulate_rounds
 from jaxmux.planner.replicas.cost_table import require_service, tabulate_costs
 

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import DataError, Record, Source, load_samples
-from jaxmux.data.columns import Columns
-from jaxmux.data.record_forms import detect_form, render
+from jaxmux.data.record_forms import Columns, detect_form, render
 
 QA = {"question": "2+2=", "answer": " 4"}
 COLUMNS = {"prompt": "question", "completion": "answer"}

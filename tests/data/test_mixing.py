@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import DataError, Sample, Source, stored
-from jaxmux.data.mixing import copies, epoch_counts
+from jaxmux.data.batches import copies, epoch_counts
 
 
 def counts(size, repeat, seed=0):

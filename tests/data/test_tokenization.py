@@ -19,7 +19,7 @@ from tokenizers import (
 )
 from transformers import AutoTokenizer
 
-from jaxmux.data import DataError, Source, groups, load_samples, load_tokenizer, tokenization
+from jaxmux.data import DataError, Source, load_samples, load_tokenizer, tokenization
 from jaxmux.generation import Conversation
 from jaxmux.generation.requests import Request, read_prompt
 from jaxmux.models import BackboneConfig
@@ -336,7 +336,7 @@ def test_samples_do_not_depend_on_how_texts_are_grouped(tokenizer, write_jsonl, 
     expected = load(path, tokenizer).samples
     calls = []
     tokenize = tokenization._tokenize_group
-    monkeypatch.setattr(groups, "_CHARACTERS_PER_CALL", 30)
+    monkeypatch.setattr(tokenization, "_CHARACTERS_PER_CALL", 30)
     monkeypatch.setattr(
         tokenization, "_tokenize_group", lambda *args: calls.append(len(args[0])) or tokenize(*args)
     )

@@ -15,7 +15,7 @@ import pytest
 from docs.extension.snippets import commands, pages, snippets
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import COMMANDS
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 
 ROOT = Path(__file__).parents[2]
 ALL = [s for page in pages(ROOT) for s in snippets(ROOT, page)]

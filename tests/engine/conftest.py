@@ -14,8 +14,7 @@ import pytest
 from jaxmux.data import GlobalBatches, Sample, Samples, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.devices import programs
-from jaxmux.engine.tasks.prepared_task import first_epoch
-from jaxmux.engine.tasks.task_data import with_virtual_tokens
+from jaxmux.engine.tasks.prepared_task import first_epoch, with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_backbone
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter

@@ -209,8 +209,7 @@ def test_the_totals_are_the_sum_also_over_forgotten_tasks(make_live, tasks, watc
 
 
 def test_learning_rates_follow_the_longer_schedule_from_the_extension_on(make_live, make_task):
-    from jaxmux.learning_rates import Schedule
-    from jaxmux.optimizers import AdamW
+    from jaxmux.optimizers import AdamW, Schedule
 
     decaying = make_task("a", steps=6, optimizer=AdamW(1e-2, schedule=Schedule("cosine")))
     live = make_live({"a": lambda _: decaying})

@@ -148,6 +148,6 @@ def pytest_terminal_summary(terminalreporter, config):
 @pytest.fixture(scope="session")
 def backbone():
     """The folder of the backbone that ships with jaxmux."""
-    code = "from jaxmux.package_files import resolve_path; print(resolve_path('jaxmux:demo/base'))"
+    code = "from jaxmux.installation import resolve_path; print(resolve_path('jaxmux:demo/base'))"
     command = [os.environ["JAXMUX_PYTHON"], "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -20,7 +20,7 @@ from encoded_weights import encoded_weights, number_tables
 
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
-from jaxmux.engine.tasks.task_data import with_virtual_tokens
+from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import (
     MODULES,
     Backbone,

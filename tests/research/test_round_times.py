@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from research.cluster import RoundTimes, TaskKind
 
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import PROFILES, PoolSpec, ReplicaCosts, measured_models
 from jaxmux.planner.costs.device_profile import read_profile

@@ -10,8 +10,7 @@ from pathlib import Path
 from random import Random
 
 from jaxmux.engine import EngineSize
-from jaxmux.runs import run_directory
-from jaxmux.server import LiveTraining, saving, server
+from jaxmux.server import LiveTraining, saving, server, store
 from jaxmux.server.server import ServerOptions, tuning_server
 
 from . import crash_images
@@ -122,8 +121,8 @@ class SimulatedServer:
         # After fewer rounds than usual, so that it happens in a simulation.
         soon_smaller = functools.partial(LiveTraining, quiet_rounds=4)
         # What could not be written is tried again without a wait.
-        for seconds in ("_FIRST", "_LONGEST"):
-            monkeypatch.setattr(run_directory, seconds, 0.0)
+        for seconds in ("_FIRST_WAIT", "_LONGEST_WAIT"):
+            monkeypatch.setattr(store, seconds, 0.0)
         # What tasks have used is written after every round.
         monkeypatch.setattr(saving, "_USE_EVERY", 0.0)
         monkeypatch.setattr(server, "LiveTraining", soon_smaller)

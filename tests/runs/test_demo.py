@@ -12,7 +12,7 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 
 main = partial(run_command, "train", prog="jaxmux train")
 

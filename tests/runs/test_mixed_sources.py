@@ -9,7 +9,7 @@ import pytest
 from jaxmux import Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.data import Rendering, Source, load_tokenizer
-from jaxmux.engine.tasks.task_data import read_data
+from jaxmux.engine.tasks.prepared_task import read_data
 from jaxmux.field_checks import to_object
 from jaxmux.models import BackboneConfig
 from jaxmux.specifications import task_from_json, task_to_json

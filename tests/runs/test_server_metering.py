@@ -10,8 +10,7 @@ import shutil
 
 import pytest
 
-from jaxmux.learning_rates import Schedule
-from jaxmux.optimizers import AdamW
+from jaxmux.optimizers import AdamW, Schedule
 from jaxmux.runs.metrics import LineLog
 from jaxmux.runs.run_directory import RunDirectoryError
 from jaxmux.server import saving

@@ -7,7 +7,6 @@ import time
 import orbax.checkpoint
 import pytest
 
-from jaxmux.runs import run_directory
 from jaxmux.runs.checkpoints import Checkpoints
 from jaxmux.runs.run_directory import RunDirectoryError
 from jaxmux.server import saving, store
@@ -67,7 +66,7 @@ def test_an_adapter_that_fails_in_any_way_holds_up_nothing_else(
 
 
 def test_whoever_calls_step_need_not_save(serve, task, tmp_path, refuse, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(run_directory, "_FIRST", 0.01)
+    monkeypatch.setattr(store, "_FIRST_WAIT", 0.01)
     refuse["a"] = OSError(28, "No space left on device")
     with serve(tmp_path / "server") as server:
         server.register(task("a", steps=1))

@@ -31,7 +31,7 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
 from jaxmux.cli.main import run_command
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 from jaxmux.runs.run_directory import lock_state
 from jaxmux.server import Meter, ServerOptions, StateChange, TaskStatus, serve
 from jaxmux.server.console import ServerConsole

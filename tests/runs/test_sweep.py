@@ -13,7 +13,7 @@ from rich.console import Console
 from jaxmux import AdamW, PlanningError, RunDirectoryError, Sweep, Task, TaskError
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
-from jaxmux.engine.tasks import task_data
+from jaxmux.engine.tasks import prepared_task
 from jaxmux.planner.costs.admission import Admission
 from jaxmux.runs import checkpoints, read_task
 from jaxmux.runs.console import RunConsole
@@ -270,13 +270,13 @@ def test_another_sweep_is_another_config(sweep, sweep_run, train, make_task, dat
 def test_a_first_rung_that_never_comes_is_refused_and_data_is_read_once(
     sweep, train, tmp_path, monkeypatch
 ):
-    read, load = [], task_data.load_samples
+    read, load = [], prepared_task.load_samples
 
     def load_and_note(source, *arguments, **keywords):
         read.append(source.path)
         return load(source, *arguments, **keywords)
 
-    monkeypatch.setattr(task_data, "load_samples", load_and_note)
+    monkeypatch.setattr(prepared_task, "load_samples", load_and_note)
     message = "sweep 'base': first_rung is 6, but its tasks train only 6 steps"
     with pytest.raises(TaskError, match=message):
         Sweep(sweep.task, sweep.space, first_rung=6)

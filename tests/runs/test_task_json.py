@@ -10,8 +10,7 @@ import pytest
 
 from jaxmux.data import Source
 from jaxmux.field_checks import to_object
-from jaxmux.learning_rates import Schedule
-from jaxmux.optimizers import SGD, AdamW, Lion
+from jaxmux.optimizers import SGD, AdamW, Lion, Schedule
 from jaxmux.peft import LoRA
 from jaxmux.specifications import (
     SpecificationLimits,

@@ -24,8 +24,7 @@ from jaxmux.field_checks import (
     field_schema,
     parts_of,
 )
-from jaxmux.learning_rates import Schedule
-from jaxmux.optimizers import OPTIMIZERS
+from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import SPECIFICATIONS as ADAPTERS
 from jaxmux.specifications import SpecificationLimits
 from jaxmux.specifications.limits import refusals, value_schema

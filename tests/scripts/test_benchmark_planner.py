@@ -32,7 +32,7 @@ from planner_parts import packing_of_mixes, packing_of_unusual_lengths
 from planner_replicas import CONTEXT, SIX_TASKS, cases, most_gain, simulate, small_case
 
 from jaxmux.planner.costs.pool_spec import PoolSpec
-from jaxmux.planner.packing.shape_class import ShapeClass
+from jaxmux.planner.packing.rows import ShapeClass
 
 pytestmark = pytest.mark.slow
 

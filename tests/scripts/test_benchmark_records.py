@@ -11,7 +11,7 @@ from benchmark_records import FIELDS, RecordFile, make_record, replace_records
 from benchmark_step import peft_record, round_size, with_baseline
 from grouped_lora_chain import shape_name
 
-from jaxmux.installed_versions import installed_versions
+from jaxmux.installation import installed_versions
 
 VERSIONS = {"jax": "1.2.3"}
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.errors import microbatch_too_large
 from jaxmux.models import Backbone, SlotTable, device_memory
 from jaxmux.models.modules import abstract_weights

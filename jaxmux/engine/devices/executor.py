@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.errors import fits, raise_unless_full
 from jaxmux.models import Backbone, SlotTable
 from jaxmux.pallas_kernels.compilation import compiled

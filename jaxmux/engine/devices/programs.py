@@ -27,7 +27,7 @@ from jaxtyping import Array, Float
 
 import jaxmux
 from jaxmux import data, pallas_kernels
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.errors import first_line, microbatch_too_large
 from jaxmux.models import (
     NAMED_POLICIES,

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from jaxmux.data import Sample, fill_microbatch
-from jaxmux.data.microbatch import Microbatch
+from jaxmux.data.batches import Microbatch
 from jaxmux.models import SlotTable
 from jaxmux.peft import dropout_of, scale_of
 from jaxmux.planner.costs.pool_spec import PoolSpec

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import PlanningError
-from ..packing.shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from ..packing.rows import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 from .pool_spec import PoolSpec, merge_pool_specs, refuse_stages
 from .replica_costs import ReplicaCosts
 

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxmux.installation import resolve_path
 from jaxmux.optimizers import OPTIMIZERS
-from jaxmux.package_files import resolve_path
 
 from ..devices import Replica
 from . import h200

@@ -24,7 +24,7 @@ from typing import Any, ClassVar, NamedTuple, get_args
 from ...atomic_files import write_atomically
 from ..devices import Replica
 from ..errors import PlanningError
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 
 
 class PackedBytes(NamedTuple):

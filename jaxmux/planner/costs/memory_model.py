@@ -30,7 +30,7 @@ import scipy
 from ..devices import ONE_DEVICE, Replica
 from ..errors import PlanningError
 from ..numbers import numbered, size_text
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 from .device_profile import BackboneSize, ProfileError
 from .pool_spec import PoolSpec
 

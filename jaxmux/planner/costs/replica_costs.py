@@ -11,7 +11,7 @@ import numpy as np
 from ..devices import AUTO_SCHEDULE, Replica
 from ..errors import PlanningError
 from ..numbers import size_text
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 from .memory_model import USABLE, MemoryModel, split_stages
 from .pool_spec import PoolSpec
 from .time_model import Remat, TimeModel

@@ -16,7 +16,7 @@ import numpy as np
 import scipy
 
 from ..errors import PlanningError
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 from . import h200
 from .device_profile import BackboneSize, ProfileError
 from .h200 import DECODED_PER_SECOND, FLOAT8_SAVING, linear_seconds

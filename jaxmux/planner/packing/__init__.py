@@ -9,6 +9,7 @@ change the rows in which the chunks lie. This independence is called isolation.
 """
 
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
+from .rows import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 from .shape_choice import (
     Batches,
     PartOfBatches,
@@ -23,7 +24,6 @@ from .shape_choice import (
     sampled_part,
     with_fewer_rows,
 )
-from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 
 __all__ = [
     "Batches",

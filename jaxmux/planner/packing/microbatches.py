@@ -13,12 +13,13 @@ from typing import NamedTuple
 from .rows import (
     Row,
     RowShape,
+    ShapeClass,
+    Span,
+    cut_spans,
     fill_rows,
     least_rows,
     spans_of_rows,
 )
-from .shape_class import ShapeClass
-from .spans import Span, cut_spans
 
 # One round: for each slot, the stream lengths in tokens of the samples of the task's global batch.
 # A sample's stream length is its number of tokens without the last one, because the model predicts

@@ -10,8 +10,7 @@ import numpy as np
 from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
-from .rows import least_rows_of_samples
-from .shape_class import ShapeClass
+from .rows import ShapeClass, least_rows_of_samples
 
 # The program gives a price to every sample and to every number of chunks, such that no span of a
 # task holds samples of a higher price than its chunks, and no row holds chunks of a higher price

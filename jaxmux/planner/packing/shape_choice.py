@@ -13,8 +13,14 @@ from ..devices import Deployment
 from ..errors import PlanningError
 from ..numbers import power_of_two
 from .microbatches import PackedRound, RoundLengths, pack_rounds
-from .rows import RowShape, least_rows_of_samples, spans_of_rows
-from .shape_class import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
+from .rows import (
+    MIN_CHUNK_LEN,
+    RowShape,
+    ShapeClass,
+    least_rows_of_samples,
+    smallest_shape_class,
+    spans_of_rows,
+)
 
 # Limits on the number of rounds, on the samples of all of them and on the samples of one. Within
 # them, choosing a shape class takes two or three seconds. A part of a large round is enough,

@@ -19,7 +19,7 @@ import numpy as np
 from ..contiguous_ranges import cheapest_ranges
 from ..errors import PlanningError
 from ..packing.microbatches import CutBatch
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 
 # Indices of the tasks of an hTask, in ascending order of their tokens.
 HTask = tuple[int, ...]

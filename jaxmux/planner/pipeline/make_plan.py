@@ -38,8 +38,8 @@ from ..devices import AUTO_SCHEDULE, Replica
 from ..errors import PlanningError
 from ..numbers import power_of_two
 from ..packing.microbatches import RoundLengths
+from ..packing.rows import ShapeClass, smallest_shape_class
 from ..packing.shape_choice import Batches, ShapeRequest, choose_shape, sample_rounds
-from ..packing.shape_class import ShapeClass, smallest_shape_class
 from .groupings import Grouping, Groups
 from .pipeline_plan import (
     PipelineCosts,

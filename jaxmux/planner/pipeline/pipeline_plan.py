@@ -25,10 +25,8 @@ from ..packing.microbatches import (
     place,
     rows_of_microbatch,
 )
-from ..packing.rows import RowShape, fill_rows, fill_rows_greedily, fullest_row
+from ..packing.rows import RowShape, ShapeClass, Span, fill_rows, fill_rows_greedily, fullest_row
 from ..packing.shape_choice import Batches, PartOfBatches, sample_rounds
-from ..packing.shape_class import ShapeClass
-from ..packing.spans import Span
 from .groupings import CutRound, Grouping, Groups, candidate_groupings, most_promising, take_turns
 from .schedules import (
     BACKWARD,

@@ -11,7 +11,7 @@ import numpy as np
 from ..costs.replica_costs import ReplicaCosts
 from ..devices import Replica
 from ..errors import PlanningError
-from ..packing.shape_class import ShapeClass
+from ..packing.rows import ShapeClass
 
 
 class TokenCosts:

@@ -10,6 +10,7 @@ from ..devices import Deployment, Replica
 from ..errors import PlanningError
 from ..numbers import power_of_two
 from ..packing.microbatches import RoundLengths
+from ..packing.rows import ShapeClass
 from ..packing.shape_choice import (
     Batches,
     PartOfBatches,
@@ -21,7 +22,6 @@ from ..packing.shape_choice import (
     sample_rounds,
     sampled_part,
 )
-from ..packing.shape_class import ShapeClass
 from ..pipeline.groupings import Grouping
 from ..pipeline.make_plan import (
     Plan,

@@ -8,7 +8,7 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from ..devices import Replica
-from ..packing.shape_class import MIN_CHUNK_LEN
+from ..packing.rows import MIN_CHUNK_LEN
 from .cost_table import CostTable, SequenceCosts, require_service, tabulate_costs
 from .length_bins import LengthBins, choose_length_bins
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxmux.package_files import resolve_path
+from jaxmux.installation import resolve_path
 from jaxmux.planner.costs import h200
 from jaxmux.planner.costs.cost_models import (
     PROFILES,
@@ -26,7 +26,7 @@ from jaxmux.planner.costs.device_profile import (
 )
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Replica
-from jaxmux.planner.packing.shape_class import ShapeClass
+from jaxmux.planner.packing.rows import ShapeClass
 
 LINEARS = {name: (64, 64) for name in ("q_proj", "k_proj", "v_proj", "o_proj")} | {
     "gate_proj": (64, 128),

@@ -30,11 +30,11 @@ from jaxmux.planner.packing.rows import (
     Queues,
     Row,
     RowShape,
+    ShapeClass,
     last_chunks,
     row_chunks,
     spans_of_rows,
 )
-from jaxmux.planner.packing.shape_class import ShapeClass
 
 # Building a program takes about 20 µs per variable. A program with more variables than this per
 # second of the time limit takes more than half of the limit to build.

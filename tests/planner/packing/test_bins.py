@@ -7,7 +7,7 @@ from itertools import combinations
 import numpy as np
 import pytest
 
-from jaxmux.planner.packing.spans import (
+from jaxmux.planner.packing.rows import (
     balanced_bins,
     first_fit_decreasing,
     fullest_bins,

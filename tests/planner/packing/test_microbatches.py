@@ -16,8 +16,7 @@ from research.first_fit import pack_first_fit, pack_greedily
 
 from jaxmux.planner import PlanningError
 from jaxmux.planner.packing import ShapeClass, pack_round, pack_rounds
-from jaxmux.planner.packing.rows import RowShape, fill_rows, least_rows
-from jaxmux.planner.packing.spans import Span, cut_spans, row_bins
+from jaxmux.planner.packing.rows import RowShape, Span, cut_spans, fill_rows, least_rows, row_bins
 
 CASES = [(s, seed) for s in range(len(SHAPES)) for seed in range(15)]
 

@@ -10,6 +10,8 @@ from exact_rows import solve_rows
 from jaxmux.planner.packing.row_prices import least_rows_by_prices
 from jaxmux.planner.packing.rows import (
     RowShape,
+    ShapeClass,
+    Span,
     fill_rows,
     fill_rows_greedily,
     last_chunks,
@@ -17,8 +19,6 @@ from jaxmux.planner.packing.rows import (
     least_rows_of_samples,
     row_chunks,
 )
-from jaxmux.planner.packing.shape_class import ShapeClass
-from jaxmux.planner.packing.spans import Span
 
 ROW = RowShape(chunks=8, max_sequences=6, block=1)
 

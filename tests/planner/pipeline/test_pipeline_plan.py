@@ -7,7 +7,7 @@ import pytest
 
 from jaxmux.planner.errors import PlanningError
 from jaxmux.planner.packing.microbatches import cut_batches
-from jaxmux.planner.packing.shape_class import ShapeClass
+from jaxmux.planner.packing.rows import ShapeClass
 from jaxmux.planner.pipeline.groupings import (
     Grouping,
     candidate_groupings,

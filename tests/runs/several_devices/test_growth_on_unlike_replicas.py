@@ -6,8 +6,7 @@ import jax
 import numpy as np
 import pytest
 
-from jaxmux.learning_rates import Schedule
-from jaxmux.optimizers import AdamW
+from jaxmux.optimizers import AdamW, Schedule
 from jaxmux.peft import LoRA, initial_adapter, resolve_targets
 from jaxmux.server.server import ServerOptions, tuning_server
 from jaxmux.tasks import Task

@@ -1,7 +1,8 @@
-"""Paths of files that ship with the package, which configs write as `jaxmux:demo/base`, and paths
-of its cache."""
+"""Files that ship with the package, which configs write as `jaxmux:demo/base`, the folder of its
+caches, and versions of installed packages."""
 
 import os
+from importlib.metadata import PackageNotFoundError, version
 from importlib.resources import files
 from pathlib import Path
 
@@ -32,3 +33,14 @@ def cache_folder(name: str) -> Path:
     """
     user_cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(user_cache) / "jaxmux" / name
+
+
+def installed_versions(*packages: str) -> dict[str, str]:
+    """Returns the versions of packages by name, without packages that are not installed."""
+    versions = {}
+    for package in packages:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return versions
