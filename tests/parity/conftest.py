@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+
+# bitsandbytes lets torch compile its functions for every shape, which takes longer than all else.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+import torch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # For the modules beside the tests; pytest's importlib mode does not add their folder.
