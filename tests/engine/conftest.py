@@ -34,6 +34,9 @@ CONFIG = BackboneConfig(
     head_dim=8,
 )
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+# One row, so that global batches take several microbatches. Tests should prefer this shape with the
+# default linears and sizes: many share its programs.
+SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 SLOTS, RANK = 4, 8
 
 

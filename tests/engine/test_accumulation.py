@@ -5,6 +5,7 @@ import pytest
 
 from jaxmux.optimizers import SGD
 from jaxmux.planner.packing import ShapeClass
+from tests.engine.conftest import SMALL
 
 
 def shape(rows: int) -> ShapeClass:
@@ -32,6 +33,8 @@ def trained(make_engine, train, task, rows):
     return engine, updates
 
 
+# tests/parity, too, compares steps of several microbatches with those of whole batches.
+@pytest.mark.slow
 def test_one_microbatch_of_eight_and_four_of_two_agree(task, make_engine, train):
     whole, whole_updates = trained(make_engine, train, task, rows=8)
     split, split_updates = trained(make_engine, train, task, rows=2)
@@ -54,8 +57,10 @@ def test_loss_of_a_batch_is_the_mean_over_its_target_tokens(make_task, make_engi
     data = {"samples": 8, "lengths": (4, 65), "optimizer": SGD(0.0), "dropout": 0.1}
     singles = make_task("task", batch_size=1, steps=8, **data)
     batch = make_task("task", batch_size=8, steps=1, **data)
-    alone = train(make_engine(singles, shape=shape(2)))["task"]
-    (whole,) = train(make_engine(batch, shape=shape(2)))["task"]
+    alone = train(make_engine(singles, shape=SMALL))["task"]
+    engine = make_engine(batch, shape=SMALL)
+    (whole,) = train(engine)["task"]
+    assert engine.microbatches > 1
     tokens = [u.target_tokens for u in alone]
     assert len(set(tokens)) > 1 and whole.target_tokens == sum(tokens)
     assert whole.loss == pytest.approx(

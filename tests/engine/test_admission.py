@@ -13,23 +13,23 @@ from jaxmux.planner.costs.cost_models import estimated_memory, estimated_times
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
 from jaxmux.planner.costs.replica_costs import ReplicaCosts
 from jaxmux.planner.devices import Replica
+from tests.engine.conftest import SMALL
 
 RESERVED = PoolSpec(1, 8, ())
 
 
 @pytest.fixture
-def make_guarded(backbone, make_engine):
+def make_guarded(backbone):
     """An engine in whose memory just the given tasks fit."""
 
     def make(*tasks) -> Engine:
-        shape = make_engine(tasks[0]).options.shape
         size = size_of(backbone.config, backbone.compute_dtype)
         memory, pool = estimated_memory(size), merge_pool_specs([t.pool for t in tasks], RESERVED)
-        needed = memory.peak(shape, pool, "full")
+        needed = memory.peak(SMALL, pool, "full")
         memory = dataclasses.replace(memory, memory=int(needed / 0.97) + 1)
         costs = ReplicaCosts(estimated_times(size), memory, pool, Replica())
-        guard = Admission(costs, shape, more_stages=False)
-        return Engine(backbone, EngineOptions(shape, RESERVED), guard)
+        guard = Admission(costs, SMALL, more_stages=False)
+        return Engine(backbone, EngineOptions(SMALL, RESERVED), guard)
 
     return make
 
@@ -38,7 +38,7 @@ def test_a_task_beyond_memory_is_refused_and_the_others_train_on(
     make_guarded, make_engine, make_task, train, assert_same_bits
 ):
     one, two, three = (make_task(name) for name in ("one", "two", "three"))
-    guarded, free = make_guarded(one, two), make_engine(one, two)
+    guarded, free = make_guarded(one, two), make_engine(one, two, shape=SMALL)
     guarded.register_tasks([one, two])
     for each in (guarded, free):
         each.train_round()
@@ -73,7 +73,8 @@ def test_a_restored_round_that_only_awaits_its_update_is_finished(
     make_guarded, make_task, train, monkeypatch
 ):
     """Nothing is left to compile for, and so no peak to learn from."""
-    task = make_task("one", steps=1)
+    # A batch of one sample takes one microbatch.
+    task = make_task("one", steps=1, batch_size=1)
     first, second = make_guarded(task), make_guarded(task)
     first.register_tasks([task])
     first.train_round(stop=lambda: True)

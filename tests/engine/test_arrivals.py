@@ -3,10 +3,8 @@
 import numpy as np
 import pytest
 
-from jaxmux.planner.packing import ShapeClass
+from tests.engine.conftest import SMALL
 
-# Few rows: a global batch takes several microbatches.
-SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 STEPS = {"a": 5, "b": 3, "c": 6, "d": 4, "e": 2}
 
 
@@ -18,7 +16,11 @@ def tasks(make_task):
     }
 
 
-@pytest.fixture(scope="module", params=[None, 60], ids=["whole batches", "parts of batches"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(None, marks=pytest.mark.slow), 60],
+    ids=["whole batches", "parts of batches"],
+)
 def options(request):
     return {"shape": SMALL, "round_tokens": request.param}
 

@@ -28,15 +28,16 @@ FORMAT_OF = {
 
 @pytest.fixture(scope="module")
 def encoded(config) -> Backbone:
-    sizes = dict(hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=2, head_dim=16)
+    sizes = dict(hidden_size=64, intermediate_size=64, num_heads=4, num_kv_heads=4, head_dim=16)
     random = Backbone.random(dataclasses.replace(config, **sizes), seed=5)
     weights = jax.tree.map(lambda w: w if w.ndim == 1 else 5 * w, random.weights)
 
-    @partial(jax.jit, static_argnums=0)
-    def in_format(name: str, weight: FrozenWeight) -> FrozenWeight:
-        return FrozenWeight.encoded(weight.values, FORMAT_OF[name])
-
-    return with_linears(dataclasses.replace(random, weights=weights), in_format)
+    # All linears have the same shape, so there is one program for each format.
+    encode = jax.jit(FrozenWeight.encoded, static_argnums=1)
+    return with_linears(
+        dataclasses.replace(random, weights=weights),
+        lambda name, weight: encode(weight.values, FORMAT_OF[name]),
+    )
 
 
 def with_linears(backbone: Backbone, change) -> Backbone:
@@ -52,6 +53,8 @@ def with_linears(backbone: Backbone, change) -> Backbone:
     return dataclasses.replace(backbone, weights=backbone.weights | {"layers": layers})
 
 
+# tests/runs/test_backbone_format.py compares runs, test_frozen_weight.py linears of each format.
+@pytest.mark.slow
 def test_training_has_the_bits_of_the_decoded_weights(encoded, make_task, train):
     decoded = with_linears(encoded, lambda _, weight: FrozenWeight.of(weight.decoded()))
 

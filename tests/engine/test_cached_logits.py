@@ -25,7 +25,7 @@ from jaxmux.models.cached_forward import single_layers
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.peft import Bottleneck, LoRA, kind_of, ops_of, scale_of
 
-from .test_kinds import SPECS
+from .test_kinds import MORE_SPECS, SPECS
 
 # Tokens that are computed one by one behind each prompt.
 STEPS = 3
@@ -38,6 +38,7 @@ def adapters(make_task_with):
     prepared = {
         name: make_task_with(name, spec, i, steps=1, samples=2)
         for i, (name, spec) in enumerate(SPECS.items())
+        if name not in MORE_SPECS
     }
     return {name: (p.task.adapter, p.make_adapter()) for name, p in prepared.items()}
 
@@ -123,7 +124,7 @@ def assert_equal_logits(found, wanted, tolerance=2e-5):
 def test_all_kinds_and_the_bare_backbone_in_one_batch(backbone, adapters):
     own = [*adapters.values(), (None, None)]
     lengths = [2 + 5 * i % 17 for i in range(len(own))]
-    found, wanted = both_logits(backbone, own, lengths)
+    found, wanted = both_logits(backbone, own, lengths, separate=False)
     assert_equal_logits(found, wanted)
 
 
@@ -149,7 +150,7 @@ def random_adapters(config):
             True,
             2e-5,
         ),
-        ({"backbone_format": "int8"}, True, 2e-5),
+        pytest.param({"backbone_format": "int8"}, True, 2e-5, marks=pytest.mark.slow),
         ({"backbone_format": "nf4"}, False, 2e-5),
         # Activations that differ in the last bit may be rounded to other numbers in float8.
         ({"backbone_format": "float8"}, True, 1e-3),

@@ -9,11 +9,8 @@ import pytest
 from jaxmux.engine import SuspendedTask, TaskProgress
 from jaxmux.engine.rounds.rounds import divide
 from jaxmux.optimizers import SGD
-from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import Task, TaskError
-from tests.engine.conftest import random_samples
-
-SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
+from tests.engine.conftest import SMALL, random_samples
 
 
 @pytest.fixture(scope="module")
@@ -89,7 +86,7 @@ def stopping_step(losses, patience):
     return 12, best
 
 
-@pytest.mark.parametrize("patience", [1, 2])
+@pytest.mark.parametrize("patience", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_task_stops_when_its_patience_ends(
     patience, make_measured, make_task, make_engine, curve, assert_same_bits
 ):

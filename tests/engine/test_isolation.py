@@ -8,6 +8,7 @@ import pytest
 
 from jaxmux.engine.state.updates import DueUpdates, update
 from jaxmux.optimizers import SGD, AdamW, Lion
+from tests.engine.conftest import SMALL
 
 DECAYING = {
     "adamw": AdamW(1e-2, weight_decay=0.5),
@@ -35,10 +36,11 @@ def of_slot(state, slot):
 
 
 @pytest.fixture(scope="module", params=["clean", "nan"])
-def idle_case(request, make_wide_task, make_engine, train):
+def idle_case(request, make_task, make_engine, train):
     """An engine of three trained tasks of which only the first is due; the others hold finite
     values or NaN in their accumulators."""
-    engine = make_engine(*(make_wide_task(k, optimizer=o) for k, o in DECAYING.items()))
+    tasks = (make_task(k, optimizer=o, dropout=0.1) for k, o in DECAYING.items())
+    engine = make_engine(*tasks, shape=SMALL)
     train(engine, rounds=2)
     fill = np.nan if request.param == "nan" else 0.25
     state = engine.state._replace(
@@ -62,10 +64,10 @@ def test_an_idle_slot_is_unchanged_by_weight_decay(idle_case, assert_same_bits):
 
 
 @pytest.fixture
-def filled(make_wide_task, make_engine):
+def filled(make_task, make_engine):
     """Makes a state of four slots full of random finite values, which `update` donates; and the
     layout of the state."""
-    engine = make_engine(*(make_wide_task(k, optimizer=o) for k, o in DECAYING.items()))
+    engine = make_engine(*(make_task(k, optimizer=o) for k, o in DECAYING.items()))
     shapes = jax.tree.map(lambda x: x.shape, engine.state)
 
     def make():
@@ -147,15 +149,16 @@ def test_the_due_slot_is_updated_and_its_accumulators_are_cleared(idle_case):
 
 
 def test_a_finished_task_keeps_its_bits_while_others_train(
-    make_wide_task, make_engine, train, assert_same_bits
+    make_task, make_engine, train, assert_same_bits
 ):
-    short = make_wide_task("short", steps=2, optimizer=DECAYING["adamw"])
-    engine = make_engine(short, make_wide_task("long", steps=8, optimizer=DECAYING["adamw"]))
+    fields = {"optimizer": DECAYING["adamw"], "dropout": 0.1}
+    short, long = (make_task(name, steps=n, **fields) for name, n in (("short", 2), ("long", 4)))
+    engine = make_engine(short, long, shape=SMALL)
     updates = train(engine, rounds=2)
     assert len(updates["short"]) == 2 and engine.progress("short").status == "succeeded"
     before = engine.task_arrays("short")
     train(engine)
-    assert engine.progress("long").step == 8
+    assert engine.progress("long").step == 4
     assert_same_bits(before, engine.task_arrays("short"))
 
 
@@ -163,7 +166,7 @@ def test_frozen_weights_keep_their_bits(
     backbone, make_wide_task, make_engine, train, assert_same_bits
 ):
     before = jax.tree.map(lambda w: np.array(w, copy=True), backbone.weights)
-    train(make_engine(make_wide_task("adamw", optimizer=DECAYING["adamw"])))
+    train(make_engine(make_wide_task("adamw", optimizer=DECAYING["adamw"], dropout=0.1)))
     assert_same_bits(before, jax.device_get(backbone.weights))
 
 
@@ -195,14 +198,14 @@ MORE_BREAKS = ("learning rate 1e10", "learning rate 1e6", "sgd at 1e6", "infinit
 @pytest.fixture(scope="module")
 def healthy(make_wide_task):
     return [
-        make_wide_task("first", dropout=0.1, steps=8),
-        make_wide_task("last", rank=8, batch_size=3, steps=8, optimizer=Lion(1e-3)),
+        make_wide_task("first", dropout=0.1, steps=4),
+        make_wide_task("last", rank=8, batch_size=3, steps=4, optimizer=Lion(1e-3)),
     ]
 
 
 @pytest.fixture(scope="module")
 def undisturbed(healthy, make_wide_task, make_engine, train):
-    engine = make_engine(healthy[0], make_wide_task("broken", steps=8), healthy[1])
+    engine = make_engine(healthy[0], make_wide_task("broken", steps=4), healthy[1])
     return train(engine), {t.task.name: engine.task_arrays(t.task.name) for t in healthy}
 
 
@@ -224,7 +227,7 @@ def test_a_broken_task_changes_no_bit_of_the_others(
     train,
     assert_same_bits,
 ):
-    broken = replace_adapter(make_wide_task("broken", steps=8, **fields), change)
+    broken = replace_adapter(make_wide_task("broken", steps=4, **fields), change)
     engine = make_engine(healthy[0], broken, healthy[1], max_bad_steps=1000)
     updates = train(engine)
     for name, arrays in undisturbed[1].items():
@@ -236,7 +239,7 @@ def test_a_broken_task_changes_no_bit_of_the_others(
 def test_a_broken_task_fails_with_a_reason_and_the_others_go_on(
     healthy, undisturbed, replace_adapter, make_wide_task, make_engine, train, assert_same_bits
 ):
-    broken = replace_adapter(make_wide_task("broken", steps=8), lambda x: np.full_like(x, np.nan))
+    broken = replace_adapter(make_wide_task("broken", steps=4), lambda x: np.full_like(x, np.nan))
     engine = make_engine(healthy[0], broken, healthy[1], max_bad_steps=3)
     updates = train(engine)
     progress = engine.progress("broken")
@@ -253,7 +256,8 @@ def test_a_broken_task_fails_with_a_reason_and_the_others_go_on(
 def test_a_learning_rate_far_too_high_ends_in_failure_not_in_success(
     make_wide_task, make_engine, train
 ):
-    engine = make_engine(make_wide_task("wild", steps=12, optimizer=AdamW(1e30)), max_bad_steps=4)
+    wild = make_wide_task("wild", steps=12, optimizer=AdamW(1e30), dropout=0.1)
+    engine = make_engine(wild, max_bad_steps=4)
     train(engine)
     assert engine.progress("wild").status == "failed"
 
@@ -262,7 +266,8 @@ def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
     make_wide_task, make_engine, train, assert_same_bits
 ):
     """One poisoned accumulator costs one batch: parameters, moments, count and schedule stay."""
-    engine = make_engine(make_wide_task("poisoned"), make_wide_task("neighbour", rank=8))
+    poisoned = make_wide_task("poisoned", dropout=0.1)
+    engine = make_engine(poisoned, make_wide_task("neighbour", rank=8))
     train(engine, rounds=2)
     before = engine.task_arrays("poisoned")
     engine._slots.state = engine.state._replace(loss=engine.state.loss.at[0].set(np.nan))

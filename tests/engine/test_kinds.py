@@ -33,6 +33,7 @@ from jaxmux.tasks import TaskError
 
 from .reference_llama import loss_of
 
+# Few pairs of a kind and a linear: the program of all of them takes long to compile.
 SPECS = {
     "lora": LoRA(4, 8.0, target_modules=("q_proj", "down_proj")),
     "ia3": IA3(),
@@ -42,8 +43,8 @@ SPECS = {
     "houlsby": Bottleneck("houlsby", 5, scaling=0.5),
     "parallel": Bottleneck("parallel", 4),
     "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
-    "dora": DoRA(3, 6.0, target_modules=("q_proj", "v_proj", "o_proj", "up_proj")),
-    "vera": VeRA(6, d_initial=0.3),
+    "dora": DoRA(3, 6.0, target_modules=("q_proj", "v_proj", "up_proj")),
+    "vera": VeRA(6, 0.3, target_modules=("q_proj", "o_proj", "down_proj")),
     # Other projections, of which some linears have parts.
     "vera-of-some": VeRA(4, 0.3, 7, ("k_proj", "o_proj")),
     "entries": SparseDiff(3, "random", ("q_proj", "v_proj", "o_proj")),
@@ -67,8 +68,8 @@ SPECS = {
         rank_pattern={"o_proj": 2},
         alpha_pattern={"down_proj": 1.0},
     ),
-    "olora": LoRA(2, 1.0, target_modules=("q_proj", "up_proj"), initialisation="olora"),
-    "eva": DoRA(2, 3.0, target_modules=("v_proj", "down_proj"), initialisation="eva"),
+    "olora": LoRA(2, 1.0, target_modules=("q_proj", "down_proj"), initialisation="olora"),
+    "eva": DoRA(2, 3.0, target_modules=("v_proj", "up_proj"), initialisation="eva"),
     "tables": LoRA(
         3,
         4.0,
@@ -98,7 +99,7 @@ SCALES = {
 # By linear, those of the adapters whose ranks are in pairs.
 PAIR_SCALES = {
     "pissa": {"self_attn.q_proj": 4 / 3, "self_attn.o_proj": 4 / 2, "mlp.down_proj": 1 / 3},
-    "olora": {"self_attn.q_proj": 1 / 2, "mlp.up_proj": 1 / 2},
+    "olora": {"self_attn.q_proj": 1 / 2, "mlp.down_proj": 1 / 2},
 }
 
 
@@ -136,8 +137,15 @@ def stepped(make_mixed, tasks):
     return engine, {update.task: update for update in engine.drain()}
 
 
+# Each has the formulas of another one.
+MORE_SPECS = {"ia3-inputs", "vera-of-some", "short-prompt", "token", "olora", "eva", "head"}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name in MORE_SPECS else ()) for name in SPECS],
+)
 def test_a_step_equals_that_of_a_float64_model(name, backbone, stepped, tasks, config):
     """Loss, gradient norm and, by plain gradient descent, every gradient."""
     engine, updates = stepped
@@ -250,11 +258,11 @@ def test_nan_in_a_kind_reaches_no_other(make_mixed, tasks, together, train):
             for name in bad
         }
         engine = make_mixed(*(broken.get(name, tasks[name]) for name in tasks))
-        updates = train(engine)
+        updates = train(engine, rounds=2)
         assert all(u.skipped for name in bad for u in updates[name])
         for name in tasks.keys() - bad:
             expected, _ = together[name]
-            assert [u.loss for u in updates[name]] == [u.loss for u in expected]
+            assert [u.loss for u in updates[name]] == [u.loss for u in expected[:2]]
 
 
 def test_projections_that_begin_alike_are_not_mixed_up(make_mixed, tasks, together, train, config):

@@ -9,6 +9,7 @@ from jaxmux.data import Microbatch
 from jaxmux.engine.devices.programs import choose_remat
 from jaxmux.models import Backbone, BackboneConfig, ForwardOptions, SlotTable
 from jaxmux.peft import empty_pool
+from tests.engine.conftest import SMALL
 
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, 32, 96, 4, 4, 2, 8)
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
@@ -55,7 +56,8 @@ def test_sequences_of_packed_rows_take_memory():
 def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
     make_engine, make_task, train, backbone
 ):
-    adapters = make_engine(make_task("one"), modules=MODULES).state.adapters
+    one = make_task("one", steps=2, dropout=0.1)
+    adapters = make_engine(one, shape=SMALL, modules=MODULES).state.adapters
 
     def memory_for(kept: int) -> int:
         """Bytes of memory in which layers may keep about `kept` bytes."""
@@ -65,8 +67,10 @@ def test_an_engine_with_little_memory_recomputes_and_learns_the_same(
         )
         return int((weight_bytes + 4 * adapter_bytes + kept) / 0.97)
 
-    rich = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(2**32))
-    poor = make_engine(make_task("one", steps=2), modules=MODULES, memory=memory_for(0))
+    rich, poor = (
+        make_engine(one, shape=SMALL, modules=MODULES, memory=memory_for(kept))
+        for kept in (2**32, 0)
+    )
     losses = [[update.loss for update in train(engine)["one"]] for engine in (rich, poor)]
     np.testing.assert_allclose(*losses, rtol=1e-5)
     assert set(rich.remat) == {"norms"} and set(poor.remat) == {"full"}

@@ -12,10 +12,8 @@ from jaxmux.engine.devices import programs as device_programs
 from jaxmux.engine.engine_options import EngineSize
 from jaxmux.engine.state import stored_state
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.planner.packing import ShapeClass
-from tests.engine.conftest import random_samples
+from tests.engine.conftest import SMALL, random_samples
 
-SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 # Most of a changed adapter's change that may come from another order of sums.
 TOLERANCE = 1e-4
 MODULES = ("self_attn.q_proj", "mlp.down_proj")
@@ -104,7 +102,11 @@ def test_a_task_moves_when_its_slot_goes(tasks, make_engine, train, assert_same_
     assert [u.task_step for u in train(engine)["c"]] == [2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("failing", [0, 3], ids=["first array", "a later array"])
+@pytest.mark.parametrize(
+    "failing",
+    [pytest.param(0, marks=pytest.mark.slow), 3],
+    ids=["first array", "a later array"],
+)
 def test_a_size_for_which_there_is_no_memory_changes_nothing(
     failing, tasks, make_engine, monkeypatch, assert_same_bits, train
 ):

@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress
-from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TaskError
-
-# Few rows: a global batch takes several microbatches, so that a round can stop in its middle.
-SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
+from tests.engine.conftest import SMALL
 
 
 @pytest.fixture(scope="module")

@@ -49,7 +49,7 @@ def test_a_task_gets_the_same_bits_alone(name, assert_same_alone):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", ["tokens", pytest.param("token", marks=pytest.mark.slow)])
 def test_a_step_equals_that_of_a_float64_model(name, model_of_tasks, make_mixed, tasks):
     rate, prepared = 0.5, tasks[name]
     sgd = dataclasses.replace(prepared.task, optimizer=SGD(rate, momentum=0.0, clip_norm=None))

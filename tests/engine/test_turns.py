@@ -9,10 +9,8 @@ import pytest
 
 from jaxmux.engine.devices import programs
 from jaxmux.engine.rounds.rounds import Turns, divide
-from jaxmux.planner.packing import ShapeClass
-from tests.engine.conftest import random_samples
+from tests.engine.conftest import SMALL, random_samples
 
-SMALL = ShapeClass(rows=1, row_len=128, chunk_len=64, max_sequences=8)
 # The large task needs several rounds for a step, the small one never.
 OPTIONS = {"shape": SMALL, "round_tokens": 150}
 

@@ -121,7 +121,7 @@ def placed(row_len: int, sequence, offset: int, neighbours: dict[int, int], seed
 
 @pytest.mark.long
 @pytest.mark.parametrize("window", [None, 50])
-@pytest.mark.parametrize("row_len", [256, 512])
+@pytest.mark.parametrize("row_len", [256, pytest.param(512, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("length", [40, 150, 192])
 def test_a_sequence_has_the_same_bits_wherever_it_lies_and_beside_whomever(length, row_len, window):
     sequence = tensors(1, length, seed=9)
@@ -141,7 +141,7 @@ def test_a_sequence_has_the_same_bits_wherever_it_lies_and_beside_whomever(lengt
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("window", [pytest.param(None, marks=pytest.mark.slow), 50])
 def test_a_sequence_has_the_same_bits_in_any_row_of_a_microbatch(window):
     sequence, results = tensors(1, 100, seed=9), []
     for row in range(3):

@@ -40,7 +40,9 @@ def kept(inputs, policy: str, unroll: bool) -> int:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("unroll", [False, True], ids=["scan", "unrolled"])
+@pytest.mark.parametrize(
+    "unroll", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["scan", "unrolled"]
+)
 def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
     stream, wide, low = 4 * TOKENS * WIDTH, 4 * TOKENS * WIDE, 4 * TOKENS * RANK
     # "full" keeps the layer's input. "lean" adds the stream between attention and MLP, the output
@@ -54,7 +56,9 @@ def test_kept_bytes_are_those_of_the_named_values(inputs, unroll):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("policy", ["norms", "dots", "lean"])
+@pytest.mark.parametrize(
+    "policy", ["dots", *(pytest.param(name, marks=pytest.mark.slow) for name in ("norms", "lean"))]
+)
 def test_cudnn_keeps_its_output_once(inputs, policy, monkeypatch):
     # Nothing runs, so no cuDNN is needed.
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91000)

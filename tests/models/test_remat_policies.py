@@ -1,6 +1,8 @@
 """The remat policy changes the memory of a step, not its result; neither do halves of a microbatch
 that take turns in every layer."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,9 +49,18 @@ def inputs():
     return Backbone.random(CONFIG).weights, {"lora": factors}, microbatch, slots
 
 
+# By case, the policy, whether all layers are compiled, and whether halves take turns.
+MIXED = ("lean", "full")
+CASES = {remat: (remat, False, False) for remat in REMAT_POLICIES}
+CASES |= {"dots, unrolled": ("dots", True, False), "mixed": (MIXED, False, False)}
+CASES |= {"mixed, in turns": (MIXED, False, True)}
+# These also have the layers of the other cases.
+IN_CI = ("dots, unrolled", "mixed, in turns")
+
+
 @pytest.fixture(scope="module")
 def compiled(inputs):
-    """The compiled gradient step, by remat policy."""
+    """A function of a case that returns the compiled gradient step."""
 
     def step(remat, unroll=False):
         options = ForwardOptions("xla", remat=remat, unroll=unroll, dropout=True, max_sequences=2)
@@ -74,38 +85,46 @@ def compiled(inputs):
 
         return jax.jit(gradients).lower(*inputs).compile()
 
-    compiled = {remat: step(remat) for remat in REMAT_POLICIES}
-    mixed = ("lean", "full")
-    compiled |= {"dots, unrolled": step("dots", unroll=True), "mixed": step(mixed)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(forward_module, "sums_run_beside_kernels", lambda devices: True)
-        compiled["mixed, in turns"] = step(mixed)
+    @functools.cache
+    def compiled(case: str):
+        remat, unroll, in_turns = CASES[case]
+        with pytest.MonkeyPatch.context() as patch:
+            if in_turns:
+                patch.setattr(forward_module, "sums_run_beside_kernels", lambda devices: True)
+            return step(remat, unroll)
+
     return compiled
 
 
 @pytest.fixture(scope="module")
-def results(inputs, compiled):
-    return {name: run(*inputs) for name, run in compiled.items()}
+def expected(inputs, compiled):
+    return compiled("none")(*inputs)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "name", ["norms", "dots", "lean", "full", "dots, unrolled", "mixed", "mixed, in turns"]
+    "name",
+    [
+        pytest.param(name, marks=() if name in IN_CI else pytest.mark.slow)
+        for name in CASES
+        if name != "none"
+    ],
 )
-def test_losses_and_gradients_do_not_depend_on_the_policy(name, results):
-    gradients, losses = results[name]
-    expected, expected_losses = results["none"]
-    np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
-    for found, wanted in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
+def test_losses_and_gradients_do_not_depend_on_the_policy(name, inputs, compiled, expected):
+    gradients, losses = compiled(name)(*inputs)
+    np.testing.assert_allclose(losses, expected[1], rtol=1e-6)
+    for gradient, wanted in zip(
+        jax.tree.leaves(gradients), jax.tree.leaves(expected[0]), strict=True
+    ):
         assert np.any(wanted)
-        error = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        error = np.linalg.norm(gradient - wanted) / np.linalg.norm(wanted)
         assert error < 1e-6
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_policy_keeps_less_than_the_one_before(compiled):
     none, norms, dots, lean, full = (
-        compiled[remat].memory_analysis().temp_size_in_bytes for remat in REMAT_POLICIES
+        compiled(remat).memory_analysis().temp_size_in_bytes for remat in REMAT_POLICIES
     )
     assert full < lean < dots < norms < none
 

@@ -52,7 +52,12 @@ def assert_same_rows(found, wanted):
         # Lines in vectors of 2, 4 and 8 numbers; more rows in flight than a thread block has.
         ((256,), False, Tiling(warpgroups=1, stages=5, blocks=3)),
         ((512, 256, 1024), True, Tiling(warpgroups=1, stages=1, blocks=2)),
-        ((1024, 512), False, Tiling(warpgroups=2, stages=2, blocks=1)),
+        pytest.param(
+            (1024, 512),
+            False,
+            Tiling(warpgroups=2, stages=2, blocks=1),
+            marks=pytest.mark.slow,
+        ),
         # Too wide for registers to keep folds.
         ((7424,), True, Tiling(warpgroups=1, stages=2, blocks=3)),
     ],
@@ -164,7 +169,7 @@ def test_a_multiprocessor_has_room_for_the_warpgroups_of_real_shapes(widths, h20
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("transposed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_products_in_float8_encode_their_operands_by_the_kernel(transposed, lowered):
     tokens, size, rank = 128, 256, 16
     stack = jax.eval_shape(lambda: FrozenWeight.encoded(jnp.zeros((2, size, size)), "float8"))

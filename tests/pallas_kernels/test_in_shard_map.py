@@ -80,7 +80,7 @@ def test_interpreted_kernels_follow_the_formula():
     ("k", "widths", "by_rows"),
     [
         pytest.param(4096, (4096, 1024, 1024), False, id="8B, q, k and v"),
-        pytest.param(8192, (8192,), True, id="70B, o"),
+        pytest.param(8192, (8192,), True, id="70B, o", marks=pytest.mark.slow),
     ],
 )
 def test_linears_that_four_devices_share_lower(k, widths, by_rows, h200):

@@ -12,7 +12,7 @@ from jaxmux.pallas_kernels.residual_norm.kernels_sm90 import Tiling, normalize, 
 
 ROWS, EPS = 32, 1e-5
 # Widths that are loaded in vectors of 2, 4 and 8 elements; the last needs four vectors a thread.
-WIDTHS = (256, 1280, 1536, 4096)
+WIDTHS = (pytest.param(256, marks=pytest.mark.slow), 1280, 1536, 4096)
 TILING = Tiling(rows=2, stages=3, blocks=2)
 # The last step has too few rows for all blocks; more stages than steps; more blocks than work.
 TILINGS = (
@@ -115,7 +115,7 @@ def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("dtype", [pytest.param(jnp.bfloat16, marks=pytest.mark.slow), jnp.float16])
 def test_hopper_implementation_is_the_reference(dtype, on_hopper):
     x, d_x, weight = operands(512, dtype)
     stream, normed = residual_norm(x, weight, EPS)

@@ -83,7 +83,12 @@ def assert_close(found, wanted):
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("row_len", "groups", "per_group", "size"),
-    [(64, 2, 1, 64), (64, 1, 3, 128), (128, 1, 1, 128), (128, 2, 3, 64)],
+    [
+        pytest.param(64, 2, 1, 64, marks=pytest.mark.slow),
+        (64, 1, 3, 128),
+        pytest.param(128, 1, 1, 128, marks=pytest.mark.slow),
+        (128, 2, 3, 64),
+    ],
 )
 def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, size, interpret):
     case = Case(row_len, groups, per_group, size)
@@ -93,7 +98,11 @@ def test_outputs_and_gradients_follow_the_formula(row_len, groups, per_group, si
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("row_len", "packed"),
-    [(64, [[64], [1, 30, 33]]), (128, [[60, 40, 28], [70, 50]]), (128, [[128], []])],
+    [
+        (64, [[64], [1, 30, 33]]),
+        (128, [[60, 40, 28], [70, 50]]),
+        pytest.param(128, [[128], []], marks=pytest.mark.slow),
+    ],
 )
 def test_packed_sequences_attend_only_to_themselves(row_len, packed, interpret):
     case = Case(row_len, 1, 2, 64, packed=packed)
@@ -101,7 +110,7 @@ def test_packed_sequences_attend_only_to_themselves(row_len, packed, interpret):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("broken", [3e38, -3e38])
+@pytest.mark.parametrize("broken", [3e38, pytest.param(-3e38, marks=pytest.mark.slow)])
 def test_overflows_of_a_sequence_change_no_bit_of_its_neighbours(broken, interpret):
     case = Case(128, 1, 1, 64, rows=1, packed=[[30, 50, 40]])
     healthy = case.found()
@@ -126,7 +135,7 @@ def test_a_broken_row_changes_no_bit_of_the_others(interpret):
 @pytest.mark.parametrize(
     ("row_len", "per_group", "packed"),
     [
-        (64, 1, False),
+        pytest.param(64, 1, False, marks=pytest.mark.slow),
         (64, 4, True),
         (128, 1, True),
         pytest.param(128, 4, False, marks=pytest.mark.slow),

@@ -86,7 +86,7 @@ def test_row_products_are_those_of_each_chunks_owner(chunk_slot, interpret):
     assert_row_products(result, group, chunk_slot)
 
 
-@pytest.mark.parametrize("tile_m", [64, 128])
+@pytest.mark.parametrize("tile_m", [64, pytest.param(128, marks=pytest.mark.slow)])
 def test_row_products_are_scaled_in_float32_and_rounded_once(tile_m, interpret):
     rng, chunk_slot = np.random.default_rng(9), (1, 0, -1, 2)
     group = RowOperands(normals(rng, TOKENS, 128), (normals(rng, SLOTS, RANK, 128),))
@@ -113,7 +113,7 @@ def test_row_products_of_several_activations_and_factors(interpret):
         assert_row_products(result, group, chunk_slot)
 
 
-@pytest.mark.parametrize("rank_major", [False, True])
+@pytest.mark.parametrize("rank_major", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("chunk_slot", MORE_ROUTINGS.values(), ids=MORE_ROUTINGS)
 def test_column_products_are_added_to_each_chunks_owner(chunk_slot, rank_major, interpret):
     group = column_operands(np.random.default_rng(0), 128, rank_major=rank_major)
@@ -148,7 +148,7 @@ def dropped(z, masks: Masks, module, chunk_slot):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tile_k", [64, 128])
+@pytest.mark.parametrize("tile_k", [pytest.param(64, marks=pytest.mark.slow), 128])
 def test_row_products_of_dropped_activations(tile_k, interpret):
     rng, chunk_slot = np.random.default_rng(7), (2, 0, -1, 1)
     group = row_operands(rng, 256, ranks=(16, 8))._replace(masks=dropout(rng, 2))
@@ -164,7 +164,12 @@ def test_row_products_of_dropped_activations(tile_k, interpret):
 # In the last case there is one thread block for each of the interpreter's multiprocessors.
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("tile_rows", "width", "lows"), [(64, 128, 2), (128, 128, 2), (128, 64, 1)]
+    ("tile_rows", "width", "lows"),
+    [
+        (64, 128, 2),
+        pytest.param(128, 128, 2, marks=pytest.mark.slow),
+        (128, 64, 1),
+    ],
 )
 def test_column_products_of_dropped_activations(tile_rows, width, lows, interpret):
     rng, chunk_slot = np.random.default_rng(8), (2, 0, -1, 1)
@@ -317,7 +322,7 @@ def test_real_shapes_lower(width, rank, slots, lowered):
 @pytest.mark.parametrize(
     ("width", "rank", "slots", "columns_begin_later"),
     [
-        (14336, 64, 4, False),
+        pytest.param(14336, 64, 4, False, marks=pytest.mark.slow),
         (4096, 64, 16, True),
         pytest.param(1024, 16, 1, False, marks=pytest.mark.slow),
         pytest.param(14336, 16, 16, True, marks=pytest.mark.slow),

@@ -7,12 +7,15 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
+
+# bitsandbytes lets torch compile its functions for every shape, which takes longer than all else.
+os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+import torch  # noqa: E402
 
 HERE = Path(__file__).resolve().parent
 # For the modules beside the tests; pytest's importlib mode does not add their folder.
@@ -34,7 +37,37 @@ from scenarios import (  # noqa: E402
 # By name: the largest error, its limit, and the test in which it occurred.
 LARGEST_ERRORS = pytest.StashKey[dict[str, tuple[float, float, str]]]()
 
-Jaxmux = Callable[[str, Path, dict[str, Any]], None]
+
+class Jaxmux:
+    """A process of the main environment that runs jaxmux_side.py.
+
+    Args:
+      environment: the process's environment variables.
+    """
+
+    def __init__(self, environment: Mapping[str, str] = os.environ):
+        python = environment.get("JAXMUX_PYTHON")
+        if not python:
+            pytest.fail("JAXMUX_PYTHON should name the main environment's Python: make test-peft")
+        self._process = subprocess.Popen(
+            [python, str(HERE / "jaxmux_side.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+
+    def __call__(self, command: str, folder: Path, request: dict[str, Any]) -> Any:
+        """Runs a command on a request; most results are written into `folder`."""
+        print(json.dumps([command, str(folder), request]), file=self._process.stdin, flush=True)
+        answer = self._process.stdout.readline()
+        assert answer, f"the process ended during the command {command}"
+        result, error = json.loads(answer)
+        assert error is None, f"{command} failed in jaxmux:\n{error[-6000:]}"
+        return result
+
+    def close(self) -> None:
+        self._process.communicate()
 
 
 class Trained(NamedTuple):
@@ -59,26 +92,18 @@ class Trained(NamedTuple):
 
 
 @pytest.fixture(scope="session")
-def jaxmux() -> Jaxmux:
-    """Runs a command of jaxmux_side.py on a request; the results are written into `folder`."""
-    python = os.environ.get("JAXMUX_PYTHON")
-    if not python:
-        pytest.fail("JAXMUX_PYTHON should name the main environment's Python; run make test-peft")
-
-    def run(command: str, folder: Path, request: dict[str, Any]) -> None:
-        (folder / "request.json").write_text(json.dumps(request))
-        script = [python, str(HERE / "jaxmux_side.py"), command, str(folder)]
-        done = subprocess.run(script, capture_output=True, text=True)
-        assert done.returncode == 0, f"{' '.join(script)} failed:\n{done.stderr[-6000:]}"
-
-    return run
+def jaxmux() -> Iterator[Jaxmux]:
+    """One process for all tests, which keeps the programs that it has compiled."""
+    process = Jaxmux()
+    yield process
+    process.close()
 
 
-# Adapters of other kinds, and one of LoRA, are trained on qwen2.
-QWEN2 = pytest.param("qwen2", marks=pytest.mark.slow)
+# Adapters of other kinds, and one of LoRA, are trained on qwen2, others on a small Llama.
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("stories260k", "qwen2")]
 
 
-@pytest.fixture(scope="session", params=["stories260k", QWEN2, "qwen3"])
+@pytest.fixture(scope="session", params=["qwen3", *SLOW])
 def trained(request, tmp_path_factory, jaxmux) -> Trained:
     """The three parity tasks, trained together on one of three backbones."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -146,8 +171,6 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 @pytest.fixture(scope="session")
-def backbone():
+def backbone(jaxmux) -> str:
     """The folder of the backbone that ships with jaxmux."""
-    code = "from jaxmux.installation import resolve_path; print(resolve_path('jaxmux:demo/base'))"
-    command = [os.environ["JAXMUX_PYTHON"], "-c", code]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return jaxmux("resolve", Path(), {"name": "jaxmux:demo/base"})

@@ -1,16 +1,22 @@
 """jaxmux's side of the comparison; the interpreter of the main environment runs it.
 
-    python jaxmux_side.py forward|train|prepare|encode|decode|settings FOLDER
+    python jaxmux_side.py [COMMAND FOLDER]
 
-It reads FOLDER/request.json and writes adapter folders, .npz and .json files into FOLDER. The paths
-in a request are absolute or relative to FOLDER.
+Without arguments it serves requests until its standard input ends. A request is a line of JSON: the
+name of one of `COMMANDS`, a folder, and settings, whose paths are absolute or relative to the
+folder. Most commands write adapter folders, .npz and .json files into the folder. The answer is a
+line of JSON on standard output: what the command returns, and the traceback of its exception or
+null. With arguments it runs one command, with the settings in FOLDER/request.json.
 """
 
+import contextlib
 import dataclasses
+import io
 import json
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
-from itertools import batched
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +24,7 @@ import jax
 import numpy as np
 from encoded_weights import encoded_weights, number_tables
 
+from jaxmux.cli.main import main
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
@@ -37,6 +44,7 @@ from jaxmux.models import (
 )
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
+from jaxmux.package_files import resolve_path
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import (
@@ -86,8 +94,8 @@ def forward(folder: Path, request: Request) -> None:
             backbone = load_backbone(where)
         base = checkpoint_tensors(where, np.dtype(np.float32))
         adapters = [
-            import_adapter(folder / own, backbone.config, base=base)
-            for own in case.get("adapters", [])
+            import_adapter(folder / adapter, backbone.config, base=base)
+            for adapter in case.get("adapters", [])
         ]
         for i, (spec, adapter) in enumerate(adapters):
             if type(spec) is LoRA:
@@ -109,8 +117,7 @@ def train(folder: Path, request: Request) -> None:
       updates.json: the metrics of every update.
       microbatches.json: for every round and microbatch, the names of its tasks.
       initial/<task>, final/<task>, serving/<task>: the adapters.
-      logits/final.npz: the logits of every task's prompts with its final adapter. The prompts of
-        three tasks are packed into one microbatch.
+      logits/final.npz: the logits of every task's prompts with its final adapter.
     """
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
@@ -136,10 +143,7 @@ def train(folder: Path, request: Request) -> None:
     assert engine.microbatches == sum(map(len, planned))
     save_json(folder / "microbatches.json", planned)
     adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
-    logits = {}
-    for i, prompts in enumerate(batched(request["prompts"], SLOTS)):
-        first = i * SLOTS
-        logits |= packed_logits(backbone, adapters[first : first + SLOTS], prompts, first)
+    logits = packed_logits(backbone, adapters, request["prompts"])
     save_arrays(folder / "logits" / "final.npz", logits)
 
 
@@ -206,12 +210,10 @@ def packed_logits(
     backbone: Backbone,
     adapters: Sequence[tuple[Any, Any]],
     prompts: Sequence[Sequence[Sequence[int]]],
-    first: int = 0,
 ) -> dict[str, np.ndarray]:
     """Logits of the prompts of all slots, packed into one microbatch.
 
-    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>", where slots are
-    counted from `first`.
+    Returns the logits [tokens, vocabulary] of every prompt, by "<slot>-<prompt>".
     """
     # The model does not read the last token of a sample, so one is appended.
     batches = {
@@ -221,12 +223,14 @@ def packed_logits(
     for slot, (spec, _) in enumerate(adapters):
         batches[slot] = with_virtual_tokens(stored(batches[slot]), spec)
     lengths = {slot: [s.stream_length for s in batch] for slot, batch in batches.items()}
-    (placements,) = pack_round(lengths, SHAPE).microbatches()
-    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(SHAPE.rows)]
-    sequences_of_row = [sum(p.row == row for p in placements) for row in range(SHAPE.rows)]
+    # The prompts of `SLOTS` slots fill the rows of SHAPE.
+    shape = dataclasses.replace(SHAPE, rows=SHAPE.rows * len(prompts) // SLOTS)
+    (placements,) = pack_round(lengths, shape).microbatches()
+    slots_of_row = [{p.slot for p in placements if p.row == row} for row in range(shape.rows)]
+    sequences_of_row = [sum(p.row == row for p in placements) for row in range(shape.rows)]
     assert min(sequences_of_row) > 1 and max(map(len, slots_of_row)) > 1, "packed too sparsely"
     microbatch = fill_microbatch(
-        placements, batches, rows=SHAPE.rows, row_len=SHAPE.row_len, chunk_len=SHAPE.chunk_len
+        placements, batches, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
     )
     scale = np.zeros(len(prompts), np.float32)
     scale[: len(adapters)] = [scale_of(spec) for spec, _ in adapters]
@@ -237,22 +241,26 @@ def packed_logits(
         attention="xla", max_sequences=SHAPE.max_sequences, adapter_ops=ops_of(pools)
     )
 
-    @jax.jit
-    def run(weights, pools, microbatch, slots):
-        at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
-        given = weights, pools, None, microbatch, slots, options, at_head
-        hidden, _, finite = hidden_states(backbone.config, *given)
-        return logits_of(weights, hidden, at_head), finite
-
-    logits, finite = run(backbone.weights, pools, microbatch, slots)
+    logits, finite = logits_of_microbatch(
+        backbone.config, options, backbone.weights, pools, microbatch, slots
+    )
     assert finite.all()
-    logits = np.asarray(logits).reshape(SHAPE.rows, SHAPE.row_len, -1)
+    logits = np.asarray(logits).reshape(shape.rows, shape.row_len, -1)
     return {
-        f"{first + p.slot}-{p.sample}": logits[
-            p.row, p.offset : p.offset + lengths[p.slot][p.sample]
-        ][batches[p.slot][p.sample].virtual_tokens :]
+        f"{p.slot}-{p.sample}": logits[p.row, p.offset : p.offset + lengths[p.slot][p.sample]][
+            batches[p.slot][p.sample].virtual_tokens :
+        ]
         for p in placements
     }
+
+
+@partial(jax.jit, static_argnames=("config", "options"))
+def logits_of_microbatch(config, options, weights, pools, microbatch, slots):
+    at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
+    hidden, _, finite = hidden_states(
+        config, weights, pools, None, microbatch, slots, options, at_head
+    )
+    return logits_of(weights, hidden, at_head), finite
 
 
 def stack_adapters(
@@ -357,10 +365,10 @@ def decode(folder: Path, request: Request) -> None:
             block, linear = module.split(".")
             weight = backbone.weights["layers"][block][linear]["kernel"]
             formats[module] = weight.format
-            for layer in range(backbone.config.num_layers):
-                own = full_name(module, layer)
-                arrays[f"loaded/{own}"] = np.asarray(jax.jit(FrozenWeight.decoded)(weight)[layer]).T
-                arrays[f"read/{own}"] = read(f"{own}.weight")
+            for layer, decoded in enumerate(np.asarray(jax.jit(FrozenWeight.decoded)(weight))):
+                linear_of_layer = full_name(module, layer)
+                arrays[f"loaded/{linear_of_layer}"] = decoded.T
+                arrays[f"read/{linear_of_layer}"] = read(f"{linear_of_layer}.weight")
         save_arrays(folder / "decoded" / f"{name}.npz", arrays)
         save_json(folder / "decoded" / f"{name}.json", formats)
 
@@ -379,7 +387,41 @@ def save_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value))
 
 
+def command_line(folder: Path, request: Request) -> str:
+    """Runs `jaxmux COMMAND …` with the given arguments, and returns what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        code = main(request["arguments"])
+    assert code == 0, f"the exit code is {code}"
+    return printed.getvalue()
+
+
+def resolve(folder: Path, request: Request) -> str:
+    """Returns the path of a file that ships with jaxmux."""
+    return str(resolve_path(request["name"]))
+
+
+COMMANDS = {
+    f.__name__: f
+    for f in (forward, train, prepare, encode, decode, settings, command_line, resolve)
+}
+
+
+def serve() -> None:
+    # What commands print must not be among the answers.
+    answers, sys.stdout = sys.stdout, sys.stderr
+    for line in sys.stdin:
+        name, folder, request = json.loads(line)
+        result = error = None
+        try:
+            result = COMMANDS[name](Path(folder), request)
+        except BaseException:
+            error = traceback.format_exc()
+        print(json.dumps([result, error]), file=answers, flush=True)
+
+
 if __name__ == "__main__":
-    command, where = sys.argv[1], Path(sys.argv[2])
-    commands = {f.__name__: f for f in (forward, train, prepare, encode, decode, settings)}
-    commands[command](where, json.loads((where / "request.json").read_text()))
+    if sys.argv[1:]:
+        name, where = sys.argv[1], Path(sys.argv[2])
+        COMMANDS[name](where, json.loads((where / "request.json").read_text()))
+    else:
+        serve()

@@ -40,7 +40,7 @@ def test_eva_begins_with_the_components_of_peft(trained_kinds, at_most, monkeypa
     config = LoraConfig(
         r=spec["rank"],
         lora_alpha=spec["alpha"],
-        target_modules="all-linear",
+        target_modules=spec["target_modules"],
         init_lora_weights="eva",
         eva_config=EvaConfig(rho=2.0),
     )

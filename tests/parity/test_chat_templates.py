@@ -1,9 +1,7 @@
 """Chat templates in adapter folders, against transformers, PEFT and TRL."""
 
 import json
-import os
 import re
-import subprocess
 
 import pytest
 import torch
@@ -33,15 +31,8 @@ TURNS = [
 ]
 
 
-def jaxmux(command: str, *arguments: str) -> None:
-    """Runs a command of jaxmux in its own environment."""
-    whole = [os.environ["JAXMUX_PYTHON"], "-m", f"jaxmux.{command}", *arguments]
-    done = subprocess.run(whole, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(tmp_path_factory, jaxmux):
     """A folder with chats, and a run of a task with each template."""
     folder = tmp_path_factory.mktemp("templates")
     rows = [
@@ -70,15 +61,17 @@ def folder(tmp_path_factory):
             f"{name}/AdamW.learning_rate = 5e-3",
         ]
     (folder / "run.gin").write_text("\n".join(lines))
-    jaxmux("train", f"--gin_file={folder / 'run.gin'}", f"--run_dir={folder / 'run'}")
+    arguments = ["train", f"--gin_file={folder / 'run.gin'}", f"--run_dir={folder / 'run'}"]
+    jaxmux("command_line", folder, {"arguments": arguments})
     return folder
 
 
-def answers(folder, *arguments: str) -> dict[str, list[str]]:
+def answers(jaxmux, folder, *arguments: str) -> dict[str, list[str]]:
     """By adapter, what jaxmux answers to all chats."""
     out = folder / "answers.jsonl"
-    given = [f"--prompts={folder / 'chats.jsonl'}", f"--out={out}", f"--max_new_tokens={NEW}"]
-    jaxmux("generate", "--backbone=jaxmux:demo/base", "--dtype=float32", *given, *arguments)
+    options = ["--backbone=jaxmux:demo/base", "--dtype=float32", f"--max_new_tokens={NEW}"]
+    options += [f"--prompts={folder / 'chats.jsonl'}", f"--out={out}"]
+    jaxmux("command_line", folder, {"arguments": ["generate", *options, *arguments]})
     found: dict[str, list[str]] = {}
     for record in map(json.loads, out.read_text().splitlines()):
         found.setdefault(record["adapter"], []).append(record["completion"])
@@ -107,9 +100,9 @@ def transformers_answers(model, tokenizer) -> list[str]:
     return found
 
 
-def test_the_code_on_the_cards_answers_as_jaxmux_does(folder, monkeypatch):
+def test_the_code_on_the_cards_answers_as_jaxmux_does(folder, jaxmux, monkeypatch):
     adapters = [folder / "run" / "adapters" / name for name in TEMPLATES]
-    found = answers(folder, *(f"--adapter={path}" for path in adapters))
+    found = answers(jaxmux, folder, *(f"--adapter={path}" for path in adapters))
     for path in adapters:
         code = re.search(r"```python\n(.*?)```", (path / "README.md").read_text(), re.S)[1]
         names: dict = {}
@@ -121,7 +114,7 @@ def test_the_code_on_the_cards_answers_as_jaxmux_does(folder, monkeypatch):
     assert len(set(map(tuple, found.values()))) == len(TEMPLATES)
 
 
-def test_a_tokenizer_that_trl_saves_with_an_adapter_is_used(folder, backbone):
+def test_a_tokenizer_that_trl_saves_with_an_adapter_is_used(folder, backbone, jaxmux):
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
     tokenizer.chat_template = TEMPLATES["ask"]
     chats = [
@@ -145,5 +138,5 @@ def test_a_tokenizer_that_trl_saves_with_an_adapter_is_used(folder, backbone):
     )
     trainer.train()
     trainer.save_model()
-    (found,) = answers(folder, f"--adapter={folder / 'trl'}").values()
+    (found,) = answers(jaxmux, folder, f"--adapter={folder / 'trl'}").values()
     assert found == transformers_answers(trainer.model.eval(), tokenizer)

@@ -1,9 +1,7 @@
 """The tokens of samples and those that count in the loss, against TRL's `SFTTrainer`."""
 
 import json
-import os
 import random
-import subprocess
 
 import pytest
 import transformers
@@ -50,7 +48,7 @@ def records():
 
 
 @pytest.fixture(scope="module")
-def shown(records, tmp_path_factory):
+def shown(records, jaxmux, tmp_path_factory):
     """By task, what `jaxmux data` shows of all samples."""
     folder = tmp_path_factory.mktemp("data")
     lines = [
@@ -71,10 +69,8 @@ def shown(records, tmp_path_factory):
         ]
     config = folder / "run.gin"
     config.write_text("\n".join(lines))
-    command = [os.environ["JAXMUX_PYTHON"], "-m", "jaxmux.data", f"--gin_file={config}"]
-    done = subprocess.run([*command, f"--samples={ROWS}", "--json"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)["tasks"]
+    arguments = ["data", f"--gin_file={config}", f"--samples={ROWS}", "--json"]
+    return json.loads(jaxmux("command_line", folder, {"arguments": arguments}))["tasks"]
 
 
 @pytest.mark.parametrize("name", CASES)
