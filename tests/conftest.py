@@ -130,7 +130,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         shuffling = import_module(SHUFFLING)
         shuffling.index_shuffle = functools.cache(shuffling.index_shuffle)
     if find_spec("jax"):
-        let_parts_share_programs()
+        # Processes that tests start would not find the programs of this one, so only where needed.
+        if os.environ.get("JAXMUX_TEST_DEVICES", "1") != "1":
+            let_parts_share_programs()
         let_interpreted_kernels_use_numpy()
     # JAX makes millions of small objects while it traces, and the collector's default settings take
     # a tenth of the time of tests that trace much. It need not look at what was imported.

@@ -1,17 +1,19 @@
 """`python -m jaxmux.plan` on the bundled demo, for devices that this machine does not have."""
 
+import contextlib
 import dataclasses
+import functools
+import io
 import itertools
 import json
 import shutil
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 
 import gin
 import jax.numpy as jnp
 import pytest
+from matplotlib.figure import Figure
 
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
@@ -61,6 +63,38 @@ def tokenize_once():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepared_task, "load_samples", remembered)
         yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_plots():
+    """Figures stay empty, because to draw one takes as long as a plan. The pictures of plans are
+    drawn in tests/planner/pipeline/schedules/test_schedule_files.py."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Figure, "draw", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory, tokenize_once, empty_plots):
+    """Plans the demo on a mesh, from a config and a backbone without its weights; returns what the
+    command has printed, and the folder with its files."""
+    base = tmp_path_factory.mktemp("demo") / "base"
+    ignored = shutil.ignore_patterns("*.safetensors")
+    shutil.copytree(resolve_path("jaxmux:demo/base"), base, ignore=ignored)
+    config = [f"--gin_file={DEMO_CONFIG}", f"--gin_param=fine_tune.backbone='{base}'"]
+
+    @functools.cache
+    def run(mesh: str) -> tuple[str, Path]:
+        out = tmp_path_factory.mktemp("plan") / "plan"
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            assert main([*QUICK, *config, f"--mesh={mesh}", f"--out={out}"]) == 0
+        gin.clear_config()
+        return shown.getvalue(), out
+
+    return run
+
+
+DEPLOYMENT = "pp2 + 2*(tp1)"
 
 
 @pytest.fixture
@@ -123,38 +157,35 @@ def test_foreign_files_are_not_replaced_by_a_plan(name, refused, tmp_path):
 
 
 @pytest.mark.long
-def test_a_plan_replaces_an_earlier_one(capsys, tmp_path):
-    for mesh in ("pp2", "pp3"):
-        assert main([*QUICK, f"--mesh={mesh}", f"--out={tmp_path}"]) == 0
-    assert f"{tmp_path / 'plan.json'}: an earlier plan is replaced" in capsys.readouterr().err
-    assert json.loads((tmp_path / "plan.json").read_text())["replica"].startswith("pp3")
+def test_a_plan_replaces_an_earlier_one(planned, capsys, tmp_path):
+    _, earlier = planned("pp2")
+    shutil.copytree(earlier, tmp_path / "plan")
+    assert main([*QUICK, "--mesh=pp3", f"--out={tmp_path / 'plan'}"]) == 0
+    assert f"{tmp_path / 'plan' / 'plan.json'}: an earlier plan is replaced" in (
+        capsys.readouterr().err
+    )
+    assert json.loads((tmp_path / "plan" / "plan.json").read_text())["replica"].startswith("pp3")
 
 
 @pytest.mark.long
-def test_a_deployment_has_a_plan_for_each_replica(capsys, tmp_path):
-    assert main([*QUICK, "--mesh=pp2 + 2*(tp1)", f"--out={tmp_path}"]) == 0
-    out = capsys.readouterr().out
-    assert all(f"{i}: {name}" in out for i, name in enumerate(("pp2,tp1", "pp1,tp1", "pp1,tp1")))
-    assert "part of" in out and "tokens/s" not in out
-    written = json.loads((tmp_path / "plan.json").read_text())
+def test_a_deployment_has_a_plan_for_each_replica(planned):
+    shown, folder = planned(DEPLOYMENT)
+    assert all(f"{i}: {name}" in shown for i, name in enumerate(("pp2,tp1", "pp1,tp1", "pp1,tp1")))
+    assert "part of" in shown and "tokens/s" not in shown
+    written = json.loads((folder / "plan.json").read_text())
     assert written["deployment"] == "pp2,tp1 + 2*(pp1,tp1)"
     plans = [Plan.from_json(plan) for plan in written["plans"]]
     assert written["round_seconds"] == max(plan.prediction.round_seconds for plan in plans)
     for plan, tokens in zip(plans, written["tokens"], strict=True):
         assert tokens == pytest.approx(sum(plan.tokens_by_microbatch) / 3)
     for i in range(3):
-        assert (tmp_path / f"schedule_replica{i}.png").exists()
-        assert json.loads((tmp_path / f"trace_replica{i}.json").read_text())
+        assert (folder / f"schedule_replica{i}.png").exists()
+        assert json.loads((folder / f"trace_replica{i}.json").read_text())
 
 
 @pytest.mark.long
-def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
-    base, out = tmp_path / "base", tmp_path / "plan"
-    ignored = shutil.ignore_patterns("*.safetensors")
-    shutil.copytree(resolve_path("jaxmux:demo/base"), base, ignore=ignored)
-    arguments = [f"--gin_file={DEMO_CONFIG}", f"--gin_param=fine_tune.backbone='{base}'"]
-    assert main([*QUICK, *arguments, "--mesh=pp2", f"--out={out}"]) == 0
-    shown = capsys.readouterr().out
+def test_demo_is_planned_and_written_without_its_weights(planned):
+    shown, out = planned("pp2")
     tables, _, paths = shown.partition(str(out))
     assert max(map(len, tables.splitlines())) <= 80 and str(out) in paths
     for wanted in (
@@ -181,27 +212,15 @@ def test_demo_is_planned_and_written_without_its_weights(tmp_path, capsys):
 
 
 @pytest.mark.long
-def test_methods_and_names_are_legible_on_80_columns(capsys):
-    assert main([*QUICK, "--mesh=pp2"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
+def test_methods_and_names_are_legible_on_80_columns(planned):
+    shown, out = planned("pp2")
     for method in ("this plan", "1F1B per task", "batch everything"):
-        assert f"\n  {method} " in shown
-    assert shown.startswith("no --gin_file: this is the bundled demo")
+        assert f"\n  {method} " in shown.partition(str(out))[0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("mesh", "words"),
-    [
-        ("pp1", ["hTask", "bucket", "padding", "microbatch", "one task at a time", "kept"]),
-        ("pp2", ["hTask", "bubble ratio", "1F1B per task", "batch everything"]),
-        ("2*(tp1)", ["round", "tokens", "microbatch", "shape class"]),
-    ],
-)
-def test_a_legend_explains_each_word_in_at_most_two_lines(mesh, words, capsys):
-    assert main([*QUICK, f"--mesh={mesh}"]) == 0
-    lines = capsys.readouterr().out.splitlines()
+def check_legend(shown: str, words: list[str]) -> None:
+    """Each word is explained in at most two lines."""
+    lines = shown.splitlines()
     begin = max(i for i, line in enumerate(lines) if line.startswith("round  "))
     legend = lines[begin:]
     assert max(map(len, legend)) <= 80
@@ -212,22 +231,42 @@ def test_a_legend_explains_each_word_in_at_most_two_lines(mesh, words, capsys):
 
 
 @pytest.mark.long
-def test_command_plans_one_device_by_default(tmp_path):
-    """Without a config it plans the demo. It writes no files."""
-    command = [sys.executable, "-m", "jaxmux.plan", *QUICK]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert result.returncode == 0, result.stderr
-    assert "1 × cpu" in result.stdout and "tokens/s" not in result.stdout
-    assert "bubble" not in result.stdout
-    assert "\x1b" not in result.stdout
-    assert not list(tmp_path.iterdir())
+@pytest.mark.parametrize(
+    ("mesh", "words"),
+    [
+        ("pp2", ["hTask", "bubble ratio", "1F1B per task", "batch everything"]),
+        (DEPLOYMENT, ["round", "tokens", "microbatch", "shape class"]),
+    ],
+)
+def test_a_legend_explains_each_word_in_at_most_two_lines(mesh, words, planned):
+    shown, out = planned(mesh)
+    check_legend(shown.partition(str(out))[0], words)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("flag", ["--gin.", "--gin_param="])
-def test_parameters_of_the_config_count(flag, tmp_path):
-    parameters = ("fine_tune.row_len=256", "mood/Task.batch_size=5", "fine_tune.chunk_len=64")
-    assert main([*QUICK, *(flag + text for text in parameters), f"--out={tmp_path}"]) == 0
+def test_command_plans_one_device_by_default(tmp_path, monkeypatch, capsys):
+    """Without a config it plans the demo. It writes no files."""
+    monkeypatch.chdir(tmp_path)
+    assert main([*QUICK]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("no --gin_file: this is the bundled demo")
+    assert max(map(len, shown.splitlines())) <= 80
+    assert "1 × cpu" in shown and "tokens/s" not in shown
+    assert "bubble" not in shown
+    assert "\x1b" not in shown
+    assert not list(tmp_path.iterdir())
+    words = ["hTask", "bucket", "padding", "microbatch", "one task at a time", "kept"]
+    check_legend(shown, words)
+
+
+@pytest.mark.long
+def test_parameters_of_the_config_count(tmp_path):
+    parameters = (
+        "--gin.fine_tune.row_len=256",
+        "--gin_param=mood/Task.batch_size=5",
+        "--gin_param=fine_tune.chunk_len=64",
+    )
+    assert main([*QUICK, *parameters, f"--out={tmp_path}"]) == 0
     plan = Plan.from_json(json.loads((tmp_path / "plan.json").read_text()))
     assert (plan.shape.row_len, plan.shape.chunk_len) == (256, 64)
     mood = [s for own in plan.microbatches for s in own if s.slot == 0]
@@ -247,7 +286,7 @@ def test_a_plan_shows_the_schedule_that_is_asked_for(tmp_path, capsys):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("mesh", ["dp3", "fsdp2,dp2,pp2"])
+@pytest.mark.parametrize("mesh", [pytest.param("dp3", marks=pytest.mark.slow), "fsdp2,dp2,pp2"])
 def test_data_shards_divide_the_samples(mesh, tmp_path, capsys):
     """The plan is that of the first shard, which has at least as many samples as any other."""
     assert main([*QUICK, f"--mesh={mesh}", f"--out={tmp_path}"]) == 0

@@ -21,6 +21,7 @@ from jaxmux.planner.costs.fitting import fit_memory_model, fit_time_model
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import CheckedCase, Grid, profiler
+from jaxmux.profiling import grid as grids
 from jaxmux.profiling.grid import points
 from jaxmux.profiling.timed_programs import make_program
 from jaxmux.profiling.timing import measure
@@ -40,6 +41,16 @@ TINY = {
 SIZES = "--tokens 128 --row_lens 128 --chunk_lens 64 --ranks 4 --slots 1".split()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_points():
+    """Profiles have fewer policies and numbers of sequences, too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grids, "_MAX_SEQUENCES", (1, 4, 16))
+        for module in (grids, profiler):
+            patch.setattr(module, "NAMED_POLICIES", ("dots", "full"))
+        yield
+
+
 @pytest.fixture(scope="module")
 def config(tmp_path_factory) -> Path:
     path = tmp_path_factory.mktemp("backbone") / "config.json"
@@ -48,7 +59,7 @@ def config(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def profile_path(config) -> Path:
+def profile_path(config, few_points) -> Path:
     path = config.parent / "profile.json"
     assert main(["--config", str(config), "--out", str(path), "--seconds", "0.02", *SIZES]) == 0
     return path

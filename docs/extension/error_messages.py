@@ -88,8 +88,9 @@ class _Source:
         nodes = [node for tree in modules.values() for node in ast.walk(tree)]
         self.classes = {*_BASES, *_OTHERS, "FolderLockError", "ArgumentTypeError"}
         classes = [node for node in nodes if isinstance(node, ast.ClassDef)]
-        for _ in classes:
-            self.classes |= {c.name for c in classes if {*map(_name, c.bases)} & self.classes}
+        bases = [(node.name, {*map(_name, node.bases)}) for node in classes]
+        while more := {name for name, of in bases if of & self.classes} - self.classes:
+            self.classes |= more
         self.constants = {
             name: node.value
             for tree in modules.values()

@@ -53,11 +53,12 @@ def task_lengths(shared_dir) -> dict[str, list[int]]:
     return {task: np.minimum(sizes, CONTEXT).tolist() for task, sizes in lengths.items()}
 
 
-@pytest.mark.long
+# A benchmark.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model, devices, batch, fused_reduction, sequential_reduction",
     [
-        pytest.param(A100_7B, 16, 128, 0.3, -0.15, id="7B on 16 GPUs", marks=pytest.mark.slow),
+        pytest.param(A100_7B, 16, 128, 0.3, -0.15, id="7B on 16 GPUs"),
         pytest.param(A800_70B, 64, 256, 0.45, 0.1, id="70B on 64 GPUs"),
     ],
 )

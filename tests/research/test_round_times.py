@@ -43,7 +43,13 @@ def times(costs) -> RoundTimes:
 @pytest.mark.long
 @pytest.mark.parametrize(
     "tasks",
-    [(0,), (1,), (2,), (4,), (0, 0), (0, 1), (2, 3), (0, 2, 4), (0, 0, 1, 3), (1, 2, 2, 3, 4)],
+    [
+        *((0,), (0, 1), (1, 2, 2, 3, 4)),
+        *(
+            pytest.param(tasks, marks=pytest.mark.slow)
+            for tasks in ((1,), (2,), (4,), (0, 0), (2, 3), (0, 2, 4), (0, 0, 1, 3))
+        ),
+    ],
 )
 def test_a_round_takes_as_long_as_with_the_planner_s_own_packing(times, costs, tasks):
     rounds = [
@@ -69,7 +75,7 @@ def fits(times: RoundTimes, kind: int, count: int) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("kind", [0, 3])
+@pytest.mark.parametrize("kind", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_tasks_fit_while_the_memory_model_admits_their_pool(times, costs, kind):
     # The first number of tasks that does not fit, by bisection.
     more = bisect.bisect_left(range(300), True, key=lambda n: not fits(times, kind, n))

@@ -26,7 +26,7 @@ def run_dir(make_task, train, data, chat_backbone, tmp_path_factory) -> Path:
         "chat",
         data=data["chat"],
         eval_data=data["chat"],
-        adapter=LoRA(rank=16, alpha=32.0, target_modules=("q_proj", "down_proj")),
+        adapter=LoRA(rank=4, alpha=32.0, target_modules=("q_proj", "down_proj")),
         optimizer=AdamW(3e-2),
         batch_size=6,
         steps=80,

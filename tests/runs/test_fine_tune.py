@@ -36,7 +36,11 @@ SUMMARY = {"tasks", "tokens_per_second", "effective_tokens_per_second", "padding
 SUMMARY |= {"wall_seconds", "versions", "peak_memory_bytes", "predicted_memory_bytes"}
 SUMMARY |= {"round_seconds", "predicted_round_seconds", "sweeps"}
 # A first update that makes every forward pass after it overflow.
-DESTRUCTIVE = {"optimizer": SGD(1e30, clip_norm=None), "adapter": LoRA(rank=4, alpha=64.0)}
+TARGETS = ("q_proj", "down_proj")
+DESTRUCTIVE = {
+    "optimizer": SGD(1e30, clip_norm=None),
+    "adapter": LoRA(rank=4, alpha=64.0, target_modules=TARGETS),
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +49,7 @@ def tasks(make_task, data):
     by_epochs = make_task(
         "epochs",
         eval_data=data["short.eval"],
-        adapter=LoRA(rank=4, alpha=8.0, dropout=0.1),
+        adapter=LoRA(rank=4, alpha=8.0, dropout=0.1, target_modules=(*TARGETS, "v_proj")),
         optimizer=AdamW(2e-2, schedule=Schedule("cosine", warmup_ratio=0.1)),
         max_length=32,
         batch_size=4,
@@ -222,7 +226,7 @@ def test_exported_adapters_have_true_ranks_and_targets(summary, run_dir, tasks, 
     for name, task in tasks.items():
         folder = run_dir / "adapters" / name
         tensors = load_file(folder / "adapter_model.safetensors")
-        linears = 2 if name == "steps" else 7
+        linears = 2 if name == "steps" else 3
         assert len(tensors) == 2 * 2 * linears
         for key, tensor in tensors.items():
             assert tensor.shape["lora_B" in key] == task.adapter.rank
@@ -264,7 +268,7 @@ def test_export_command_writes_the_adapters_of_the_last_checkpoint(
 def test_export_command_writes_one_task_of_an_earlier_checkpoint(
     train, make_task, tmp_path, adapter_bytes, capsys
 ):
-    constant = {"optimizer": SGD(0.1), "adapter": LoRA(rank=2)}
+    constant = {"optimizer": SGD(0.1)}
     tasks = make_task("long", steps=4, **constant), make_task("b", steps=4)
     train(tmp_path / "run", *tasks, checkpoint_every=2)
     train(tmp_path / "half", make_task("long", steps=2, **constant), make_task("b", steps=4))
@@ -543,7 +547,8 @@ def test_failing_task_does_not_change_a_bit_of_another(
 
 def test_summary_is_json_where_a_loss_is_not_finite(train, make_task, data, tmp_path):
     """The last update may ruin an adapter: no training loss shows it, the evaluation does."""
-    ruined = make_task("ruined", **DESTRUCTIVE, eval_data=data["short.eval"], steps=1)
+    destructive = DESTRUCTIVE | {"adapter": LoRA(rank=4, alpha=64.0)}
+    ruined = make_task("ruined", **destructive, eval_data=data["short.eval"], steps=1)
     summary = train(tmp_path, ruined)
     task = strict_json((tmp_path / "summary.json").read_text())["tasks"]["ruined"]
     assert task["eval_loss"] is None
@@ -575,8 +580,8 @@ def test_reserved_sizes_and_given_lengths_keep_a_task_at_the_same_bits_beside_an
         optimizer=SGD(1e-2),
     )
     sizes = {
-        "max_sequences": 4,
-        "reserved_slots": 2,
+        "max_sequences": 8,
+        "reserved_slots": 3,
         "reserved_rank": 4,
         "reserved_targets": ("q_proj", "v_proj", "down_proj"),
         "reserved_dropout": True,
@@ -590,7 +595,7 @@ def test_reserved_sizes_and_given_lengths_keep_a_task_at_the_same_bits_beside_an
         for name in ("alone", "together")
     ]
     assert shapes[0] == shapes[1]
-    assert shapes[0]["max_sequences"] == 4
+    assert shapes[0]["max_sequences"] == 8
 
 
 def test_details_are_recorded_of_as_many_rounds_whenever_their_number_doubles():

@@ -1,8 +1,10 @@
 """Tasks with different kinds of adapters, from the specification to the exported folder."""
 
 import dataclasses
+import functools
 import gc
 import json
+import re
 import shutil
 import weakref
 from functools import partial
@@ -36,6 +38,8 @@ from jaxmux import (
 )
 from jaxmux.cli.main import run_command
 from jaxmux.data import load_tokenizer
+from jaxmux.engine.state.slots import refuse_outgrowing
+from jaxmux.engine.tasks.prepared_task import pool_of_adapter
 from jaxmux.generation import Request, complete
 from jaxmux.generation.programs import prompts_in_rows
 from jaxmux.generation.served_adapters import stacked_pools
@@ -57,10 +61,13 @@ from jaxmux.peft import (
     LeafSpec,
     kind_of,
     ops_of,
+    own_leaves,
     register_kind,
     scale_of,
+    size_of_adapter,
     write_merged,
 )
+from jaxmux.peft.leaves import named_leaves
 from jaxmux.peft.targets import resolve_targets
 from jaxmux.server.task import ENDED
 from jaxmux.specifications.reading import task_from_json
@@ -69,6 +76,8 @@ from .conftest import RUN, SERVER
 
 # Those of words; bytes are the first tokens of the vocabulary.
 TOKENS = tuple(range(317, 257, -1))
+# Those that a run trains here. Runs of tests/parity train tasks of all kinds of PEFT.
+IN_RUN = ("lora", "pissa", "ln", "houlsby")
 SPECS = {
     "lora": LoRA(2, 4.0, target_modules=("q_proj", "down_proj")),
     "ia3": IA3(("q_proj", "k_proj", "down_proj"), ("down_proj", "k_proj")),
@@ -83,7 +92,7 @@ SPECS = {
     "prompt": PromptTuning(5, start_text="red apple"),
     "tokens": TrainedTokens(TOKENS),
     "pattern": LoRA(4, 8.0, rank_pattern={"q_proj": 2}, alpha_pattern={"mlp.down_proj": 1.5}),
-    "pissa": LoRA(2, 4.0, target_modules=("q_proj", "v_proj"), initialisation="pissa_niter_4"),
+    "pissa": LoRA(2, 4.0, target_modules=("q_proj", "down_proj"), initialisation="pissa_niter_4"),
     "olora": LoRA(
         3,
         2.0,
@@ -101,7 +110,7 @@ SPECS = {
 # Of some adapters, folders hold a LoRA of another rank and the same scale.
 FOLDERS = SPECS | {
     "eva": LoRA(4, 6.0, target_modules=("q_proj", "down_proj")),
-    "pissa": LoRA(4, 8.0, target_modules=("q_proj", "v_proj")),
+    "pissa": LoRA(4, 8.0, target_modules=("q_proj", "down_proj")),
     "olora": LoRA(
         6,
         2.0 * 2**0.5,
@@ -113,7 +122,7 @@ FOLDERS = SPECS | {
 }
 # Those that can be merged into the backbone.
 MERGED = ("lora", "ia3", "ln", "columns", "entries", "dora", "vera", "tokens", "pattern")
-MERGED += ("pissa", "olora", "eva", "tables", "lora-tokens")
+MERGED += ("pissa", "olora", "tables", "lora-tokens")
 SETTINGS = {
     "lora": ("adapter_model.safetensors", "peft_type", "LORA"),
     "ia3": ("adapter_model.safetensors", "feedforward_modules", ["down_proj", "k_proj"]),
@@ -152,46 +161,145 @@ def base(backbone):
 
 
 @pytest.fixture(scope="module")
-def logits():
-    """Logits of a sequence, with an adapter or without."""
+def logits_of_all():
+    """Logits of a sequence with each of several adapters, by one program."""
 
     @partial(jax.jit, static_argnums=(0, 1))
     def run(config, options, weights, pools, slots, tokens):
-        microbatch = prompts_in_rows(tokens, np.array([32]))
+        microbatch = prompts_in_rows(tokens, np.full(len(tokens), tokens.shape[1]))
         at_head, _ = head_adapters(options.adapter_ops, pools, None, microbatch.chunk_slot)
         given = weights, pools, None, microbatch, slots, options, at_head
         states, _, _ = hidden_states(config, *given)
         return logits_of(weights, states, at_head)
 
-    def compute(model, spec=None, adapter=None):
-        tokens = np.arange(286, 318, dtype=np.int32)[None]
-        requests = [Request("", spec, adapter)]
+    def compute(model, adapters):
+        """`adapters`: pairs of a specification and its arrays."""
+        tokens = np.tile(np.arange(286, 318, dtype=np.int32), (len(adapters), 1))
+        requests = [Request("", spec, adapter) for spec, adapter in adapters]
         pools = {
             name: {point: jax.tree.map(jnp.asarray, arrays) for point, _, arrays in pool}
             for name, pool in stacked_pools(requests, model.config)
         }
-        scale = np.float32([scale_of(spec) if spec else 0.0])
-        slots = SlotTable(scale, np.zeros(1, np.float32), np.zeros(1, np.uint32))
+        scale = np.float32([scale_of(spec) if spec else 0.0 for spec, _ in adapters])
+        zeros = np.zeros_like(scale)
+        slots = SlotTable(scale, zeros, zeros.astype(np.uint32))
         options = ForwardOptions("xla", max_sequences=1, adapter_ops=ops_of(pools))
-        return np.asarray(run(model.config, options, model.weights, pools, slots, tokens))
+        found = run(model.config, options, model.weights, pools, slots, tokens)
+        return np.asarray(found).reshape(len(adapters), tokens.shape[1], -1)
 
     return compute
 
 
 @pytest.fixture(scope="module")
-def trained(train, make_task, tmp_path_factory):
-    """The folder of a training run of all kinds."""
+def logits(logits_of_all):
+    """Logits of a sequence, with an adapter or without."""
+    return lambda model, spec=None, adapter=None: logits_of_all(model, [(spec, adapter)])[0]
+
+
+@pytest.fixture(scope="module")
+def toy_kind():
+    """A kind from outside: a bias behind linears."""
+
+    @dataclasses.dataclass(frozen=True)
+    class BiasTuning:
+        target_modules: tuple[str, ...] = ("q_proj",)
+
+    class AddBias(AdapterOp):
+        def norm_output(self, own, x, h, eps):
+            return h + own[:, None]
+
+    def targets(spec, config):
+        return {"input_layernorm": np.ones(config.num_layers, bool)}
+
+    def leaves(config, points, slots, rank):
+        shape = (config.num_layers, slots, config.hidden_size)
+        return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
+
+    kind = AdapterKind(
+        "bias",
+        BiasTuning,
+        AddBias(),
+        targets,
+        leaves,
+        lambda spec, targets, config, seed, base: {
+            point: np.zeros((config.num_layers, config.hidden_size), np.float32)
+            for point in targets
+        },
+        lambda spec, targets: {point: mask.astype(np.float32) for point, mask in targets.items()},
+        lambda settings: settings.get("peft_type") == "BIAS",
+        lambda spec, config, serving: {"peft_type": "BIAS"},
+        lambda settings, config: BiasTuning(),
+        lambda spec, adapter, config, serving, base: dict(adapter),
+        lambda spec, tensors, config, base: {"input_layernorm": tensors.pop("input_layernorm")},
+    )
+    register_kind(kind)
+    yield BiasTuning
+    del KINDS["bias"], SPECIFICATIONS["bias"]
+
+
+@pytest.fixture(scope="module")
+def trained(train, make_task, toy_kind, tmp_path_factory):
+    """The folder of a training run of several kinds, one of which is from outside."""
     run_dir = tmp_path_factory.mktemp("kinds") / "run"
-    tasks = [
-        dataclasses.replace(make_task(name, steps=4), adapter=spec) for name, spec in SPECS.items()
-    ]
-    train(run_dir, *tasks)
+    # All samples in every step.
+    toy = dataclasses.replace(make_task("toy", steps=4, batch_size=14), adapter=toy_kind())
+    train(run_dir, toy, *tasks_of(IN_RUN, make_task, steps=4, batch_size=14))
     return run_dir
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_the_folder_is_that_of_the_kind(name, trained, model, base):
-    folder, (weights, key, value) = trained / "adapters" / name, SETTINGS[name]
+def tasks_of(names, make_task, **fields):
+    return [dataclasses.replace(make_task(name, **fields), adapter=SPECS[name]) for name in names]
+
+
+@pytest.fixture(scope="module")
+def folder_of(trained, model, base, make_task, tmp_path_factory):
+    """The folder of an adapter, by its name in `SPECS`: that of the run, or of an adapter with
+    random values."""
+    parent = tmp_path_factory.mktemp("adapters")
+
+    @functools.cache
+    def folder(name):
+        if name in IN_RUN:
+            return trained / "adapters" / name
+        (task,) = tasks_of([name], make_task)
+        tokenizer = load_tokenizer(model.name_or_path)
+        first = prepare_task(task, model.config, tokenizer, base=base).make_adapter()
+        adapter = moved(SPECS[name], first, model.config)
+        export_adapter(parent / name, adapter, SPECS[name], model.config, "base", base=base)
+        return parent / name
+
+    return folder
+
+
+def moved(spec, adapter, config):
+    """The adapter with noise on all that tasks train."""
+    kind, rng = kind_of(spec), np.random.default_rng(0)
+    targets = kind.targets(spec, config)
+    rates = named_leaves(kind.relative_rates(spec, targets))
+    names = iter(named_leaves(adapter))
+
+    def move(leaf, value):
+        rate = rates.get(next(names))
+        if not leaf.trained:
+            return value
+        noise = 0.1 * rng.standard_normal(value.shape).astype(np.float32)
+        # What lies outside the layers has the rate of the first or the last one.
+        rate = rate[-1:] if "last" in leaf.axes else rate[: len(value)]
+        return value + rate.reshape(-1, *[1] * (value.ndim - 1)) * noise
+
+    return jax.tree.map(move, own_leaves(spec, list(targets), config), adapter)
+
+
+# The samples of a task go through the backbone for their initial values.
+BY_SAMPLES = ("eva", "gradients")
+NAMES = [
+    pytest.param(name, marks=pytest.mark.slow) if name in BY_SAMPLES else name for name in SPECS
+]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_folder_is_that_of_the_kind(name, folder_of, model, base):
+    folder, (weights, key, value) = folder_of(name), SETTINGS[name]
     assert (folder / weights).is_file()
     assert json.loads((folder / "adapter_config.json").read_text())[key] == value
     spec, adapter = import_adapter(folder, model.config, base=base)
@@ -203,34 +311,58 @@ def test_the_folder_is_that_of_the_kind(name, trained, model, base):
     assert any(np.ptp(x) > 0 for x in jax.tree.leaves(adapter))
 
 
-@pytest.mark.parametrize("name", SPECS)
-def test_what_is_read_is_what_was_written(name, trained, model, base, tmp_path):
-    folder = trained / "adapters" / name
-    spec, adapter = import_adapter(folder, model.config, base=base)
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_read_is_what_was_written(name, folder_of, model, base, tmp_path):
+    spec, adapter = import_adapter(folder_of(name), model.config, base=base)
     export_adapter(tmp_path / "again", adapter, spec, model.config, "base", base=base)
     again = import_adapter(tmp_path / "again", model.config, base=base)[1]
     # The weights of norms are added to differences, and subtracted again.
     jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=2e-7), adapter, again)
 
 
-def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
-    tasks = {
-        name: dataclasses.replace(
-            make_task(name, steps=1, resume_from=str(trained / "adapters" / name)),
+@pytest.mark.slow
+def test_a_run_trains_tasks_of_all_kinds(train, make_task, model, base, tmp_path):
+    train(tmp_path / "run", *tasks_of(SPECS, make_task, steps=4))
+    for name in SPECS:
+        folder = tmp_path / "run" / "adapters" / name
+        spec, adapter = import_adapter(folder, model.config, base=base)
+        assert kind_of(spec) is kind_of(FOLDERS[name])
+        assert any(np.ptp(x) > 0 for x in jax.tree.leaves(adapter))
+    tasks = [
+        dataclasses.replace(
+            make_task(name, steps=1, resume_from=str(tmp_path / "run" / "adapters" / name)),
             adapter=FOLDERS[name],
         )
-        for name in ("ia3", "ln", "dora", "pattern", "pissa", "eva", "tables", "houlsby")
+        for name in ("ia3", "dora", "pattern", "eva", "tables")
+    ]
+    assert_lower_losses(train(tmp_path / "again", *tasks), tmp_path / "run")
+
+
+def assert_lower_losses(summary, before):
+    """The first losses are below those of the run whose adapters the tasks began with."""
+    earlier = json.loads((before / "summary.json").read_text())["tasks"]
+    for name, task in summary.tasks.items():
+        assert task["train_loss_first"] < earlier[name]["train_loss_first"]
+
+
+def test_training_goes_on_from_a_folder(trained, folder_of, train, make_task, toy_kind, tmp_path):
+    specs = {"toy": toy_kind()} | {name: FOLDERS[name] for name in IN_RUN}
+    tasks = {
+        name: dataclasses.replace(
+            make_task(name, steps=1, batch_size=14, resume_from=str(trained / "adapters" / name)),
+            adapter=spec,
+        )
+        for name, spec in specs.items()
     }
-    summary = train(tmp_path / "run", *tasks.values())
-    before = json.loads((trained / "summary.json").read_text())["tasks"]
-    for name in tasks:
-        assert summary.tasks[name]["train_loss_first"] < before[name]["train_loss_first"]
+    # The arrays of its pools are those of the first run, so its programs are those, too.
+    summary = train(tmp_path / "run", *tasks.values(), reserved_adapters=[SPECS["pissa"]])
+    assert_lower_losses(summary, trained)
     task = tasks["houlsby"]
     other = dataclasses.replace(task, adapter=Bottleneck(size=5))
     with pytest.raises(ValueError, match="form is houlsby, the task asks for pfeiffer"):
         train(tmp_path / "other", other)
     prompt = dataclasses.replace(
-        task, adapter=PromptTuning(6), resume_from=str(trained / "adapters" / "prompt")
+        task, adapter=PromptTuning(6), resume_from=str(folder_of("prompt"))
     )
     with pytest.raises(ValueError, match="virtual_tokens is 5, the task asks for 6"):
         train(tmp_path / "prompt", prompt)
@@ -245,9 +377,9 @@ def test_training_goes_on_from_a_folder(trained, train, make_task, tmp_path):
 
 
 @pytest.mark.slow
-def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(trained, model, base):
+def test_prompts_are_completed_with_adapters_of_all_kinds_at_once(folder_of, model, base):
     tokenizer = load_tokenizer(model.name_or_path)
-    read = [import_adapter(trained / "adapters" / name, model.config, base=base) for name in SPECS]
+    read = [import_adapter(folder_of(name), model.config, base=base) for name in SPECS]
     requests = [Request("red apple", *own) for own in read] + [Request("red apple")]
     together = complete(model, tokenizer, requests, max_new_tokens=8)
     # Logits of every kind beside others are compared in tests/engine/test_cached_logits.py.
@@ -317,21 +449,24 @@ def test_the_commands_know_the_kinds(trained, backbone, tmp_path, capsys):
 
 
 def test_merged_checkpoints_have_the_logits_of_the_adapter(
-    trained, model, base, tmp_path, logits, capsys
+    trained, folder_of, model, base, tmp_path, logits, logits_of_all, capsys
 ):
-    names = [f"--task={name}" for name in MERGED]
+    by_command = [name for name in MERGED if name in IN_RUN]
+    names = [f"--task={name}" for name in by_command]
     arguments = [f"--run_dir={trained}", f"--out={tmp_path}", "--merge", *names]
     assert run_command("export", arguments, prog="jaxmux export") == 0
-    for name in MERGED:
-        merged = load_backbone(tmp_path / name, "float32")
-        own = import_adapter(trained / "adapters" / name, model.config, base=base)
-        wanted, found = logits(model, *own), logits(merged)
-        assert np.abs(wanted - logits(model)).max() > 1e-2
+    adapters = [import_adapter(folder_of(name), model.config, base=base) for name in MERGED]
+    plain = logits(model)
+    for name, own, wanted in zip(MERGED, adapters, logits_of_all(model, adapters), strict=True):
+        if name not in by_command:
+            write_merged(tmp_path / name, model.name_or_path, own[1], own[0], model.config)
+        assert np.abs(wanted - plain).max() > 1e-2
+        found = logits(load_backbone(tmp_path / name, "float32"))
         np.testing.assert_allclose(found, wanted, atol=1e-4)
         load_tokenizer(tmp_path / name)
     assert run_command("export", arguments, prog="jaxmux export") == 2
     out = tmp_path / "others"
-    arguments = [f"--run_dir={trained}", f"--out={out}", "--merge", "--task=ia3", "--task=houlsby"]
+    arguments = [f"--run_dir={trained}", f"--out={out}", "--merge", "--task=ln", "--task=houlsby"]
     assert run_command("export", arguments, prog="jaxmux export") == 2
     assert "'houlsby' (kind 'bottleneck'); export them without --merge, and the others with " in (
         capsys.readouterr().err
@@ -353,7 +488,7 @@ def test_merging_and_folding_a_scale_exclude_each_other(trained, tmp_path, capsy
     ids=["own head", "tied head"],
 )
 def test_a_backbone_of_several_files_is_merged_file_by_file(
-    tied, kinds, trained, backbone, tmp_path, model, base, logits
+    tied, kinds, folder_of, backbone, tmp_path, model, base, logits, logits_of_all
 ):
     """Each has the tensors that it had, so the index is that of the backbone. All kinds are merged
     into a backbone of one file in the test above."""
@@ -378,26 +513,26 @@ def test_a_backbone_of_several_files_is_merged_file_by_file(
     (split / "model.safetensors.index.json").write_text(json.dumps(index))
     bare = load_backbone(split, "float32")
     assert bare.config.tie_word_embeddings is tied
-    for kind in kinds:
-        spec, adapter = import_adapter(trained / "adapters" / kind, bare.config, base=base)
+    adapters = [import_adapter(folder_of(kind), bare.config, base=base) for kind in kinds]
+    plain = logits(bare)
+    for kind, own, wanted in zip(kinds, adapters, logits_of_all(bare, adapters), strict=True):
         merged = tmp_path / kind
-        write_merged(merged, split, adapter, spec, bare.config)
+        write_merged(merged, split, own[1], own[0], bare.config)
         assert json.loads((merged / "model.safetensors.index.json").read_text()) == index
         expected = {"README.md", *(path.name for path in split.iterdir())}
         assert {path.name for path in merged.iterdir()} == expected
         found = {file: load_file(merged / file) for file in parts}
-        assert {file: own.keys() for file, own in found.items()} == {
-            file: own.keys() for file, own in parts.items()
+        assert {file: tensors.keys() for file, tensors in found.items()} == {
+            file: tensors.keys() for file, tensors in parts.items()
         }
-        size = sum(tensor.nbytes for own in found.values() for tensor in own.values())
+        size = sum(tensor.nbytes for tensors in found.values() for tensor in tensors.values())
         assert size == index["metadata"]["total_size"]
-        wanted = logits(bare, spec, adapter)
-        assert np.abs(wanted - logits(bare)).max() > 1e-2
+        assert np.abs(wanted - plain).max() > 1e-2
         np.testing.assert_allclose(logits(load_backbone(merged, "float32")), wanted, atol=1e-4)
 
 
 def test_a_merged_checkpoint_has_all_other_files_of_the_backbone(
-    trained, backbone, tmp_path, model, base
+    folder_of, backbone, tmp_path, model, base
 ):
     folder = tmp_path / "backbone"
     shutil.copytree(backbone, folder)
@@ -413,7 +548,7 @@ def test_a_merged_checkpoint_has_all_other_files_of_the_backbone(
     for name in (*kept, *left_out):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(name)
-    spec, adapter = import_adapter(trained / "adapters" / "lora", model.config, base=base)
+    spec, adapter = import_adapter(folder_of("lora"), model.config, base=base)
     out = folder / "merged" / "lora"
     write_merged(out, folder, adapter, spec, model.config)
     before = {path.name for path in backbone.iterdir()}
@@ -443,16 +578,16 @@ def test_the_norms_of_a_backbone_are_read_once_and_go_with_it(model, base):
     assert alive() is None
 
 
-def test_vera_is_served_as_a_lora(trained, model, tmp_path, logits):
-    own = import_adapter(trained / "adapters" / "vera", model.config)
+def test_vera_is_served_as_a_lora(folder_of, model, tmp_path, logits):
+    own = import_adapter(folder_of("vera"), model.config)
     export_adapter(tmp_path / "served", *own[::-1], model.config, "base", serving=True)
     spec, adapter = import_adapter(tmp_path / "served", model.config)
     assert isinstance(spec, LoRA) and spec.scale == 1
     np.testing.assert_allclose(logits(model, spec, adapter), logits(model, *own), atol=1e-5)
 
 
-def test_a_mask_of_magnitudes_holds_the_largest_weights(trained, model, base):
-    spec, adapter = import_adapter(trained / "adapters" / "entries", model.config)
+def test_a_mask_of_magnitudes_holds_the_largest_weights(folder_of, model, base):
+    spec, adapter = import_adapter(folder_of("entries"), model.config)
     assert spec.mask == "magnitude"
     for module in ("self_attn.q_proj", "mlp.down_proj"):
         for layer, numbers in enumerate(adapter[module]["entries"].astype(int) - 1):
@@ -462,10 +597,10 @@ def test_a_mask_of_magnitudes_holds_the_largest_weights(trained, model, base):
             assert np.sort(chosen)[0] >= np.sort(weight, axis=None)[-len(numbers)]
 
 
-def test_entries_that_occur_twice_are_added_up(trained, model, tmp_path, logits):
+def test_entries_that_occur_twice_are_added_up(folder_of, model, tmp_path, logits):
     """A mask of PEFT may be filled up so, whatever is its name."""
     folder = tmp_path / "twice"
-    shutil.copytree(trained / "adapters" / "entries", folder)
+    shutil.copytree(folder_of("entries"), folder)
     weights, settings = folder / "adapter_model.safetensors", folder / "adapter_config.json"
     tensors = load_file(weights)
     for name in [name for name in tensors if "indices" in name]:
@@ -487,8 +622,8 @@ def test_entries_that_occur_twice_are_added_up(trained, model, tmp_path, logits)
     np.testing.assert_allclose(logits(model, spec, adapter), found, atol=1e-4)
 
 
-def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_path):
-    folder = trained / "adapters" / "vera"
+def test_projections_that_a_folder_lacks_are_drawn_again(folder_of, model, tmp_path):
+    folder = folder_of("vera")
     tensors = load_file(folder / "adapter_model.safetensors")
     kept = {name: x for name, x in tensors.items() if "lambda" in name}
     assert len(kept) == len(tensors) - 2
@@ -498,8 +633,8 @@ def test_projections_that_a_folder_lacks_are_drawn_again(trained, model, tmp_pat
     jax.tree.map(np.testing.assert_array_equal, whole, short)
 
 
-def test_a_dropout_of_vera_is_refused(trained, model, tmp_path):
-    shutil.copytree(trained / "adapters" / "vera", tmp_path / "vera")
+def test_a_dropout_of_vera_is_refused(folder_of, model, tmp_path):
+    shutil.copytree(folder_of("vera"), tmp_path / "vera")
     settings = tmp_path / "vera" / "adapter_config.json"
     fields = json.loads(settings.read_text())
     settings.write_text(json.dumps(fields | {"vera_dropout": 0.1}))
@@ -507,9 +642,9 @@ def test_a_dropout_of_vera_is_refused(trained, model, tmp_path):
         import_adapter(tmp_path / "vera", model.config)
 
 
-def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
+def test_differences_from_the_backbone_need_it(folder_of, model, tmp_path):
     with pytest.raises(AdapterError, match="weights of the backbone are needed"):
-        import_adapter(trained / "adapters" / "ln", model.config)
+        import_adapter(folder_of("ln"), model.config)
 
 
 @pytest.mark.parametrize(
@@ -535,8 +670,8 @@ def test_differences_from_the_backbone_need_it(trained, model, tmp_path):
     ],
     ids=str,
 )
-def test_configurations_of_adapter_hub(config, problem, trained, model, tmp_path):
-    folder = trained / "adapters" / "houlsby"
+def test_configurations_of_adapter_hub(config, problem, folder_of, model, tmp_path):
+    folder = folder_of("houlsby")
     settings = json.loads((folder / "adapter_config.json").read_text())
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings | {"config": config}))
     weights = "adapter.safetensors"
@@ -546,56 +681,11 @@ def test_configurations_of_adapter_hub(config, problem, trained, model, tmp_path
         import_adapter(tmp_path, model.config)
 
 
-@pytest.fixture
-def toy_kind():
-    """A kind from outside: a bias behind linears."""
-
-    @dataclasses.dataclass(frozen=True)
-    class BiasTuning:
-        target_modules: tuple[str, ...] = ("q_proj",)
-
-    class AddBias(AdapterOp):
-        def norm_output(self, own, x, h, eps):
-            return h + own[:, None]
-
-    def targets(spec, config):
-        return {"input_layernorm": np.ones(config.num_layers, bool)}
-
-    def leaves(config, points, slots, rank):
-        shape = (config.num_layers, slots, config.hidden_size)
-        return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
-
-    kind = AdapterKind(
-        "bias",
-        BiasTuning,
-        AddBias(),
-        targets,
-        leaves,
-        lambda spec, targets, config, seed, base: {
-            point: np.zeros((config.num_layers, config.hidden_size), np.float32)
-            for point in targets
-        },
-        lambda spec, targets: {point: mask.astype(np.float32) for point, mask in targets.items()},
-        lambda settings: settings.get("peft_type") == "BIAS",
-        lambda spec, config, serving: {"peft_type": "BIAS"},
-        lambda settings, config: BiasTuning(),
-        lambda spec, adapter, config, serving, base: dict(adapter),
-        lambda spec, tensors, config, base: {"input_layernorm": tensors.pop("input_layernorm")},
-    )
-    register_kind(kind)
-    yield BiasTuning
-    del KINDS["bias"], SPECIFICATIONS["bias"]
-
-
-def test_a_kind_from_outside_trains_beside_others(toy_kind, train, make_task, model, tmp_path):
-    # All samples in every step.
-    toy = dataclasses.replace(make_task("toy", steps=8, batch_size=14), adapter=toy_kind())
-    lora = dataclasses.replace(make_task("lora", steps=8, batch_size=14), adapter=SPECS["lora"])
-    summary = train(tmp_path / "run", toy, lora)
+def test_a_kind_from_outside_trains_beside_others(toy_kind, trained, model):
+    results = json.loads((trained / "summary.json").read_text())["tasks"]
     for name in ("toy", "lora"):
-        results = summary.tasks[name]
-        assert results["train_loss_last"] < results["train_loss_first"]
-    spec, adapter = import_adapter(tmp_path / "run" / "adapters" / "toy", model.config)
+        assert results[name]["train_loss_last"] < results[name]["train_loss_first"]
+    spec, adapter = import_adapter(trained / "adapters" / "toy", model.config)
     assert isinstance(spec, toy_kind) and np.any(adapter["input_layernorm"])
     with pytest.raises(ValueError, match="there is an adapter kind 'bias' already"):
         register_kind(KINDS["bias"])
@@ -680,61 +770,74 @@ def test_the_first_expression_of_a_pattern_counts_also_in_a_folder(model, tmp_pa
             LoRA(rank_pattern={bad: 2})
 
 
+def test_a_pool_has_room_for_the_kinds_that_are_reserved(model):
+    q_proj = partial(LoRA, target_modules="q_proj")
+    reserved = [
+        IA3(),
+        Bottleneck(size=4),
+        DoRA(3, target_modules="q_proj"),
+        q_proj(2, alpha_pattern={"q_proj": 1}),
+        q_proj(2, initialisation="pissa"),
+        LoRA(2, target_modules="lm_head"),
+    ]
+    options = ServerOptions(**RUN, reserved_rank=2, reserved_adapters=reserved)
+
+    def refuse(spec):
+        targets = kind_of(spec).targets(spec, model.config)
+        needed = pool_of_adapter(spec, targets, size_of_adapter(spec, model.config))
+        refuse_outgrowing("x", needed, options.reserved(model.config))
+
+    for spec in (
+        IA3(),
+        Bottleneck(size=3),
+        DoRA(3, target_modules="q_proj"),
+        q_proj(2, rank_pattern={"layers.0.*": 1}),
+        q_proj(2, initialisation="olora"),
+        q_proj(1, initialisation="eva"),
+        LoRA(1, target_modules="lm_head"),
+    ):
+        refuse(spec)
+    for spec, problem in (
+        (Bottleneck(size=5), "the kind 'bottleneck' has size 5 (size), the pool's is 4"),
+        (Bottleneck("houlsby", 3), "its adapter of the kind 'bottleneck' changes self_attn"),
+        (LNTuning(), "kind 'ln_tuning' needs arrays that the pool does not have"),
+        (
+            DoRA(2, target_modules="v_proj"),
+            "kind 'dora' changes self_attn.v_proj, for which the pool has no arrays",
+        ),
+        (q_proj(3, initialisation="olora"), "its rank is 6, the pool's is 4"),
+        (q_proj(3, initialisation="eva"), "its rank is 6, the pool's is 4"),
+        (
+            LoRA(1, target_modules="embed_tokens"),
+            "kind 'lora_tables' changes embed_tokens, for which the pool has no arrays",
+        ),
+    ):
+        with pytest.raises(TaskError, match=re.escape(problem)):
+            refuse(spec)
+
+
 @pytest.mark.long
-def test_a_server_has_room_for_the_kinds_that_it_reserves(backbone, make_task, tmp_path):
-    """It compiles nothing when they come, and tasks of others fail."""
-    options = ServerOptions(
-        **RUN,
-        reserved_slots=2,
-        reserved_rank=2,
-        reserved_adapters=[
-            IA3(),
-            Bottleneck(size=4),
-            DoRA(3, target_modules="q_proj"),
-            LoRA(2, target_modules="q_proj", alpha_pattern={"q_proj": 1}),
-            LoRA(2, target_modules="q_proj", initialisation="pissa"),
-            LoRA(2, target_modules="lm_head"),
-        ],
-    )
+def test_a_server_trains_what_fits_into_its_reserved_pools(backbone, make_task, tmp_path):
+    """Tasks that need more fail."""
+    specs = {
+        "fits": Bottleneck(size=3),
+        "large": Bottleneck(size=5),
+        "no-label": LoRA(1, initialisation="eva", calibration_tokens=1, target_modules="q_proj"),
+    }
+    options = ServerOptions(**SERVER, reserved_adapters=[Bottleneck(size=4)])
     with tuning_server(backbone, tmp_path / "server", options) as server:
-        for name, spec in (
-            ("ia3", IA3()),
-            ("fits", Bottleneck(size=3)),
-            ("large", Bottleneck(size=5)),
-            ("houlsby", Bottleneck("houlsby", 3)),
-            ("ln", LNTuning()),
-            ("dora", DoRA(3, target_modules="q_proj")),
-            ("other-dora", DoRA(2, target_modules="v_proj")),
-            ("pattern", LoRA(2, target_modules="q_proj", rank_pattern={"layers.0.*": 1})),
-            ("olora", LoRA(2, target_modules="q_proj", initialisation="olora")),
-            ("wide", LoRA(3, target_modules="q_proj", initialisation="olora")),
-            ("eva", LoRA(1, target_modules="q_proj", initialisation="eva")),
-            ("large-eva", LoRA(3, target_modules="q_proj", initialisation="eva")),
-            (
-                "no-label",
-                LoRA(1, target_modules="q_proj", initialisation="eva", calibration_tokens=1),
-            ),
-            ("head", LoRA(1, target_modules="lm_head")),
-            ("table", LoRA(1, target_modules="embed_tokens")),
-        ):
+        for name, spec in specs.items():
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
         server.step()
         while not all(status.state in ENDED for status in server.statuses()):
             server.step()
         found = {status.name: (status.state, status.reason) for status in server.statuses()}
         adapter = server.adapter("fits")
-    for name in ("ia3", "fits", "dora", "pattern", "olora", "eva", "head"):
-        assert found[name] == ("succeeded", None)
+    assert found["fits"] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
         "large": "its adapter of the kind 'bottleneck' has size 5 (size), the pool's is 4",
-        "houlsby": "its adapter of the kind 'bottleneck' changes self_attn",
-        "ln": "its adapter of the kind 'ln_tuning' needs arrays that the pool does not have",
-        "other-dora": "kind 'dora' changes self_attn.v_proj, for which the pool has no arrays",
-        "wide": "its rank is 6, the pool's is 4",
-        "large-eva": "its rank is 6, the pool's is 4",
         "no-label": "none of the first 1 tokens of its training data counts in the loss",
-        "table": "the kind 'lora_tables' changes embed_tokens, for which the pool has no arrays",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
 

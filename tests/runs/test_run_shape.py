@@ -416,7 +416,10 @@ PLANNED = {
     "one task": ((), {"row_len": None, "max_sequences": None}),
     "two lengths": (TWO_LENGTHS, CHOSEN | {"remat": "auto"}),
     "a sweep of which one trains at a time": (SWEEP, CHOSEN),
-    "a limit of memory": (TWO_LENGTHS, CHOSEN | {"memory_gib": 0.1, "reserved_slots": 3}),
+    "a limit of memory": (
+        TWO_LENGTHS,
+        CHOSEN | {"memory_gib": 0.1, "reserved_slots": 3, "remat": "auto"},
+    ),
 }
 
 
@@ -437,7 +440,14 @@ def planned_shapes(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("lines", "options"), PLANNED.values(), ids=PLANNED)
+@pytest.mark.parametrize(
+    ("lines", "options"),
+    [
+        # The last case has two lengths, too.
+        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name == "two lengths" else [])
+        for name, case in PLANNED.items()
+    ],
+)
 def test_training_has_the_shape_and_padding_of_its_plan(
     lines, options, write_config, data, command, tmp_path
 ):

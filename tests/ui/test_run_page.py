@@ -593,7 +593,9 @@ def test_stream_of_a_real_server(run_dir):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "end", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_server_ends_quietly_while_pages_are_open(run_dir, end):
     """Also one that does not read what it has asked for."""
     command = [sys.executable, "-m", "jaxmux.ui", str(run_dir), "--port=0"]

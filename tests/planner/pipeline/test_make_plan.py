@@ -80,7 +80,8 @@ def test_every_task_is_in_one_htask_and_every_htask_in_one_bucket(plan, tasks):
         assert set(microbatch.tasks) & set(plan.groups[microbatch.bucket])
 
 
-@pytest.mark.long
+# A benchmark.
+@pytest.mark.slow
 def test_32_tasks_are_planned_in_seconds(plan_of, draw_tasks):
     loads = [
         task._replace(name=f"{task.name}.{i}") for i in range(8) for task in draw_tasks(samples=8)

@@ -104,7 +104,9 @@ def test_of_two_equal_configurations_one_stays():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("devices, limit", [(64, 30), (256, 60)])
+@pytest.mark.parametrize(
+    "devices, limit", [(64, 30), pytest.param(256, 60, marks=pytest.mark.slow)]
+)
 def test_many_devices_are_planned_in_seconds(devices, limit, skewed_bins):
     candidates = candidate_replicas(devices, (1, 2, 4, 8, 16), (1, 2, 4, 8))
     bins = skewed_bins(0, 50_000)
