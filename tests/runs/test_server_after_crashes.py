@@ -27,12 +27,8 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
     """One task is copied in a round, so the name is used again while the others are copied."""
     monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
-    with serve(folder, most_ended=1, checkpoint_every=5) as server:
-        for name in "abc":
-            server.register(task(name, steps=1000))
-        step(server)
-        # They take the places of those that end, so that some are never copied yet.
-        for name in "def":
+    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=9) as server:
+        for name in "abcdefghi":
             server.register(task(name, steps=1000))
         while not server._saving._copied:
             step(server)
@@ -40,9 +36,9 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
         # The second end lets the first be forgotten.
         for name in ("a", "b"):
             server.cancel(name)
-        step(server)
+            step(server)
         assert "a" not in {own.name for own in server.statuses()}
-        registered = server.register(task("a", data=data["long"], steps=7777), priority=1)
+        registered = server.register(task("a", data=data["long"], steps=7777))
         step(server)
         assert registered.exception(timeout=0) is None and server._saving._copied
         while server._saving._copied is not None:
@@ -50,7 +46,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
         settle(server)
         copy_now(folder, tmp_path / "copy")
         totals = server.totals()
-    with serve(tmp_path / "copy", most_ended=1) as server:
+    with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
         step(server)
         status = server.status("a")
         assert status.steps == 7777 and server._tasks["a"].specification.data.path == data["long"]
