@@ -46,6 +46,12 @@ def tasks(make_task):  # noqa: F811
     }
 
 
+@pytest.fixture(scope="session")
+def trained_alone():
+    """By name, the adapters of tasks that have been trained alone."""
+    return {}
+
+
 @pytest.fixture
 def make_live(make_live_engine, tasks):
     """Makes a live training in which tasks are prepared by their name. `prepare` replaces the

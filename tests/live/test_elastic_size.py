@@ -198,8 +198,9 @@ def test_a_smaller_size_than_the_engine_has_is_refused(engine):
 
 
 def test_tasks_get_what_they_get_without_growth(make_live, tasks):
-    """Up to the order of sums, which moves an adapter by far less than its training did."""
-    calm, live = make_live(), make_live(most=EngineSize(5, 2), quiet_rounds=2)
+    """Up to the order of sums, which moves an adapter by far less than its training did. The server
+    simulation has microbatches that grow too."""
+    calm, live = make_live(), make_live(most=EngineSize(5, 1), quiet_rounds=2)
     sizes = set()
     for own in (calm, live):
         for name in "abcde":
@@ -256,7 +257,6 @@ class FakeSize:
 def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, monkeypatch, caplog):
     """With as many places as there is memory for; the tasks that came last wait."""
     live = live_with(lambda prepare: make_live(prepare, {"remat": "full"}), tasks, *"abd")
-    live._engine.resize(EngineSize(4, 1))
     accumulate = device_programs.accumulate
 
     def full(*arguments):
@@ -269,7 +269,7 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     monkeypatch.setattr(device_programs, "accumulate", full)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         live.step()
-    assert caplog.records[-1].message.endswith("training goes on with 1 of 4 slots")
+    assert caplog.records[-1].message.endswith("training goes on with 1 of 3 slots")
     assert [live.status(name).state for name in "abd"] == ["running", "queued", "queued"]
     assert live.status("d").reason == "the device ran out of memory; the task waits for a place"
     live.step()
@@ -278,3 +278,19 @@ def test_training_goes_on_when_the_device_runs_out_of_memory(make_live, tasks, m
     train_to_the_end(live, *"abd")
     for name in "abd":
         assert live.status(name).step == tasks[name].steps
+
+
+def test_places_are_halved_until_there_is_memory(make_live, monkeypatch, caplog):
+    live, tried = make_live(), []
+
+    def resize(size):
+        tried.append(size)
+        if size.slots > 1:
+            raise elastic_size.OutOfDeviceMemory("too little memory")
+
+    monkeypatch.setattr(type(live._engine), "size", EngineSize(12, 1))
+    monkeypatch.setattr(live._engine, "resize", resize)
+    with caplog.at_level(logging.WARNING, logger="jaxmux"):
+        live._leave_slots(elastic_size.OutOfDeviceMemory("full"))
+    assert tried == [(6, 1), (3, 1), (1, 1)]
+    assert caplog.records[-1].message == "full; training goes on with 1 of 12 slots"

@@ -17,7 +17,7 @@ from .test_live_training import settle, train_to_the_end
 STEPS = 12
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def make_measured(make_task):
     """Makes a task with held-out samples whose loss goes up and down."""
 
@@ -44,7 +44,7 @@ def live_of(make_live, tasks):
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def curve(make_measured, make_live_engine):
     """The held-out loss and the adapter of the task "m" after every step, measured one by one on
     an engine of its own; by number of steps."""

@@ -67,14 +67,16 @@ def train_to_the_end(live, *names):
 
 
 @pytest.fixture
-def alone(make_live, tasks):
+def alone(make_live, tasks, trained_alone):
     """The adapter of a task that is trained alone."""
 
     def adapter(name):
-        live = make_live()
-        live.register(tasks[name].task)
-        train_to_the_end(live, name)
-        return live.adapter(name)
+        if name not in trained_alone:
+            live = make_live()
+            live.register(tasks[name].task)
+            train_to_the_end(live, name)
+            trained_alone[name] = live.adapter(name)
+        return trained_alone[name]
 
     return adapter
 

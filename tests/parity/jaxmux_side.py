@@ -28,6 +28,7 @@ from jaxmux.cli.main import main
 from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
+from jaxmux.installation import resolve_path
 from jaxmux.models import (
     MODULES,
     Backbone,
@@ -44,7 +45,6 @@ from jaxmux.models import (
 )
 from jaxmux.models.head_adapters import head_adapters
 from jaxmux.optimizers import OPTIMIZERS, Schedule
-from jaxmux.package_files import resolve_path
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
 from jaxmux.peft import (

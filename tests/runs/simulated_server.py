@@ -2,16 +2,19 @@
 
 import functools
 import shutil
+import sqlite3
 import threading
 import time
 from collections import deque
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from random import Random
 
 from jaxmux.engine import EngineSize
 from jaxmux.server import LiveTraining, saving, server, store
+from jaxmux.server.folder import DATABASE
 from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
 
 from . import crash_images
 from .server_model import ServerModel
@@ -19,10 +22,10 @@ from .simulated_disk import Crash, SimulatedDisk
 from .simulated_tasks import OPTIONS
 
 # Slots and rank of the pool; each pair costs a compilation. Another rank changes the last bits.
-POOLS = ((2, 4), (3, 4), (4, 4))
-POOLS_OF_ALL_RANKS = ((2, 4), (4, 8))
+POOLS = ((2, 4), (3, 4))
+POOLS_OF_ALL_RANKS = ((3, 4), (2, 8))
 # It begins with a slot and a row, and grows to all slots and two rows.
-ELASTIC_POOLS = ((4, 4),)
+ELASTIC_POOLS = ((3, 4),)
 
 
 class SimulatedServer:
@@ -222,12 +225,21 @@ class SimulatedServer:
             newest = checkpoints / str(numbers[-1])
             if (newest / "tasks").exists() and random.random() < 0.5:
                 shutil.rmtree(newest / "tasks")
+                is_read = self._has_going_tasks(image, numbers[-1])
             else:
                 crash_images.torn(random, newest / "run" / "metadata")
                 (newest / "run" / "metadata").write_bytes(b"{")
-            damaged.append(str(newest))
+                is_read = True
+            damaged += [str(newest)] if is_read else []
         self._note(f"damaged: {damaged}")
         return damaged
+
+    def _has_going_tasks(self, image: Path, checkpoint: int) -> bool:
+        """Whether a task of a checkpoint goes on by the table, so that its arrays are read."""
+        with closing(sqlite3.connect(image / DATABASE)) as database:
+            rows = database.execute("SELECT key, state FROM tasks").fetchall()
+        going = {key for key, state in rows if state not in ENDED}
+        return not going.isdisjoint(self._disk.steps.get(checkpoint, {}))
 
     def _tear_events(self, random: Random, path: Path) -> None:
         content = path.read_bytes()

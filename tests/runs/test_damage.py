@@ -27,6 +27,7 @@ from jaxmux.runs.metrics import MetricsWriter
 from jaxmux.runs.trackers import RunTrackers, TrackedRun
 
 STEPS = 8
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +108,16 @@ DAMAGE = {"truncated": truncate, "emptied": empty, "flipped": flip, "missing": r
 DAMAGE |= {"a folder": make_folder}
 
 
-@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+DAMAGED_PLACES = [
+    pytest.param(
+        at, damage, id=f"{place}-{name}", marks=() if name in ("flipped", "missing") else SLOW
+    )
+    for place, at in PLACES.items()
+    for name, damage in DAMAGE.items()
+]
+
+
+@pytest.mark.parametrize(("place", "damage"), DAMAGED_PLACES)
 def test_a_damaged_checkpoint_gives_way_to_the_one_before(
     place, damage, run_dir, tasks, train, assert_same_adapters, capsys
 ):
@@ -139,7 +148,9 @@ def export(run_dir: Path, out: Path, *arguments: str) -> int:
     return main(["export", f"--run_dir={run_dir}", f"--out={out}", *arguments])
 
 
-@pytest.mark.parametrize("place", ["tasks/manifest.ocdbt", "run", "tasks"])
+@pytest.mark.parametrize(
+    "place", ["tasks/manifest.ocdbt", "run", pytest.param("tasks", marks=SLOW)]
+)
 def test_an_export_tells_of_a_damaged_checkpoint_in_one_line(place, run_dir, tmp_path, capfd):
     folder = run_dir / "checkpoints"
     older = sorted((int(path.name) for path in folder.glob("[0-9]*")), reverse=True)[1:]
@@ -176,7 +187,11 @@ def test_a_run_without_checkpoints_begins_anew(run_dir, tasks, train, assert_sam
     assert_same_adapters(run_dir)
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, flip, remove], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [pytest.param(truncate, marks=SLOW), pytest.param(empty, marks=SLOW), flip, remove],
+    ids=lambda f: f.__name__,
+)
 def test_damaged_metrics_do_not_disturb_training(
     damage, run_dir, tasks, train, assert_same_adapters
 ):
@@ -220,7 +235,15 @@ def test_a_line_never_goes_on_with_one_that_was_cut_off(go_on):
             assert json.loads(last)["round"] == "new"
 
 
-@pytest.mark.parametrize("put", [b"mine\n", b"mine", b'{"round": 7}\n', b"\n", b"a\nb", b"x" * 99])
+@pytest.mark.parametrize(
+    "put",
+    [
+        b"mine\n",
+        b"mine",
+        b"a\nb",
+        *(pytest.param(each, marks=SLOW) for each in (b'{"round": 7}\n', b"\n", b"x" * 99)),
+    ],
+)
 def test_what_was_put_into_a_file_merges_no_lines(put, go_on):
     """Wherever it was put: what the checkpoint's length then cuts through is removed as a whole."""
     content = b"".join(LINES)
@@ -235,7 +258,9 @@ def test_what_was_put_into_a_file_merges_no_lines(put, go_on):
             assert len(said) == (len(b"".join(before)) < known)
 
 
-@pytest.mark.parametrize("damage", [truncate, empty, remove], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "damage", [truncate, pytest.param(empty, marks=SLOW), remove], ids=lambda f: f.__name__
+)
 def test_a_damaged_summary_is_written_again(damage, finished, tasks, train, tmp_path):
     copy = Path(shutil.copytree(finished, tmp_path / "run"))
     damage(copy / "summary.json")
@@ -244,7 +269,10 @@ def test_a_damaged_summary_is_written_again(damage, finished, tasks, train, tmp_
     assert found["tasks"] == expected["tasks"]
 
 
-@pytest.mark.parametrize("lost", ["adapters", "adapters/a", "adapters/a/adapter_config.json"])
+@pytest.mark.parametrize(
+    "lost",
+    ["adapters", pytest.param("adapters/a", marks=SLOW), "adapters/a/adapter_config.json"],
+)
 def test_lost_adapters_of_a_finished_run_are_exported_again(
     lost, finished, tasks, train, tmp_path, assert_same_adapters
 ):
@@ -267,8 +295,19 @@ def test_a_damaged_record_is_refused_and_nothing_is_deleted(damage, restart, run
 FILES = ("run.json", "config.gin", "metrics.jsonl", "summary.json", "loss.png")
 
 
-@pytest.mark.parametrize("restart", [False, True])
-@pytest.mark.parametrize("name", [*FILES, "checkpoints", "adapters", "adapters/a", "tensorboard"])
+FOLDERS = ("checkpoints", "adapters", "adapters/a", "tensorboard")
+LINKS = [
+    pytest.param(
+        name,
+        restart,
+        marks=SLOW if restart and name not in ("checkpoints", "metrics.jsonl") else (),
+    )
+    for name in (*FILES, *FOLDERS)
+    for restart in (False, True)
+]
+
+
+@pytest.mark.parametrize(("name", "restart"), LINKS)
 def test_nothing_is_written_or_deleted_through_a_link(
     name, restart, finished, tasks, train, tmp_path
 ):
@@ -334,7 +373,22 @@ class Changes:
         (inputs / "eval.jsonl").write_text('{"prompt": "red", "completion": " fig"}\n')
 
 
-@pytest.mark.parametrize("is_finished", [False, True])
+@pytest.fixture(scope="module")
+def begun(backbone, data, make_task, train, tmp_path_factory):
+    """The folder of a finished run's inputs, and a function that goes on with the run."""
+    inputs = tmp_path_factory.mktemp("inputs")
+    shutil.copytree(backbone, inputs / "backbone")
+    shutil.copy(data["short"], inputs / "data.jsonl")
+    shutil.copy(data["short.eval"], inputs / "eval.jsonl")
+    paths = {"data": str(inputs / "data.jsonl"), "eval_data": str(inputs / "eval.jsonl")}
+
+    def go_on():
+        return train(inputs / "run", make_task(**paths), backbone=inputs / "backbone")
+
+    go_on()
+    return inputs, go_on
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
@@ -344,20 +398,21 @@ class Changes:
     ],
     ids=["weights", "data", "held-out data"],
 )
-def test_changed_inputs_are_named(
-    change, named, is_finished, backbone, data, make_task, train, tmp_path
-):
-    shutil.copytree(backbone, tmp_path / "backbone")
-    shutil.copy(data["short"], tmp_path / "data.jsonl")
-    shutil.copy(data["short.eval"], tmp_path / "eval.jsonl")
-    paths = {"data": str(tmp_path / "data.jsonl"), "eval_data": str(tmp_path / "eval.jsonl")}
-    arguments = (tmp_path / "run", make_task(**paths))
-    train(*arguments, backbone=tmp_path / "backbone")
-    if not is_finished:
-        (tmp_path / "run" / "summary.json").unlink()
-    change(tmp_path)
-    with pytest.raises(InputError, match=f"the {named} changed since the run began; restore"):
-        train(*arguments, backbone=tmp_path / "backbone")
+def test_changed_inputs_are_named(change, named, begun):
+    """Whether the run is finished or not. Nothing but the change is refused."""
+    inputs, go_on = begun
+    restored = [*inputs.glob("*.jsonl"), inputs / "run" / "summary.json"]
+    restored.append(inputs / "backbone" / "model.safetensors")
+    before = {path: path.read_bytes() for path in restored}
+    go_on()
+    change(inputs)
+    for is_finished in (True, False):
+        if not is_finished:
+            (inputs / "run" / "summary.json").unlink()
+        with pytest.raises(InputError, match=f"the {named} changed since the run began; restore"):
+            go_on()
+    for path, content in before.items():
+        path.write_bytes(content)
 
 
 def test_a_finished_run_can_be_extended(make_task, train, tmp_path, adapter_bytes):
@@ -455,7 +510,7 @@ def test_training_goes_on_when_tensorboards_thread_has_ended(
         self._worker.join()
 
     monkeypatch.setattr(EventFileWriter, "__init__", ended)
-    assert train(tmp_path, make_task(steps=30)).succeeded
+    assert train(tmp_path, make_task(steps=12)).succeeded
     assert capsys.readouterr().out.count("TensorBoard: its files cannot be written") == 1
 
 

@@ -22,7 +22,7 @@ from jaxmux.runs import orbax_files
 
 RECORD = {"position": {"rounds": 1}, "größe": [1, 2.5, None]}
 # So many that reading or writing them goes on when the first of them fails.
-TASKS, ARRAYS = 3, 20
+TASKS, ARRAYS = 2, 15
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +132,16 @@ def make_folder(path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("damage", [truncate, zero, remove, make_folder], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "damage",
+    [
+        pytest.param(truncate, marks=pytest.mark.slow),
+        zero,
+        remove,
+        pytest.param(make_folder, marks=pytest.mark.slow),
+    ],
+    ids=lambda f: f.__name__,
+)
 def test_no_damage_prints_or_leaves_anything(damage, written, arrays, tmp_path, assert_calm):
     """Whatever file or folder is damaged: what is read is right, or there is one exception."""
     outcomes = []
@@ -167,7 +176,15 @@ def no_file_larger_than(size: int) -> Iterator[None]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", [0, 200, 2_000, 20_000])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(0, marks=pytest.mark.slow),
+        200,
+        pytest.param(2_000, marks=pytest.mark.slow),
+        20_000,
+    ],
+)
 def test_what_cannot_be_written_is_one_error_and_leaves_nothing(
     size, arrays, tmp_path, assert_calm
 ):

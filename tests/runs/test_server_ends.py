@@ -7,13 +7,15 @@ import threading
 
 import pytest
 
-from jaxmux import AdamW, Bottleneck, Schedule
+from jaxmux import AdamW, Bottleneck, LoRA, Schedule
 from jaxmux.errors import Interrupted
 from jaxmux.field_checks import LARGEST_INTEGER
+from jaxmux.models import BackboneConfig
+from jaxmux.peft import export_adapter, import_adapter, kind_of
 from jaxmux.tasks import Task, TaskError
 
 from .crash_images import copy_now
-from .server_steps import finish, settle, step
+from .server_steps import finish, step
 from .test_server_faults import serve, task  # noqa: F401
 
 
@@ -218,17 +220,18 @@ def test_numbers_and_names_of_commands_are_checked(serve, task, tmp_path):  # no
         assert server.status("a").state == "running"
 
 
-def test_an_adapter_of_another_kind_replaces_all_files(serve, task, tmp_path):  # noqa: F811
-    folder = tmp_path / "server"
-    options = {"most_ended": 1, "reserved_adapters": (Bottleneck(size=8),)}
-    with serve(folder, **options) as server:
-        for name, fields in (("a", {}), ("b", {}), ("a", {"adapter": Bottleneck(size=8)})):
-            server.register(task(name, steps=1, **fields))
-            finish(server)
-        settle(server)
-    assert sorted(path.name for path in (folder / "adapters" / "a").glob("*.safetensors")) == [
-        "adapter.safetensors"
-    ]
+def test_an_adapter_of_another_kind_replaces_all_files(backbone, tmp_path):
+    """A name that is used again may belong to a task of another kind."""
+    config = BackboneConfig.from_folder(backbone)
+    written = []
+    for spec in (LoRA(rank=2), Bottleneck(size=8)):
+        kind = kind_of(spec)
+        adapter = kind.initial(spec, kind.targets(spec, config), config, 0, None)
+        export_adapter(tmp_path / "a", adapter, spec, config, str(backbone))
+        written.append({path.name for path in (tmp_path / "a").iterdir()})
+    one, other = ({name for name in names if "safetensors" in name} for names in written)
+    assert (one, other) == ({"adapter_model.safetensors"}, {"adapter.safetensors"})
+    assert isinstance(import_adapter(tmp_path / "a", config)[0], Bottleneck)
 
 
 def test_reasons_quote_only_the_beginning_of_what_is_wrong(serve, task, tmp_path):  # noqa: F811

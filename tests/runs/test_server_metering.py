@@ -61,7 +61,10 @@ def assert_totals(server):
         assert getattr(totals, field.name) == pytest.approx(total, rel=1e-12)
 
 
-@pytest.mark.parametrize(("kind", "damaged"), [("adamw", False), ("large", True)])
+@pytest.mark.parametrize(
+    ("kind", "damaged"),
+    [pytest.param("adamw", False, marks=pytest.mark.slow), ("large", True)],
+)
 def test_a_cancelled_task_has_used_the_same_after_a_crash(kind, damaged, serve, data, tmp_path):
     """With the round that was on its way when it was cancelled, and a batch without an update."""
     folder, said = tmp_path / "server", []
@@ -269,7 +272,7 @@ def test_a_file_that_cannot_be_set_aside_goes_on(broken, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def extended(serve, cosine, adapter_bytes, tmp_path_factory):
-    """Extends a task to 12 steps when so many updates have been seen, and trains it to its end;
+    """Extends a task to 9 steps when so many updates have been seen, and trains it to its end;
     returns the learning rates and the adapter."""
 
     def train(seen):
@@ -277,7 +280,7 @@ def extended(serve, cosine, adapter_bytes, tmp_path_factory):
         with serve(folder) as server:
             server.register(cosine)
             step_until(server, "a", seen)
-            server.extend("a", 12)
+            server.extend("a", 9)
             finish(server)
         return rates_of(folder), adapter_bytes(folder / "adapters" / "a")
 
@@ -289,13 +292,13 @@ def rates_of(folder):
     return {event["task_step"]: event["lr"] for event in updates_of(folder, "a")}
 
 
-@pytest.mark.parametrize("seen", [3, 5])
+@pytest.mark.parametrize("seen", [pytest.param(3, marks=pytest.mark.slow), 5])
 def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
     seen, serve, cosine, extended, adapter_bytes, tmp_path
 ):
     """After 5 updates the last one of the shorter schedule has been dispatched."""
     rates, adapter = extended(seen)
-    assert sorted(rates) == list(range(1, 13))
+    assert sorted(rates) == list(range(1, 10))
     folder, copies = tmp_path / "server", []
     with serve(folder, checkpoint_every=1000) as server:
         server.register(cosine)
@@ -304,14 +307,14 @@ def test_an_extension_takes_effect_at_the_same_step_after_a_crash(
         settle(server)
         assert server.status("a").step < seen
         step_until(server, "a", seen)
-        server.extend("a", 12)
+        server.extend("a", 9)
         step(server)
         copies.append(crashed(folder, tmp_path))
         step(server, 2)
         copies.append(crashed(folder, tmp_path))
     for copy in copies:
         with serve(copy, checkpoint_every=1) as server:
-            assert server.status("a").steps == 12
+            assert server.status("a").steps == 9
             step(server, 2)
             settle(server)
         # The step of the extension may still be to come, and is kept in checkpoints.
@@ -338,7 +341,7 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
         while not server._saving._copied:
             step(server)
         seen, copied = server.status("a").step, server._saving._copied["a"][1].progress.step
-        server.extend("a", 12)
+        server.extend("a", 9)
         step(server)
         while server._saving._copied:
             step(server)

@@ -10,16 +10,23 @@ from .simulated_server import ELASTIC_POOLS, POOLS_OF_ALL_RANKS
 from .simulated_tasks import MOST_STEPS, calm_outcomes
 
 SEED = os.environ.get("JAXMUX_SIMULATION_SEED", "1")
-OPERATIONS = int(os.environ.get("JAXMUX_SIMULATION_OPERATIONS", 2000))
+OPERATIONS = os.environ.get("JAXMUX_SIMULATION_OPERATIONS")
 # Operations between two times at which everything comes to its end.
-EPISODE = 250
+EPISODE = 200
 # What the servers of an episode may be.
 VARIANTS = (
     {},
     {"elastic": True, "pools": ELASTIC_POOLS, "same_bits": False},
-    {},
     {"pools": POOLS_OF_ALL_RANKS, "same_bits": False},
 )
+
+
+def episodes() -> list:
+    """The numbers of the episodes. Unless the environment says how many operations there are, CI
+    runs one episode of each variant, and the others are slow."""
+    numbers = range(-(-int(OPERATIONS or 2000) // EPISODE))
+    slow = () if OPERATIONS else numbers[len(VARIANTS) :]
+    return [pytest.param(i, marks=[pytest.mark.slow] if i in slow else []) for i in numbers]
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +67,7 @@ def test_measured_tasks_are_best_before_their_end_and_stop_early(calm):
     assert best.adapter != calm["best", MOST_STEPS].adapter
 
 
-@pytest.mark.parametrize("episode", range(-(-OPERATIONS // EPISODE)))
+@pytest.mark.parametrize("episode", episodes())
 def test_random_operations_lose_nothing(episode, simulate):
     variant = VARIANTS[episode % len(VARIANTS)]
     sizes = simulate(f"{SEED}/{episode}", EPISODE, **variant)

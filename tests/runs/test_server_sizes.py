@@ -5,6 +5,7 @@ import resource
 
 import pytest
 
+from jaxmux.engine import Engine
 from jaxmux.planner import PlanningError
 from jaxmux.runs import RunDirectoryError
 from jaxmux.server.server import ServerOptions, tuning_server
@@ -13,8 +14,10 @@ from .conftest import SERVER
 
 
 @pytest.fixture
-def said_by(backbone, tmp_path):
-    """Starts and ends a server; returns what it has said."""
+def said_by(backbone, tmp_path, monkeypatch):
+    """Starts and ends a server that trains nothing, so its programs are not compiled; returns what
+    it has said."""
+    monkeypatch.setattr(Engine, "warm_up", lambda engine: None)
 
     def run(**options):
         said = []

@@ -117,9 +117,11 @@ def test_tasks_that_come_as_fast_as_they_are_copied_do_not_stop_checkpoints(
     serve,  # noqa: F811
     task,  # noqa: F811
     tmp_path,
+    monkeypatch,
 ):
-    folder, slots = tmp_path / "server", 8
-    with serve(folder, checkpoint_every=2, reserved_slots=slots) as server:
+    monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
+    with serve(tmp_path / "server", checkpoint_every=2) as server:
+        slots = server._engine.size.slots
         server.register(task("lasting", steps=1000))
         step(server, 3)
         for i in range(3 * slots):

@@ -28,10 +28,9 @@ from jaxmux import (
     tuning_server,
 )
 from jaxmux.cli import gin_bindings
-from jaxmux.cli.arguments import DEMO_SERVER_CONFIG, train_options
+from jaxmux.cli.arguments import train_options
 from jaxmux.cli.main import run_command
 from jaxmux.errors import OutOfDeviceMemory
-from jaxmux.installation import resolve_path
 from jaxmux.runs.run_directory import lock_state
 from jaxmux.server import Meter, ServerOptions, StateChange, TaskStatus, serve
 from jaxmux.server.console import ServerConsole
@@ -41,11 +40,13 @@ from jaxmux.server.inbox.status import Shown
 from jaxmux.server.serving import with_fewer_places, within_pool
 from jaxmux.specifications import TenantLimits
 
-from .conftest import POOL, RUN
+from .conftest import POOL, ROW, RUN
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
-OPTIONS = ServerOptions(**RUN, **POOL, reserved_slots=2)
+# Microbatches of one row, as an elastic server of the simulation has.
+SIZES = RUN | POOL | {"reserved_slots": 2, "tokens_per_microbatch": ROW}
+OPTIONS = ServerOptions(**SIZES)
 
 
 @pytest.fixture(autouse=True)
@@ -125,7 +126,7 @@ def step_of(place: Path) -> int:
 
 def wait_until(condition, process: subprocess.Popen) -> None:
     """Waits for a condition while a server runs in another process."""
-    end = time.monotonic() + 100
+    end = time.monotonic() + 200
     while not condition():
         assert process.poll() is None, f"ended too early: {process.communicate()}"
         assert time.monotonic() < end, "it takes too long"
@@ -451,7 +452,7 @@ def test_the_status_of_the_documentation_has_the_keys_of_a_status(served, specif
     assert re.findall(r"`(\w+)`", "".join(names)) == list(found)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(tmp_path):
     """A second process is refused meanwhile."""
     tenant = tmp_path / "inbox" / "acme"
@@ -485,39 +486,64 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
 
 
 def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
-    backbone, served, specify, adapter_bytes, tmp_path
+    backbone, specify, adapter_bytes, tmp_path, monkeypatch, capsys
 ):
-    """SIGKILL, some rounds after a checkpoint. One of five real kills that all tests may take."""
-    steps = {"one": 120, "two": 100}
+    """SIGKILL, some rounds after a checkpoint. Before, a second server is refused; later, the same
+    command goes on in this process and is stopped by SIGTERM. One of five real kills that all tests
+    may take."""
+    steps = {"one": 36, "two": 30}
     for name, own in steps.items():
         specify(f"acme/{name}", steps=own)
     inbox, server = tmp_path / "inbox", tmp_path / "server"
-    options = {**RUN, **POOL, "reserved_slots": 2, "checkpoint_every": 2}
+    options = SIZES | {"checkpoint_every": 4}
     settings = [f"--gin.serve.{name}={value!r}" for name, value in options.items()]
     gin_file = tmp_path / "server.gin"
     gin_file.write_text(f"serve.backbone = {str(backbone)!r}\n")
-    command = [sys.executable, "-m", "jaxmux.train", f"--watch={inbox}", f"--run_dir={server}"]
+    arguments = [f"--watch={inbox}", f"--run_dir={server}", f"--gin_file={gin_file}", *settings]
+    command = [sys.executable, "-m", "jaxmux.train", *arguments]
     # JAX does not write its cache atomically, so what is killed only reads it.
     environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "1e9"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    process = subprocess.Popen(
-        [*command, f"--gin_file={gin_file}", *settings], env=environment, **pipes
-    )
+    process = subprocess.Popen(command, env=environment, **pipes)
 
     def saved_and_beyond():
         saved = [p.name for p in server.glob("checkpoints/*") if p.name.isdigit()]
         trained = server / "events.jsonl"
-        return saved and trained.read_bytes().count(b'"kind": "update"') > 20
+        return saved and trained.read_bytes().count(b'"kind": "update"') > 8
 
     try:
         wait_until(saved_and_beyond, process)
+        process.send_signal(signal.SIGSTOP)
+        assert run_command("train", arguments, "jaxmux train") == 2
+        error = capsys.readouterr().err
+        assert lock_state(server).holder == "alive"
+        assert "watched directory " in error and "in use by another process" in error
     finally:
         process.kill()
         output, _ = process.communicate()
     assert process.returncode == -signal.SIGKILL, output
+    assert lock_state(server).holder == "killed"
     assert not (server / "adapters").exists(), "it was killed too late"
-    printed = served(lambda: all(state_of(inbox / "acme" / n) == "succeeded" for n in steps))
+
+    signalled = []
+
+    def stop():
+        while not all(state_of(inbox / "acme" / name) == "succeeded" for name in steps):
+            time.sleep(0.02)
+        signalled.append(time.monotonic())
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr("jaxmux.cli.train_command._end_at_once", pytest.fail)
+    thread = threading.Thread(target=stop, daemon=True)
+    thread.start()
+    assert run_command("train", arguments, "jaxmux train") == 143
+    assert time.monotonic() - signalled[0] < 10
+    thread.join()
+    assert lock_state(server).holder == "ended"
+    printed, error = capsys.readouterr()
     assert "tasks of an earlier start: 2 preparing" in printed
+    assert error.splitlines()[-1].startswith("stopped by SIGTERM; state saved, the same command")
+    assert "Traceback" not in error
     adapter = LoRA(rank=2, target_modules=("q_proj", "down_proj"))
     data = str(inbox / "acme" / "a.jsonl")
     with tuning_server(backbone, tmp_path / "calm", OPTIONS, say=print) as calm:
@@ -530,10 +556,20 @@ def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
     assert len(expected) >= 4 and adapter_bytes(server / "adapters") == expected
 
 
-def test_the_shipped_config_serves_the_demo():
-    gin_bindings.parse([resolve_path(DEMO_SERVER_CONFIG)], [])
-    config, _ = gin_bindings.serve_config()
-    assert config.backbone == "jaxmux:demo/base"
+def test_without_a_config_the_model_of_the_demo_is_served(tmp_path, monkeypatch, capsys):
+    served = []
+
+    def serve(*arguments, **_):
+        served.append(arguments)
+        raise Interrupted(signal.SIGTERM, saved=True)
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "inbox").mkdir()
+    monkeypatch.setattr("jaxmux.cli.train_command.serve", serve)
+    assert run_command("train", ["--watch=inbox"], "jaxmux train") == 143
+    ((backbone, watched, run_dir, *_),) = served
+    assert (backbone, watched, str(run_dir)) == ("jaxmux:demo/base", "inbox", "runs/demo_server")
+    assert capsys.readouterr().out.startswith("no --gin_file: serving the demo's model (")
 
 
 def test_tenants_may_ask_for_the_ranks_of_the_pool():

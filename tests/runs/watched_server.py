@@ -13,11 +13,11 @@ from jaxmux.server.inbox.watcher import DirectoryWatcher, WatchedTask
 from jaxmux.server.server import tuning_server
 from jaxmux.specifications import TenantLimits
 
-from .conftest import POOL, RUN
+from .conftest import POOL, ROW, RUN
 
+# Microbatches of one row, as an elastic server of the simulation has.
 OPTIONS = ServerOptions(
-    **RUN,
-    **POOL,
+    **RUN | POOL | {"tokens_per_microbatch": ROW},
     reserved_slots=2,
     keep_checkpoints=2,
 )
