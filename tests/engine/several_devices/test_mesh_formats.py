@@ -43,7 +43,7 @@ FORMAT_OF = {
     "up_proj": "nf4",
     "down_proj": "nf4",
 }
-MESH = {"layers": (4,), "stage": Stage(fsdp=2, tp=2)}
+MESH = {"layers": (4,), "stage": Stage(fsdp=2, tp=2), "remat": "dots"}
 
 
 def in_blocks(values: jax.Array) -> FrozenWeight:
@@ -81,7 +81,7 @@ def test_divided_formats_have_the_gradients_of_one_device(plain, tasks, make_eng
         return FrozenWeight.encoded(weight.values, FORMAT_OF[name])
 
     model = with_linears(plain, encoded)
-    expected = gradients(make_engine(*tasks, model=model))
+    expected = gradients(make_engine(*tasks, model=model, remat="dots"))
     assert_gradients_are_close(gradients(make_engine(*tasks, model=model, **MESH)), expected)
 
 
@@ -90,9 +90,9 @@ def test_float8_on_tensor_parallel_devices_rounds_each_part_by_itself(plain, tas
     """Activations of a device have scales of their own, which are finer, so that gradients are no
     farther from those of the plain backbone."""
     model = with_linears(plain, lambda _, w: FrozenWeight.encoded(w.values, "float8"))
-    exact = gradients(make_engine(*tasks, model=plain))
-    expected = gradients(make_engine(*tasks, model=model))
-    alike = gradients(make_engine(*tasks, model=model, layers=(2, 2)))
+    exact = gradients(make_engine(*tasks, model=plain, remat="dots"))
+    expected = gradients(make_engine(*tasks, model=model, remat="dots"))
+    alike = gradients(make_engine(*tasks, model=model, layers=(2, 2), remat="dots"))
     found = gradients(make_engine(*tasks, model=model, **MESH))
     for name, arrays in expected.items():
         jax.tree.map(np.testing.assert_array_equal, alike[name], arrays)
@@ -165,7 +165,9 @@ def test_the_memory_model_counts_what_a_device_holds(backbone_format, mesh):
     assert found == pytest.approx(max(held), rel=0.01)
 
 
-@pytest.mark.parametrize("stage", [Stage(), Stage(tp=2)], ids=str)
+@pytest.mark.parametrize(
+    "stage", [Stage(), pytest.param(Stage(tp=2), marks=pytest.mark.slow)], ids=str
+)
 def test_the_memory_model_counts_what_replicas_exchange(make_engine, make_task, monkeypatch, stage):
     """The compiled programs take arrays that arrive, results and temporaries beside the state."""
     run, needed, exchange = StageMesh.run, {}, ("_taken", "_added", "_cut", "_joined")
