@@ -218,7 +218,7 @@ def test_pauses_of_neighbours_move_no_gradients_between_replicas(
                 settled.append(engine._position.begun_ahead and engine.accumulated("large"))
                 engine.resume(engine.suspend("a"))
             updates += engine.train_round()
-        assert not company or all(settled) and engine.size.slots == 4
+        assert not company or settled == [True, True] and engine.size.slots == 4
         own = [u._replace(round=0) for u in updates if u.task == "large"]
         return own, engine.snapshot("large")()
 
@@ -333,7 +333,7 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
     make_task, make_engine, compiles
 ):
     """The place of a task that has left is used by the round that has begun."""
-    tasks = {n: make_task(n, steps=99, batch_size=2, lengths=(60, 120)) for n in "abcdefg"}
+    tasks = {n: make_task(n, steps=99, batch_size=2, lengths=(60, 120)) for n in "abcdef"}
     engine = make_engine(layers=(3, 1))
     live = LiveTraining(engine, lambda task: dataclasses.replace(tasks[task.name], task=task))
     before = len(compiles)
@@ -345,7 +345,7 @@ def test_tasks_that_take_each_others_places_do_not_enlarge_the_pool(
                 time.sleep(0.001)
         assert engine.size.slots == 4
     states = [status.state for status in live.statuses()]
-    assert states == ["queued"] * 3 + ["running"] * 4
+    assert states == ["queued"] * 2 + ["running"] * 4
     assert compiles[before:] == []
     live.close()
     live.wait()

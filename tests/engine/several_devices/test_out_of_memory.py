@@ -14,7 +14,7 @@ from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 
 MESH = {"layers": (3, 1), "remat": "dots"}
-TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),), "remat": "dots"}
+TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),)}
 
 
 @pytest.fixture
