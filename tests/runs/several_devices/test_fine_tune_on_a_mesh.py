@@ -300,10 +300,10 @@ def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
     mesh, make_task, data, train, tmp_path, adapter_bytes, monkeypatch
 ):
     """Close to one device alone, and to the same bits after it was killed behind the rung."""
-    task = make_task("base", steps=6, eval_data=data["short.eval"])
-    rates = [1e-4, 1e-3, 1e-2, 3e-4]
-    sweep = Sweep(task, {"optimizer.learning_rate": rates}, first_rung=2, factor=4)
-    keywords = {"mesh": mesh}
+    task = make_task("base", steps=12, eval_data=data["short.eval"])
+    rates = [1e-4, 1e-2, 1e-3, 3e-4, 3e-3, 3e-2]
+    sweep = Sweep(task, {"optimizer.learning_rate": rates}, first_rung=2, factor=6)
+    keywords = {"tokens_per_microbatch": 384, "mesh": mesh}
 
     def tokens(run_dir):
         lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
@@ -311,8 +311,8 @@ def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
 
     whole = train(tmp_path / "whole", sweep, **keywords)
     found = tokens(tmp_path / "whole")
-    assert found[:2] == 2 * [256] and max(found[2:]) < 256
-    (best,) = (name for name, task in whole.tasks.items() if task["steps"] == 6)
+    assert found[:2] == 2 * [384] and max(found[2:]) < 384
+    (best,) = (name for name, task in whole.tasks.items() if task["steps"] == 12)
     (task,) = (task for task in sweep.tasks() if task.name == best)
     alone = train(tmp_path / "alone", task, **keywords | {"mesh": None})
     save, calls = checkpoints.Checkpoints.save, []
