@@ -14,6 +14,8 @@ from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding import PlacedBackbone, consecutive_parts, place_backbone, stage_meshes
 
 SHAPE = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
+# The linears on which `make_task` puts adapters.
+MODULES = ("self_attn.q_proj", "mlp.down_proj")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -32,7 +34,10 @@ def config(config) -> BackboneConfig:
 def make_engine(backbone):
     """Makes an engine in which the given tasks are registered. `layers` gives the layers of each
     part, on `stages` meshes in turn, each like `stage`; without it the engine has one device.
-    `others` are the `layers` and `stage` of further replicas."""
+    `others` are the `layers` and `stage` of further replicas.
+
+    Pools have two linears and dropout, so that most engines run the same programs. These keep
+    everything for the backward pass, because they are compiled faster then."""
 
     def make(
         *tasks,
@@ -43,7 +48,8 @@ def make_engine(backbone):
         first_device: int = 0,
         others: tuple[tuple[tuple[int, ...], Stage], ...] = (),
         slots: int = 4,
-        modules: tuple[str, ...] = (),
+        modules: tuple[str, ...] = MODULES,
+        dropout: bool = True,
         **options,
     ) -> Engine:
         devices = iter(jax.devices()[first_device:])
@@ -57,8 +63,9 @@ def make_engine(backbone):
         if layers:
             first = placed(layers, stage, stages or len(layers))
             model = [first, *(placed(layers, stage, len(layers)) for layers, stage in others)]
-        options = {"remat": "dots"} | options
-        engine = Engine(model, EngineOptions(SHAPE, PoolSpec(slots, 8, modules), **options))
+        options = {"remat": "none"} | options
+        reserved = PoolSpec(slots, 8, modules, dropout=dropout)
+        engine = Engine(model, EngineOptions(SHAPE, reserved, **options))
         engine.register_tasks(tasks)
         return engine
 
@@ -66,19 +73,16 @@ def make_engine(backbone):
 
 
 @pytest.fixture(scope="session")
-def different_tasks(make_task, make_wide_task):
+def different_tasks(make_task):
     """Tasks of different lengths, ranks, optimizers, targets and dropout; clipping bites."""
     from jaxmux.optimizers import SGD, AdamW, Lion
 
+    clipping = AdamW(1e-2, clip_norm=0.05)
     return (
-        make_wide_task("long", lengths=(60, 120), steps=4),
-        make_wide_task(
-            "dropped", rank=8, dropout=0.2, optimizer=AdamW(1e-2, clip_norm=0.05), steps=4
-        ),
-        make_wide_task(
-            "short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=3
-        ),
-        make_task("few", rank=3, optimizer=SGD(0.1), steps=4),
+        make_task("long", lengths=(60, 120), steps=3),
+        make_task("dropped", rank=8, dropout=0.2, optimizer=clipping, batch_size=4, steps=3),
+        make_task("short", rank=2, lengths=(3, 20), optimizer=Lion(1e-3), batch_size=9, steps=2),
+        make_task("few", rank=3, targets=("down_proj",), optimizer=SGD(0.1), steps=3),
     )
 
 

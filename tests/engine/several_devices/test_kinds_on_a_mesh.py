@@ -1,7 +1,7 @@
 """Different kinds of adapters on a mesh train as on one device."""
 
 import dataclasses
-import functools
+from functools import cache, partial
 
 import jax
 import numpy as np
@@ -29,7 +29,7 @@ SPECS = {
     "ia3": IA3(("k_proj", "o_proj", "down_proj"), ("down_proj",)),
     "ln": LNTuning(),
     "houlsby": Bottleneck("houlsby", 4),
-    "columns": DiffPruning(5, ("q_proj", "o_proj", "down_proj")),
+    "columns": DiffPruning(5, ("q_proj", "o_proj")),
     "dora": DoRA(3, 6.0, target_modules=("k_proj", "down_proj")),
     "vera": VeRA(6, d_initial=0.3, target_modules=("k_proj", "o_proj")),
     "entries": SparseDiff(1, "random", ("v_proj", "o_proj")),
@@ -56,18 +56,25 @@ MESHES = {
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
     # There are two key heads.
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
-    "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2)},
+    "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2), "remat": "dots"},
     "replicas": {"layers": (3, 1), "others": (((1, 1, 2), Stage()),)},
 }
-# Of these, each is divided among the devices in a way of its own.
-SOME = ("lora", "ia3", "houlsby", "columns", "dora", "vera", "prompt", "tables")
+# Of these, each is divided among the devices in a way of its own. So is IA3, which trains with the
+# head that is the embedding, and plain LoRA in `test_meshes.py`.
+SOME = ("houlsby", "columns", "dora", "vera", "prompt", "tables")
+
+
+@pytest.fixture(scope="module")
+def make_engine(make_engine):
+    """Pools have only what the tasks need."""
+    return partial(make_engine, modules=(), dropout=False)
 
 
 @pytest.fixture(scope="module")
 def tasks(make_task_with):
     """A task of each kind, by name."""
     return {
-        name: make_task_with(name, spec, i, steps=3, batch_size=8)
+        name: make_task_with(name, spec, i, steps=2, batch_size=8)
         for i, (name, spec) in enumerate(SPECS.items())
     }
 
@@ -76,7 +83,7 @@ def tasks(make_task_with):
 def on_one_device(make_engine, tasks, train):
     """A function that trains some of the tasks on one device, once."""
 
-    @functools.cache
+    @cache
     def trained(names: tuple[str, ...]):
         engine = make_engine(*(tasks[name] for name in names))
         return engine, train(engine)
@@ -171,9 +178,9 @@ def assert_same_training(tasks, engine, updates, expected, expected_updates):
         for one, other in zip(updates[name], expected_updates[name], strict=True):
             assert not one.skipped
             np.testing.assert_allclose(one.loss, other.loss, rtol=1e-5)
-            # AdamW moves parameters with tiny gradients as far as others, so rounding grows: by the
-            # third step up to 1.4e-3 on processors with other matrix units.
-            rtol = {1: 1e-4, 2: 1e-3, 3: 4e-3}[one.task_step]
+            # AdamW moves parameters with tiny gradients as far as others, so rounding grows, more
+            # on processors with other matrix units.
+            rtol = {1: 1e-4, 2: 1e-3}[one.task_step]
             np.testing.assert_allclose(one.grad_norm, other.grad_norm, rtol=rtol)
         before, found, wanted = (
             [np.asarray(x) for x in jax.tree.leaves(tree)]

@@ -13,7 +13,7 @@ from jaxmux.engine.devices import compiled_stages, programs
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.planner.devices import Stage
 
-MESH = {"layers": (3, 1)}
+MESH = {"layers": (3, 1), "remat": "dots"}
 TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),)}
 
 
@@ -56,11 +56,31 @@ def assert_close(found, found_updates, expected, expected_updates):
                 np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
+def test_a_lack_of_memory_for_residuals_shows_before_programs_are_compiled(
+    make_engine, make_task, train, monkeypatch, compiles
+):
+    """The first test of this file, because a later one would find programs compiled."""
+    allocate, calls = compiled_stages.CompiledStages._allocate, itertools.count()
+
+    def failing(self, part):
+        allocate(self, part)
+        if next(calls) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    monkeypatch.setattr(compiled_stages.CompiledStages, "_allocate", failing)
+    engine = make_engine(make_task("a", steps=1), **MESH)
+    train(engine)
+    assert engine.remat == ("lean",) * 4
+    passes = [name for name in compiles if "forward_into" in name or "backward" in name]
+    assert len(passes) == 2 * len(MESH["layers"])
+
+
 def test_layers_recompute_more_and_nothing_is_lost(fail_if, make_engine, make_task, train, caplog):
-    expected = make_engine(make_task("a"), make_task("b"), **MESH)
+    tasks = [make_task(name, steps=2) for name in "ab"]
+    expected = make_engine(*tasks, **MESH)
     expected_updates = train(expected)
     fail_if(lambda number, _: number == 1)
-    found = make_engine(make_task("a"), make_task("b"), **MESH)
+    found = make_engine(*tasks, **MESH)
     with caplog.at_level(logging.WARNING, logger="jaxmux"):
         found_updates = train(found)
     assert [r.message.split(";")[0] for r in caplog.records] == ["the device ran out of memory"]
@@ -74,7 +94,7 @@ def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, ma
     """The round began before a checkpoint; a replica runs out of memory after it."""
 
     def task():
-        return make_task("a", steps=2, samples=40, batch_size=20, lengths=(50, 90))
+        return make_task("a", steps=2, batch_size=12, lengths=(50, 90))
 
     expected = make_engine(task(), **TWO_REPLICAS)
     expected_updates = train(expected)
@@ -83,7 +103,7 @@ def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, ma
     first.train_round(stop=lambda: next(seen) >= 1)
     first.drain()
     done = first.accumulated("a")
-    assert 0 < len(done) < 20
+    assert 0 < len(done) < 12
     found = make_engine(task(), **TWO_REPLICAS)
     found.restore_task("a", first.task_arrays("a"), first.progress("a"), done)
     full, failed = jax.devices()[replica], []
@@ -103,9 +123,9 @@ def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, ma
 def test_memory_that_a_pause_has_freed_may_be_gone(
     make_engine, make_task, train, monkeypatch, caplog
 ):
-    expected = make_engine(make_task("a"), **MESH)
+    expected = make_engine(make_task("a", steps=3), **MESH)
     expected_updates = train(expected)
-    found = make_engine(make_task("a"), **MESH)
+    found = make_engine(make_task("a", steps=3), **MESH)
     found_updates = {"a": found.train_round()}
     compiled = found._executor._replicas[0].compiled
     assert any(compiled._spent) or compiled._released
@@ -142,25 +162,6 @@ def test_a_size_whose_programs_were_compiled_ahead_recomputes_more(
     updates["a"] += train(engine)["a"]
     assert engine.remat == ("lean",) * 4
     assert_close(engine, updates, expected, expected_updates)
-
-
-def test_a_lack_of_memory_for_residuals_shows_before_programs_are_compiled(
-    make_engine, make_task, train, monkeypatch, compiles
-):
-    allocate, calls = compiled_stages.CompiledStages._allocate, itertools.count()
-
-    def failing(self, part):
-        allocate(self, part)
-        if next(calls) == 1:
-            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-
-    monkeypatch.setattr(compiled_stages.CompiledStages, "_allocate", failing)
-    # No other test compiles programs for this rank.
-    engine = make_engine(make_task("a", rank=11, steps=1), **MESH)
-    train(engine)
-    assert engine.remat == ("lean",) * 4
-    passes = [name for name in compiles if "forward_into" in name or "backward" in name]
-    assert len(passes) == 2 * len(MESH["layers"])
 
 
 def test_only_the_leanest_policy_is_the_end(fail_if, make_engine, make_task, train):

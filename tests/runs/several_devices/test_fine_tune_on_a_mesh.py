@@ -1,10 +1,13 @@
 """Training runs on several devices: the results of one device, and what is refused."""
 
+import contextlib
 import dataclasses
+import io
 import json
 import re
 import shutil
 import signal
+from types import SimpleNamespace
 
 import jax
 import pytest
@@ -16,7 +19,7 @@ from jaxmux.models import Backbone, BackboneConfig, save_backbone
 from jaxmux.runs import checkpoints
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tasks(make_task, data):
     adapter = LoRA(rank=4, target_modules=("v_proj", "down_proj"), dropout=0.1)
     return (
@@ -26,6 +29,22 @@ def tasks(make_task, data):
 
 
 OPTIONS = {"tokens_per_microbatch": 64, "max_sequences": 4, "checkpoint_every": 2}
+OPTIONS |= {"reserved_dropout": True, "reserved_targets": ("q_proj", "v_proj", "down_proj")}
+
+
+@pytest.fixture(scope="module")
+def prompted(tasks):
+    """The tasks, of which one has a prompt to complete at its end."""
+    return dataclasses.replace(tasks[0], sample_prompt="red"), tasks[1]
+
+
+@pytest.fixture(scope="module")
+def on_one_device(prompted, train, tmp_path_factory):
+    """The folder of a run of the tasks on one device, its results, and what it has printed."""
+    folder, text = tmp_path_factory.mktemp("runs") / "one", io.StringIO()
+    with contextlib.redirect_stdout(text):
+        results = train(folder, *prompted, **OPTIONS)
+    return folder, results, text.getvalue()
 
 
 def losses(run_dir):
@@ -48,40 +67,36 @@ def stop_at_pass(number, monkeypatch):
     monkeypatch.setattr(compiled_stages, "forward_into", forward_and_raise)
 
 
-def test_a_mesh_gives_the_results_of_one_device(tasks, train, tmp_path, adapter_bytes, capsys):
+def test_a_mesh_gives_the_results_of_one_device(
+    prompted, on_one_device, train, tmp_path, adapter_bytes, capsys
+):
     """The losses, adapters and completions."""
-    tasks = dataclasses.replace(tasks[0], sample_prompt="red"), tasks[1]
-    one = train(tmp_path / "one", *tasks, **OPTIONS)
-    printed = capsys.readouterr().out
-    two = train(tmp_path / "two", *tasks, mesh="pp2", **OPTIONS)
+    folder, one, printed = on_one_device
+    two = train(tmp_path / "two", *prompted, mesh="pp2", **OPTIONS)
     printed_by_two = capsys.readouterr().out
     assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in printed_by_two
     assert re.search(r"mesh pp2,tp1: 0\.\d MiB a device for weights and tasks\n", printed_by_two)
     completions = [re.search(r"a: red\n.*\n.*\n", text)[0] for text in (printed, printed_by_two)]
     assert completions[0] == completions[1]
-    assert losses(tmp_path / "two") == losses(tmp_path / "one")
+    assert losses(tmp_path / "two") == losses(folder)
     found = adapter_bytes(tmp_path / "two" / "adapters")
-    assert found == adapter_bytes(tmp_path / "one" / "adapters")
+    assert found == adapter_bytes(folder / "adapters")
     assert two.tasks == one.tasks
 
 
-def test_the_schedule_of_the_options_is_the_one_that_runs(
-    tasks, train, backbone, tmp_path, adapter_bytes, capsys
-):
+def test_the_schedule_of_the_options_is_the_one_that_runs(tasks, train, backbone, tmp_path, capsys):
     """With GPipe, all forward passes of a round come before the backward passes; an interleaved
     pipeline has two parts of the backbone on each stage."""
     deep = tmp_path / "backbone"
     shutil.copytree(backbone, deep)
     config = dataclasses.replace(BackboneConfig.from_folder(backbone), num_layers=4)
     save_backbone(Backbone.random(config, seed=7), deep)
+    tasks = [dataclasses.replace(task, steps=1, eval_data=None) for task in tasks]
     for schedule, model in {"gpipe": backbone, "interleaved": deep}.items():
-        run_dir, one = tmp_path / schedule, tmp_path / f"one-{schedule}"
-        train(one, *tasks, backbone=model, **OPTIONS)
+        run_dir = tmp_path / schedule
         train(run_dir, *tasks, backbone=model, mesh="pp2", schedule=schedule, **OPTIONS)
         shown = capsys.readouterr().out
         assert f" layers, 1 data shard, schedule {schedule}\n" in shown
-        assert losses(run_dir) == losses(one)
-        assert adapter_bytes(run_dir / "adapters") == adapter_bytes(one / "adapters")
         lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
         first = next(line["passes"] for line in lines if line.get("passes"))
         passes = [(letter, part) for _, _, stage, part, _, _, letter in first if stage == 0]
@@ -93,9 +108,9 @@ def test_the_schedule_of_the_options_is_the_one_that_runs(
 
 
 def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
-    tasks, train, tmp_path, adapter_bytes, monkeypatch
+    tasks, on_one_device, train, tmp_path, adapter_bytes, monkeypatch
 ):
-    train(tmp_path / "whole", *tasks, **OPTIONS)
+    whole, *_ = on_one_device
     stop_at_pass(17, monkeypatch)
     with pytest.raises(Interrupted):
         train(tmp_path / "moved", *tasks, mesh="pp2", **OPTIONS)
@@ -104,16 +119,16 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     accumulated = [len(saved["tasks"][task.name]["accumulated"]) for task in tasks]
     assert 0 < sum(accumulated) < 22
     train(tmp_path / "moved", *tasks, **OPTIONS)
-    assert losses(tmp_path / "moved") == losses(tmp_path / "whole")
+    assert losses(tmp_path / "moved") == losses(whole)
     found = adapter_bytes(tmp_path / "moved" / "adapters")
-    assert found == adapter_bytes(tmp_path / "whole" / "adapters")
+    assert found == adapter_bytes(whole / "adapters")
 
 
 def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
-    tasks, train, tmp_path, adapter_bytes, monkeypatch
+    tasks, on_one_device, train, tmp_path, adapter_bytes, monkeypatch
 ):
     """The checkpoint is one between two rounds, as after a kill."""
-    one = train(tmp_path / "one", *tasks, **OPTIONS)
+    _, one, _ = on_one_device
     whole = train(tmp_path / "whole", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
     expected = one.tasks["a"]["eval_loss"]
     assert whole.tasks["a"]["eval_loss"] == pytest.approx(expected, rel=1e-4)
@@ -172,6 +187,15 @@ def test_too_few_devices_are_named(mesh, devices, message, tasks, train, tmp_pat
         train(tmp_path, *tasks, mesh=mesh, **OPTIONS)
 
 
+def test_a_process_without_devices_of_the_mesh_is_refused(tasks, train, tmp_path, monkeypatch):
+    devices = [SimpleNamespace(process_index=number // 2) for number in range(4)]
+    monkeypatch.setattr(jax, "devices", lambda: devices)
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    problem = "2 devices, of which process 1 has none; take a mesh of all 4 devices"
+    with pytest.raises(PlanningError, match=problem):
+        train(tmp_path, *tasks, mesh="pp2", **OPTIONS)
+
+
 @pytest.fixture
 def first_mesh_is_full(monkeypatch):
     """Lets the device run out of memory in the backward pass of the first mesh that is tried."""
@@ -191,7 +215,7 @@ def first_mesh_is_full(monkeypatch):
 def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
     tasks, train, tmp_path, first_mesh_is_full, monkeypatch, capsys
 ):
-    task = dataclasses.replace(tasks[1], steps=2)
+    task = dataclasses.replace(tasks[1], steps=1)
     devices = jax.devices()[:2]
     monkeypatch.setattr(jax, "devices", lambda *_: devices)
     found = train(tmp_path / "auto", task, mesh="auto", remat="full", **OPTIONS)
@@ -228,11 +252,10 @@ def test_the_mesh_is_read_with_the_options():
 
 
 def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_round(
-    tasks, train, tmp_path, adapter_bytes, monkeypatch, capsys
+    tasks, on_one_device, train, tmp_path, monkeypatch, capsys
 ):
     """When the run is stopped, every replica has gradients of its own."""
-    mesh = "pp2 + tp1"
-    one = train(tmp_path / "one", *tasks, **OPTIONS)
+    mesh, (_, one, _) = "pp2 + tp1", on_one_device
     whole = train(tmp_path / "whole", *tasks, mesh=mesh, **OPTIONS)
     printed = capsys.readouterr().out
     assert "mesh pp2,tp1: stages of 1, 1 layers, 1 data shard\n" in printed

@@ -16,20 +16,20 @@ import pytest
 from jaxmux.cli.main import run_command
 
 TASKS = """
-fine_tune.checkpoint_every = 4
+fine_tune.checkpoint_every = 2
 fine_tune.memory_gib = 4
 fine_tune.sample_tokens = 2
 fine_tune.tokens_per_microbatch = 64
 fine_tune.max_sequences = 4
 fine_tune.tasks = [@tiny/Task(), @other/Task()]
-tiny/Task.steps = 12
+tiny/Task.steps = 7
 tiny/Task.batch_size = 14
 tiny/AdamW.learning_rate = 1e-3
 tiny/LoRA.dropout = 0.1
 tiny/LoRA.target_modules = ("q_proj", "down_proj")
 tiny/Task.sample_prompt = "red"
 other/Task.name = "other"
-other/Task.steps = 5
+other/Task.steps = 3
 other/Task.batch_size = 8
 other/Task.adapter = @other/LoRA()
 other/LoRA.rank = 3
@@ -37,7 +37,7 @@ other/LoRA.target_modules = ("v_proj", "down_proj")
 other/Task.optimizer = @other/SGD()
 other/SGD.learning_rate = 1e-2
 """
-LINES = 12 + 5
+LINES = 7 + 3
 
 
 def free_port() -> int:
@@ -112,12 +112,12 @@ def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path
     """A signal reaches only the second process, within a round. The run goes on with two replicas,
     one in each process."""
     pair.start("pp2,tp2")
-    pair.wait_until(lambda: pair.lines() >= 4)
+    pair.wait_until(lambda: pair.lines() >= 2)
     pair.processes[1].send_signal(signal.SIGTERM)
     for code, _, errors in pair.ended():
         assert code == 128 + signal.SIGTERM, errors
         assert "state saved, the same command continues from here" in errors
-    assert 4 <= pair.lines() < LINES
+    assert 2 <= pair.lines() < LINES
     pair.start("2*(tp2)")
     (first, printed, errors), (second, silent, _) = pair.ended()
     assert (first, second) == (0, 0), errors
@@ -152,7 +152,7 @@ def left_alone(config, tmp_path_factory) -> Path:
 def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone, adapter_bytes):
     """The process that is left ends by itself, though JAX may have to abort it."""
     pair.start("pp2,tp2")
-    pair.wait_until(lambda: pair.lines() >= 12)
+    pair.wait_until(lambda: pair.lines() >= 6)
     pair.processes[killed].kill()
     assert 0 not in [code for code, *_ in pair.ended()]
     pair.start("pp2,tp2")
@@ -183,7 +183,7 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
             id="file",
             marks=pytest.mark.slow,
         ),
-        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin"),
+        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin", marks=pytest.mark.slow),
     ],
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
@@ -207,6 +207,7 @@ def test_a_signal_that_ends_the_start_of_one_process_ends_all(pair):
     assert not (pair.run_dir / "run.json").exists()
 
 
+@pytest.mark.slow
 def test_a_process_without_devices_of_the_mesh_is_refused(pair):
     pair.start("pp2")
     for code, _, errors in pair.ended():

@@ -3,7 +3,12 @@
 import pytest
 
 from ..server_simulation import WEIGHTS, Simulation
+from ..simulated_server import POOLS
 from ..simulated_tasks import calm_outcomes
+
+# Slots and largest rank.
+ONE_POOL = ((3, 4),)
+MESHES = ("", "pp2", "tp2", "dp2", "pp2,tp2")
 
 
 @pytest.fixture(scope="module")
@@ -32,20 +37,35 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("seed", [pytest.param(1, marks=pytest.mark.slow), 14])
-def test_random_operations_on_pipelines_lose_nothing_and_change_no_bit(seed, simulate):
-    simulate(seed, 60, meshes=("", "pp2"))
+# Servers start more often than on one device, so that tasks move.
+MOVES = WEIGHTS | {"crash": 6, "restart": 6}
 
 
 @pytest.mark.parametrize(
-    ("seed", "operations"), [(2, 60), pytest.param(3, 600, marks=pytest.mark.slow)]
+    ("seed", "operations", "pools"),
+    [
+        (14, 20, ONE_POOL),
+        pytest.param(1, 60, POOLS, marks=pytest.mark.slow),
+        pytest.param(14, 60, POOLS, marks=pytest.mark.slow),
+    ],
+)
+def test_random_operations_on_pipelines_lose_nothing_and_change_no_bit(
+    seed, operations, pools, simulate
+):
+    meshes = ("", "pp2")
+    assert simulate(seed, operations, MOVES, meshes=meshes, pools=pools) == set(meshes)
+
+
+@pytest.mark.parametrize(
+    ("seed", "operations"),
+    [
+        pytest.param(2, 60, marks=pytest.mark.slow),
+        pytest.param(3, 600, marks=pytest.mark.slow),
+    ],
 )
 def test_random_operations_on_all_kinds_of_meshes_lose_nothing(seed, operations, simulate):
     """Devices that share a microbatch add in another order, so adapters and held-out losses are
     those of a calm task on one device up to `TOLERANCE`. States, steps, tokens and the step with
     the best adapter are the same."""
-    meshes = ("", "pp2", "tp2", "dp2", "pp2,tp2")
-    weights = WEIGHTS | {"crash": 6, "restart": 6}
-    options = {"meshes": meshes, "pools": ((3, 4),), "same_bits": False}
-    started = simulate(seed, operations, weights, **options)
-    assert started == set(meshes)
+    options = {"meshes": MESHES, "pools": ONE_POOL, "same_bits": False}
+    assert simulate(seed, operations, MOVES, **options) == set(MESHES)
