@@ -53,9 +53,8 @@ class Saving:
         self._saved_at = engine.rounds
         # The round in which copying began.
         self._began_at = 0
-        # By name, the tasks that have been copied while a checkpoint is made, with their copies;
-        # else None. Another task may have taken a name since.
-        self._copied: dict[str, tuple[LiveTask, TaskCopy]] | None = None
+        # By key, the copies of tasks while a checkpoint is made; else None.
+        self._copied: dict[str, TaskCopy] | None = None
 
     @property
     def wanted(self) -> bool:
@@ -133,7 +132,7 @@ class Saving:
             if not self.wanted or self._engine.rounds - self._saved_at < self._every:
                 return {}
             self._copied, self._began_at = {}, self._engine.rounds
-        left = [name for name in self._tasks.running if self._copy_of(self._tasks[name]) is None]
+        left = [name for name in self._tasks.running if self._tasks[name].key not in self._copied]
         has_time = self._engine.rounds - self._began_at < self._engine.size.slots
         begun: dict[str, Callable[[], SlotArrays]] = {}
         with self._engine.device_time.waiting(CHECKPOINTS):
@@ -154,7 +153,7 @@ class Saving:
         if self._copied is not None:
             with self._engine.device_time.waiting(CHECKPOINTS):
                 self._note(self._tasks.copies(snapshots))
-                if all(self._copy_of(self._tasks[name]) for name in self._tasks.running):
+                if all(self._tasks[name].key in self._copied for name in self._tasks.running):
                     self._finish(wait=False)
 
     def save(self, wait: bool) -> None:
@@ -177,17 +176,12 @@ class Saving:
             self._finish(wait)
 
     def _note(self, copied: Mapping[str, TaskCopy]) -> None:
-        self._copied |= {name: (self._tasks[name], copy) for name, copy in copied.items()}
-
-    def _copy_of(self, task: LiveTask) -> TaskCopy | None:
-        """The copy of a task, if it has been made."""
-        copied, copy = self._copied.get(task.name, (None, None))
-        return copy if copied is task else None
+        self._copied |= {self._tasks[name].key: copy for name, copy in copied.items()}
 
     def _finish(self, wait: bool) -> None:
         copies = {}
         for task in self._tasks:
-            copy = self._copy_of(task) if task.state == RUNNING else task.copy(None)
+            copy = self._copied.get(task.key) if task.state == RUNNING else task.copy(None)
             if copy:
                 copies[task.key] = copy
         self._copied, self._saved_at = None, self._engine.rounds

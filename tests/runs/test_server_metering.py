@@ -340,7 +340,8 @@ def test_an_extension_while_tasks_are_being_saved_keeps_its_step(
         step_until(server, "a", 2)
         while not server._saving._copied:
             step(server)
-        seen, copied = server.status("a").step, server._saving._copied["a"][1].progress.step
+        seen, key = server.status("a").step, server._tasks["a"].key
+        copied = server._saving._copied[key].progress.step
         server.extend("a", 9)
         step(server)
         while server._saving._copied:

@@ -189,6 +189,19 @@ def test_other_backbones_have_the_gradients_of_one_device(
         assert_gradients_are_close(found, expected)
 
 
+@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2,pp2,tp2", marks=pytest.mark.slow)])
+def test_adapters_on_the_other_linears_have_the_gradients_of_one_device(
+    mesh, make_backbone, make_engine, make_task
+):
+    others = tuple(module for module in ALL_MODULES if module not in MODULES)
+    make = partial(make_task, targets=tuple(name.partition(".")[2] for name in others))
+    tasks = make("wide", lengths=(60, 120)), make("dropped", rank=8, dropout=0.2)
+    options = {"model": make_backbone(), "modules": others}
+    expected = gradients(make_engine(*tasks, **options))
+    found = gradients(make_engine(*tasks, **options, **MORE_MESHES[mesh]))
+    assert_gradients_are_close(found, expected)
+
+
 def check_training(mesh, trained, model, make_engine, tasks, train):
     """Losses and adapters after four updates, and the gradients of one round."""
     begin, end, expected_updates = trained
