@@ -6,6 +6,7 @@ in place of what is known only when the error is raised.
 
 import ast
 import itertools
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -291,8 +292,12 @@ def _assigned(node: ast.AST) -> Iterator[tuple[str, ast.Assign | ast.AnnAssign |
 
 
 def _joined(parts: Iterable[Texts]) -> Texts:
-    product = itertools.islice(itertools.product(*parts), _MOST_TEXTS + 1)
-    return ["".join(texts) for texts in product]
+    """All texts of which the parts are joined. If these are too many, the parts with the most
+    alternatives become "…"."""
+    parts = list(parts)
+    while math.prod(map(len, parts)) > _MOST_TEXTS:
+        parts[parts.index(max(parts, key=len))] = [PLACEHOLDER]
+    return ["".join(texts) for texts in itertools.product(*parts)]
 
 
 def _uses_argument(call: ast.Call, function: _FUNCTIONS) -> bool:

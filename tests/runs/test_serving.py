@@ -485,6 +485,7 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
     assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())
 
 
+@pytest.mark.long
 def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
     backbone, specify, adapter_bytes, tmp_path, monkeypatch, capsys
 ):

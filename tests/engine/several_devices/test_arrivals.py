@@ -367,17 +367,15 @@ def waits_for_the_state(monkeypatch):
     return waits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "replicas",
     [
         pytest.param({"layers": (3, 1)}, id="pipeline"),
-        pytest.param(
-            {"layers": (2, 2), "stage": Stage(tp=2)}, id="pp2,tp2", marks=pytest.mark.slow
-        ),
+        pytest.param({"layers": (2, 2), "stage": Stage(tp=2)}, id="pp2,tp2"),
         pytest.param(
             {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
             id="unlike replicas",
-            marks=pytest.mark.slow,
         ),
     ],
 )

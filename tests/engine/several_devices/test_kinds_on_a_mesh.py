@@ -53,6 +53,7 @@ SPECS = {
     "tables": LoRA(2, 4.0, target_modules=("o_proj", "embed_tokens", "lm_head")),
 }
 MESHES = {
+    "tp2": {"layers": (4,), "stage": Stage(tp=2)},
     "pp2,tp2": {"layers": (3, 1), "stage": Stage(tp=2)},
     # There are two key heads.
     "tp4": {"layers": (4,), "stage": Stage(tp=4)},
@@ -94,7 +95,7 @@ def on_one_device(make_engine, tasks, train):
 @pytest.mark.parametrize(
     ("mesh", "names"),
     [
-        pytest.param("pp2,tp2", SOME, id="some-pp2,tp2"),
+        pytest.param("tp2", SOME, id="some-tp2"),
         *(pytest.param(m, tuple(SPECS), id=f"all-{m}", marks=pytest.mark.slow) for m in MESHES),
     ],
 )

@@ -44,7 +44,6 @@ MESHES = {
     },
     "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2), "remat": "dots"},
 }
-# `test_kinds_on_a_mesh.py` trains on a pipeline of such stages.
 MORE_MESHES = {
     "pp2,tp2 + tp1": {
         "layers": (3, 1),

@@ -295,7 +295,8 @@ def test_rungs_on_a_mesh_are_those_of_one_device_also_after_a_stop_within_a_roun
     assert adapter_bytes(tmp_path / "two" / "adapters") == expected
 
 
-@pytest.mark.parametrize("mesh", ["pp2", pytest.param("dp2,pp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["pp2", "dp2,pp2,tp2"])
 def test_the_last_of_a_sweep_trains_in_fewer_rows_on_a_mesh(
     mesh, make_task, data, train, tmp_path, adapter_bytes, monkeypatch
 ):

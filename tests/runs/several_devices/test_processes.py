@@ -1,4 +1,5 @@
-"""Two processes of two devices each train one run: the results of one process and one device."""
+"""Two processes, of one or two devices each, train one run: the results of one process and one
+device."""
 
 import json
 import os
@@ -47,16 +48,21 @@ def free_port() -> int:
 
 
 class Pair:
-    """The command of a training run in two processes."""
+    """The command of a training run in two processes, which have `devices` devices each."""
+
+    devices = 2
 
     def __init__(self, config: str, run_dir: Path):
         self.run_dir, self.arguments = run_dir, [f"--gin_file={config}", f"--run_dir={run_dir}"]
-        devices = "--xla_force_host_platform_device_count="
-        flags = os.environ["XLA_FLAGS"].replace(f"{devices}8", f"{devices}2")
-        self.environment = os.environ | {"XLA_FLAGS": flags}
-        # The tests' setting would leave XLA too few threads.
-        del self.environment["NPROC"]
         self.processes: list[subprocess.Popen] = []
+
+    @property
+    def environment(self) -> dict[str, str]:
+        count = "--xla_force_host_platform_device_count="
+        flags = os.environ["XLA_FLAGS"].replace(f"{count}8", f"{count}{self.devices}")
+        # The tests' setting NPROC would leave XLA too few threads.
+        others = {name: text for name, text in os.environ.items() if name != "NPROC"}
+        return others | {"XLA_FLAGS": flags}
 
     def start(self, mesh: str, *of_second: str) -> None:
         """Starts both processes; `of_second` are arguments of the second one alone."""
@@ -66,7 +72,11 @@ class Pair:
         command += [f"--gin.fine_tune.mesh={mesh!r}", f"--coordinator=localhost:{port}"]
         command += ["--processes=2"]
         self.processes = [
-            subprocess.Popen([*command, f"--process={i}", *own], env=self.environment, **pipes)
+            subprocess.Popen(
+                [*command, f"--process={i}", *own],
+                env=self.environment,
+                **pipes,
+            )
             for i, own in enumerate([(), of_second])
         ]
 
@@ -108,19 +118,29 @@ def config(write_config, data) -> str:
     return write_config(TASKS, *own)
 
 
-def test_two_processes_stop_go_on_and_end_like_one_device(pair, config, tmp_path):
+@pytest.mark.parametrize(
+    ("devices", "first", "then"),
+    [
+        (1, "pp2", "2*(tp1)"),
+        pytest.param(2, "pp2,tp2", "2*(tp2)", marks=pytest.mark.slow),
+    ],
+)
+def test_two_processes_stop_go_on_and_end_like_one_device(
+    devices, first, then, pair, config, tmp_path
+):
     """A signal reaches only the second process, within a round. The run goes on with two replicas,
     one in each process."""
-    pair.start("pp2,tp2")
+    pair.devices = devices
+    pair.start(first)
     pair.wait_until(lambda: pair.lines() >= 2)
     pair.processes[1].send_signal(signal.SIGTERM)
     for code, _, errors in pair.ended():
         assert code == 128 + signal.SIGTERM, errors
         assert "state saved, the same command continues from here" in errors
     assert 2 <= pair.lines() < LINES
-    pair.start("2*(tp2)")
-    (first, printed, errors), (second, silent, _) = pair.ended()
-    assert (first, second) == (0, 0), errors
+    pair.start(then)
+    (code, printed, errors), (other_code, silent, _) = pair.ended()
+    assert (code, other_code) == (0, 0), errors
     assert "going on from the checkpoint after round" in printed
     assert "tiny: red" in printed
     assert "tiny" not in silent
