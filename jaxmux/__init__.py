@@ -71,7 +71,7 @@ __all__ = sorted(_MODULES)
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
-        reason = import_module(".left_out", __name__).why_left_out(name)
+        reason = import_module(".field_checks", __name__).why_left_out(name)
         hint = reason and f"; {reason}"
         raise AttributeError(f"module 'jaxmux' has no attribute {name!r}{hint}")
     value = getattr(import_module(f".{_MODULES[name]}", __name__), name)

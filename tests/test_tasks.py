@@ -2,6 +2,7 @@
 
 import pytest
 
+import jaxmux
 from jaxmux.data import Source
 from jaxmux.optimizers import AdamW
 from jaxmux.peft import LoRA
@@ -84,3 +85,10 @@ def test_other_names_are_refused(name):
 def test_a_bad_field_is_refused_with_the_name_of_the_task(fields, problem):
     with pytest.raises(TaskError, match=f"^task 'bad': .*{problem}"):
         Task(**{"name": "bad", "data": "d.jsonl", "steps": 5} | fields)
+
+
+def test_a_name_that_jaxmux_leaves_out_is_explained():
+    with pytest.raises(AttributeError, match="no attribute 'OFT'; OFT is left out: its rotations"):
+        jaxmux.OFT  # noqa: B018
+    with pytest.raises(AttributeError, match="no attribute 'LoRa'$"):
+        jaxmux.LoRa  # noqa: B018
