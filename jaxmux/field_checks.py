@@ -272,12 +272,12 @@ ByName = Annotated[
 def checked_dataclass(cls: Any = None, *, kw_only: bool = False, rules: Sequence[Rule] = ()) -> Any:
     """Makes a class a frozen dataclass whose fields pydantic checks.
 
-    A field that holds another value raises the exception that the method `_error` of the class
-    makes from a message, or ValueError without such a method. The message names the field, the
-    permitted values and the value.
+    If a field gets a value that is not permitted, the exception is the one that the method `_error`
+    of the class makes from a message, or ValueError if the class has no such method. The message
+    names the field, the permitted values and the value found.
 
     Args:
-      cls: the class. Its `__post_init__` may check what ties several fields, and raise ValueError.
+      cls: the class. Its `__post_init__` may check fields against each other and raise ValueError.
       kw_only: True permits no positional arguments.
       rules: rules on which fields may be set together. They are checked before `__post_init__`
         runs, and are a part of the JSON Schema of the class.

@@ -145,8 +145,8 @@ class Shrinking(NamedTuple):
     steps: Mapping[str, int]
 
     def size(self, ended: Mapping[str, int]) -> EngineSize:
-        """The size of the engine. `ended` has, by name of every task that does not train any more,
-        the number of steps after which it ended."""
+        """The size of the engine. `ended` holds the tasks that no longer train: by name, the number
+        of steps after which each of them ended."""
         size = self.first
         for step, left in self._phases(ended):
             if max(self.steps[name] for name in left) - step < _LEAST_STEPS:

@@ -160,8 +160,8 @@ def decoder_layer(
             h = others[i].apply("norm_output", norm, xs[i], h, eps=eps)
             h = enter(checkpoint_name(h, NORMED), sharding)
             if last:
-                # The products of this turn begin after those of the last turn, and before the sum
-                # of the last turn is needed. Gradients are computed in the opposite order.
+                # This turn's products begin after those of the last turn, but do not wait for the
+                # last turn's sum over the devices. Gradients are computed in the opposite order.
                 h, output = jax.lax.optimization_barrier((h, last.output))
                 join(last._replace(output=output))
             residual = None if others[i].touch(module.split(".")[0]) else xs[i]

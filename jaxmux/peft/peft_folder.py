@@ -342,8 +342,8 @@ def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
-    """Writes the template that an adapter expects into its folder or into a checkpoint; removes the
-    folder's template if there is none to write."""
+    """Writes the chat template of an adapter into `folder`, which holds the adapter or a merged
+    checkpoint. If there is none to write, the folder's template is removed."""
     template = rendering.own_template if rendering else None
     if template is None:
         (folder / TEMPLATE).unlink(missing_ok=True)

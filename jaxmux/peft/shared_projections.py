@@ -24,12 +24,13 @@ def first_alike(
     """For every chunk, the first slot that has the same projections as the chunk's owner; T for
     chunks whose owners have no projections.
 
-    Projections are the same if their fingerprints, the first columns of A and the first rows of B
-    are equal. (A fingerprint of rank 1 has only 32 bits, but such projections have nothing else.)
+    Two slots have the same projections if they agree in the fingerprint, the first column of A and
+    the first row of B. (At rank 1 the fingerprint has only 32 bits, but the column and the row are
+    then the whole of A and B.)
 
     Args:
       fingerprint: hash of the projections, 32 bits for each rank.
-      a0: projections of inputs, 0 in slots without one.
+      a0: projections of inputs, 0 in slots without projections.
       b0: projections to outputs.
       chunk_slot: owner slot of each chunk; -1 for an empty chunk.
     """

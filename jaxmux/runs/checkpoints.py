@@ -322,7 +322,7 @@ def _record_checksum(run: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-# Prefix of the name of a checkpoint that is about to be replaced by a newer one of its number.
+# Prefix of the name of a checkpoint that a newer one with the same number is about to replace.
 REPLACED = "replaced"
 
 

@@ -224,11 +224,10 @@ def round_line(
       A dict with round, seconds, spent (seconds by activity; their sum is `seconds`), microbatches
       (their number), tokens (with padding), chunk_tokens (of the chunks that hold samples),
       read_tokens (without padding), memory_in_use and memory_peak (bytes by device), host_bytes;
-      and with details, held and passes. "held" has for each of the first 256 microbatches its
-      replica, its tokens with padding, and by task the tokens of its chunks and the tokens that the
-      model reads.
-      "passes" has for each of the first 4096 passes the milliseconds since the first one, replica,
-      stage, part, round, microbatch, and "F" or "B".
+      and with details, "held" and "passes". "held" has for each of the first 256 microbatches its
+      replica, its tokens with padding, and a dict that gives for each task the tokens of its chunks
+      and the tokens that the model reads. "passes" has for each of the first 4096 passes the
+      milliseconds since the first one, replica, stage, part, round, microbatch, and "F" or "B".
     """
     tasks = [task for microbatch in record.microbatches for task in microbatch.tasks.values()]
     line = {

@@ -292,7 +292,7 @@ def tuning_server(
         yield live
         live.close()
         live.wait()
-        # `run` has saved everything, but not those who call `step`.
+        # `run` has already saved everything, but callers of `step` may not have.
         live.save()
 
 

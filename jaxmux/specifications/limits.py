@@ -1,7 +1,7 @@
 """What tenants who are not trusted may ask for: limits of one specification, limits of all
 specifications of one tenant, and the check of a task against the first.
 
-A tenant may write a new field of free text into a specification only once `_permitted` says which
+A field of free text that is new in the code is refused to tenants until `_permitted` says which
 texts it may hold.
 """
 

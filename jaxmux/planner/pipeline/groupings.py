@@ -528,9 +528,13 @@ def most_promising(
 
 
 def stream_length(rounds: Sequence[Sequence[float]], distance: int) -> int:
-    """Returns the microbatches of a stream, including the no-ops that the bubble lemma needs.
-    `rounds` holds for each round and group the microbatches that its turn fills. Two turns of a
-    group are at least `distance` microbatches apart, the number of stages."""
+    """Returns the number of microbatches in a stream, with the no-ops that the bubble lemma needs.
+
+    Args:
+      rounds: for each round and each group, the number of microbatches that the group's turn fills.
+      distance: number of stages. A turn of a group begins at least this many microbatches after the
+        last microbatch of the group's turn before.
+    """
     end = 0.0
     last: dict[int, int] = {}
     for turns in rounds:

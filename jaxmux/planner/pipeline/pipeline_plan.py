@@ -204,8 +204,8 @@ def _fill_last(
 # seconds on each stage, float64 [S] each.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
-# Groupings are compared by at least two rounds, and enough rounds to have this many microbatches
-# per stage.
+# Groupings are compared on at least two rounds, and on as many as it takes to have this number of
+# microbatches per stage.
 _MICROBATCHES_PER_STAGE = 16
 # Groups that are in use are kept unless others are faster by this fraction. After a change, the
 # first round waits for the last updates of the groups before, while stages are idle.

@@ -139,8 +139,8 @@ def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]
 
 
 def require_service(costs: CostTable, devices: int) -> None:
-    """Raises PlanningError if no configuration of at most `devices` devices serves some length bin.
-    The message names a change that would help."""
+    """Raises PlanningError if there is a length bin that no configuration of at most `devices`
+    devices serves. The message names a change that would help."""
     if not len(costs.configurations):
         raise PlanningError("no parallel configurations to choose from")
     if not len(costs.lengths):

@@ -131,7 +131,7 @@ class SampleDispatch(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Most by which `round_seconds` exceeds the least possible, as a fraction; 0.01 is 1%."""
+        """Bound on how far `round_seconds` exceeds the least possible, as a fraction of it."""
         return self.round_seconds / self.bound - 1
 
 

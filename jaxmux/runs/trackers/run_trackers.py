@@ -79,8 +79,8 @@ def points_of(
     """Yields the finite numbers of results, one point per round.
 
     Args:
-      lines: the results of `as_line`, and "time", in the order of the rounds.
-      held_out: whether they are held-out losses.
+      lines: dicts with the fields of `as_line`, and "time", in the order of the rounds.
+      held_out: whether `lines` are held-out losses; otherwise they are updates.
       series: function from the name of a task to the name of its curves.
       repeated_to: the last round that trackers may have received already.
     """
