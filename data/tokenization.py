@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import batched, chain, zip_longest
@@ -33,14 +33,13 @@ from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_RECORDS_PER_CALL = 1024
-# The tokens and offsets of a call are Python objects with up to 280 bytes for each character.
-_CHARACTERS_PER_CALL = 2**18
-
-
 # Without this, transformers warns when it is imported that torch is missing, which tokenizers do
 # not need. Only functions import transformers, because that takes seconds.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+
+# Maximum number of records, and of their characters, that are tokenized in one call, so that few
+# are in memory at once: tokens and offsets take up to 280 bytes for each character.
+_RECORDS_PER_CALL, _CHARACTERS_PER_CALL = 1024, 2**18
 
 # One call of a chat template takes milliseconds, unless the template loops.
 _TEMPLATE_SECONDS = 3.0
@@ -517,7 +516,8 @@ def _tokenize(
         columns.see(record)
         return part is None or part.has(record.index)
 
-    for group in groups_of_records(filter(is_wanted, chain([first], records))):
+    wanted = filter(is_wanted, chain([first], records))
+    for group in _groups(wanted, lambda record: _characters(record.fields)):
         rendered: list[tuple[Record, RenderedText]] = []
         with limit:
             for record in group:
@@ -533,7 +533,7 @@ def _tokenize(
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        parts = groups_of_texts(rendered)
+        parts = _groups(rendered, lambda pair: len(pair[1].text))
         for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
             if sample is not None:
                 yield record, sample, rendering
@@ -551,8 +551,6 @@ def _tokenize_group(
     rendered: Sequence[tuple[Record, RenderedText]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[Record, Sample | None]]:
     """The untruncated sample of each rendered record; None for a record without target tokens."""
-    if not rendered:
-        return
     # All records of a source have the same form, so either all texts have special tokens or none.
     adds_special_tokens = not rendered[0][1].has_special_tokens
     encoded = encode(
@@ -615,18 +613,18 @@ def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sam
     return Sample(ids, mask, record.index)
 
 
-def groups_of_records(records: Iterable[Record]) -> Iterator[list[Record]]:
-    """Divides records into groups. A group has at most `_RECORDS_PER_CALL` records and
-    `_CHARACTERS_PER_CALL` characters, or is one record."""
-    group: list[Record] = []
-    characters = 0
-    for record in records:
-        size = _characters(record.fields)
-        if group and (len(group) == _RECORDS_PER_CALL or characters + size > _CHARACTERS_PER_CALL):
+def _groups[Item](items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
+    """Divides records, or what was rendered of them, into groups for one call of the tokenizer. A
+    record with more characters than a call may have is a group of its own."""
+    group: list[Item] = []
+    total = 0
+    for item in items:
+        size = characters(item)
+        if group and (len(group) == _RECORDS_PER_CALL or total + size > _CHARACTERS_PER_CALL):
             yield group
-            group, characters = [], 0
-        group.append(record)
-        characters += size
+            group, total = [], 0
+        group.append(item)
+        total += size
     if group:
         yield group
 
@@ -645,19 +643,3 @@ def _characters(value: Any) -> int:
         # Such a record is refused when it is rendered.
         pass
     return 0
-
-
-def groups_of_texts(
-    rendered: Sequence[tuple[Record, RenderedText]],
-) -> Iterator[list[tuple[Record, RenderedText]]]:
-    """Divides rendered records into at least one group. A group has at most `_CHARACTERS_PER_CALL`
-    characters, or is one text."""
-    part: list[tuple[Record, RenderedText]] = []
-    characters = 0
-    for record, text in rendered:
-        if part and characters + len(text.text) > _CHARACTERS_PER_CALL:
-            yield part
-            part, characters = [], 0
-        part.append((record, text))
-        characters += len(text.text)
-    yield part

@@ -3,7 +3,6 @@
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor as Threads
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import partial
@@ -58,7 +57,7 @@ class HeldOut:
         slots: Slots,
         results: RoundResults,
         executor: Executor,
-        copies: Threads,
+        copies: ThreadPoolExecutor,
         most_tokens: int | None,
         device_time: DeviceTime,
     ):

@@ -48,7 +48,7 @@ def test_after_a_warm_up_nothing_is_compiled(replicas, make_task, make_engine, c
     engine.warm_up()
     before = len(compiles)
     kinds = {"adamw": AdamW(1e-2), "sgd": SGD(1e-2), "lion": Lion(1e-3)}
-    tasks = [make_task(kind, optimizer=own, steps=9) for kind, own in kinds.items()]
+    tasks = [make_task(kind, optimizer=optimizer, steps=9) for kind, optimizer in kinds.items()]
     engine.register_tasks(tasks[:1])
     engine.train_round()
     engine.register_tasks(tasks[1:])
@@ -415,7 +415,7 @@ def test_programs_for_another_size_are_compiled_beside_training(
         waited = []
         patch.setattr(jax, "block_until_ready", waited.append)
         stored.wait()
-    assert any(own is stored.measured for own in waited[0])
+    assert any(array is stored.measured for array in waited[0])
     engine.train_round()
     engine.drain()
     engine.result("a")()
@@ -435,8 +435,8 @@ GROWING = {
     [
         pytest.param(GROWING["pipeline"], EngineSize(8, 2), id="pipeline"),
         *(
-            pytest.param(own, EngineSize(8, 4), id=f"rows-{name}", marks=pytest.mark.slow)
-            for name, own in GROWING.items()
+            pytest.param(mesh, EngineSize(8, 4), id=f"rows-{name}", marks=pytest.mark.slow)
+            for name, mesh in GROWING.items()
         ),
     ],
 )

@@ -42,8 +42,8 @@ def on_one_device(make_engine, different_tasks, train):
 @pytest.mark.parametrize(
     "pipeline",
     [
-        *(pytest.param(own, id=name) for name, own in PIPELINES.items()),
-        *(pytest.param(own, id=n, marks=pytest.mark.slow) for n, own in MORE_PIPELINES.items()),
+        *(pytest.param(mesh, id=name) for name, mesh in PIPELINES.items()),
+        *(pytest.param(mesh, id=n, marks=pytest.mark.slow) for n, mesh in MORE_PIPELINES.items()),
     ],
 )
 def test_a_pipeline_trains_to_the_bits_of_one_device(
