@@ -17,7 +17,7 @@ from .stage_mesh import (
     shapes_of,
     stage_meshes,
 )
-from .stage_programs import Passed, StageOptions, backward, evaluate, forward, forward_into
+from .stage_programs import Passed, StageOptions, backward, forward, forward_into, log_probs
 
 __all__ = [
     "OneDevice",
@@ -29,11 +29,11 @@ __all__ = [
     "backward",
     "compiles_only",
     "consecutive_parts",
-    "evaluate",
     "forward",
     "forward_into",
     "in_threads",
     "load_placed_backbone",
+    "log_probs",
     "only_compiling",
     "place_backbone",
     "random_placed_backbone",

@@ -1,4 +1,4 @@
-"""The compiled programs of a pipeline stage: forward, backward, and evaluation.
+"""The compiled programs of a pipeline stage: forward, backward, and log-probabilities.
 
 The forward and the backward pass of a part of the backbone are two programs. The forward program
 returns the residuals as a value, the function that `jax.vjp` returns, and the backward program
@@ -26,6 +26,7 @@ from jaxmux.models import (
     ForwardOptions,
     SlotTable,
     Weights,
+    microbatch_log_probs,
     microbatch_losses,
 )
 from jaxmux.models.forward import dropout_of, embed, finish, run_layers
@@ -174,33 +175,33 @@ def backward(
 
 
 @partial(jax.jit, static_argnums=0)
-def evaluate(
+def log_probs(
     options: StageOptions,
     weights: Weights,
     adapters: Any,
-    losses: Float[Array, "D T"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed | None, Float[Array, "D T"]]:
-    """The forward pass without gradients; arguments and results are those of `forward`."""
+) -> Passed | Float[Array, "D rows row_len"]:
+    """The forward pass without gradients; arguments are those of `forward`. Returns the arrays for
+    the next part; from the last part, the log-probabilities of `microbatch_log_probs`."""
 
-    def on_device(weights, adapters, losses, microbatch, slots, passed):
-        x = None if passed is None else passed.x
-        y, _, finite = _run_part(options, weights, adapters, None, microbatch, slots, x, passed)
-        if options.part.is_last:
-            return None, add_to_slots(losses, y, microbatch.chunk_slot)
-        return Passed(y, finite), losses
+    def on_device(weights, adapters, microbatch, slots, passed):
+        x, of_head = None if passed is None else passed.x, microbatch_log_probs
+        y, _, finite = _run_part(
+            options, weights, adapters, None, microbatch, slots, x, passed, of_head
+        )
+        return y if options.part.is_last else Passed(y, finite)
 
     specs = _Specs.of(options, weights)
     program = _per_device(
         on_device,
         options,
-        (specs.weights, specs.adapters, _SHARD, _SHARD, P(), _SHARD),
-        (_SHARD, _SHARD),
-        stacked=(2, 3, 5),
+        (specs.weights, specs.adapters, _SHARD, P(), _SHARD),
+        _SHARD,
+        stacked=(2, 4),
     )
-    return program(weights, adapters, losses, microbatch, slots, passed)
+    return program(weights, adapters, microbatch, slots, passed)
 
 
 # Arrays with one entry for each data shard, and for each device.
@@ -251,9 +252,17 @@ def _per_device(
 
 
 def _run_part(
-    options: StageOptions, weights, adapters, accumulators, microbatch, slots, x, passed
+    options: StageOptions,
+    weights,
+    adapters,
+    accumulators,
+    microbatch,
+    slots,
+    x,
+    passed,
+    of_head=microbatch_losses,
 ) -> tuple[Array, Any, Bool[Array, " chunks"]]:
-    """The part's output (the residual stream, or from the last part the loss of every chunk), the
+    """The part's output (the residual stream, or from the last part what `of_head` returns), the
     accumulators, and which chunks are finite."""
     part, config, sharding = options.part, options.config, options.forward.sharding
     part_config, at_head = dataclasses.replace(config, num_layers=part.layers), None
@@ -290,5 +299,5 @@ def _run_part(
     hidden, accumulators, finite = finish(
         part_config, weights, adapters, accumulators, y, finite, microbatch, options.forward
     )
-    losses = microbatch_losses(weights, hidden, finite, microbatch, sharding, at_head)
-    return losses, accumulators, finite
+    y = of_head(weights, hidden, finite, microbatch, sharding, at_head)
+    return y, accumulators, finite

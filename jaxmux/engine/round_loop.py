@@ -11,14 +11,16 @@ import jax
 import numpy as np
 from jaxtyping import Int
 
+from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone
+from jaxmux.tasks import TaskError
 
-from .devices.executor import Executor
+from .devices.executor import Executor, LogProbs
 from .devices.programs_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .rounds.position import RoundPosition, RoundStream
@@ -38,7 +40,7 @@ from .rounds.rounds import RoundPlan, all_samples, turn_from
 from .state.slots import Measuring, Slot, Slots
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
-from .tasks.progress import TaskEvaluation, TaskUpdate
+from .tasks.progress import TaskEvaluation, TaskUpdate, mean_loss
 
 _log = logging.getLogger("jaxmux")
 
@@ -114,8 +116,9 @@ class HeldOut:
         turns = {n: self._next_turn(slot) for n, slot in tasks.items()}
         prepared = {n: slot.prepared for n, slot in tasks.items()}
         begun = time.monotonic()
-        dispatched = self._executor.evaluate(prepared, turns)
-        losses = self._device_time.add(EVALUATION, begun, dispatched.losses).result
+        batches = {n: task.eval_samples for n, task in prepared.items()}
+        dispatched = self._executor.log_probs(prepared, batches, turns)
+        log_probs = self._device_time.add(EVALUATION, begun, dispatched.log_probs).result
         ended, adapters = [], {}
         for n, slot in tasks.items():
             slot.measuring.samples = turns[n].stop
@@ -128,7 +131,7 @@ class HeldOut:
             slot.measuring = None
         self._results.add_evaluation(
             DispatchedEvaluation(
-                rounds, tasks, measured, frozenset(ended), adapters, losses, dispatched.tokens
+                rounds, tasks, measured, frozenset(ended), adapters, log_probs, dispatched.tokens
             )
         )
 
@@ -503,9 +506,45 @@ class RoundLoop:
         tasks = {slot: task for slot, task in named.items() if task.eval_samples}
         if not tasks:
             return {}
-        samples = all_samples({slot: task.eval_samples for slot, task in tasks.items()})
-        losses = self._executor.evaluate(tasks, samples).losses()
-        return {task.task.name: float(losses[slot]) for slot, task in tasks.items()}
+        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+        dispatched = self._executor.log_probs(tasks, batches, all_samples(batches))
+        found = dispatched.log_probs()
+        return {
+            task.task.name: mean_loss(task.eval_samples, found[slot])
+            for slot, task in tasks.items()
+        }
+
+    def log_probs(self, name: str, samples: Sequence[Sample]) -> list[LogProbs]:
+        """Computes how probable samples are under a task's current adapter, without dropout. Waits
+        for the devices.
+
+        Args:
+          samples: at least one, for example of `load_samples`. They need not belong to the task,
+            and are read with the virtual tokens of its adapter.
+
+        Returns:
+          For each sample of n tokens the log-probability of every token but the first, given those
+          before it, float32 [n - 1] in nats. NaN if the forward pass was not finite.
+
+        Raises:
+          TaskError: the task is not registered, or a sample does not fit into a row.
+          RuntimeError: a round is unfinished.
+          PlanningError, ValueError: as for `evaluate`.
+        """
+        self._refuse_unfinished_round()
+        number, prepared = self._slots.number(name), self._slots.named(name).prepared
+        virtual = prepared.kind.virtual_tokens(prepared.task.adapter)
+        batch = [sample._replace(virtual_tokens=virtual) for sample in samples]
+        places = max(sample.stream_length for sample in batch)
+        if places > self.options.shape.row_len:
+            raise TaskError(
+                f"task {name!r}: a sample takes {places} places in a row, and a row has "
+                f"{self.options.shape.row_len}"
+            )
+        dispatched = self._executor.log_probs(
+            {number: prepared}, {number: batch}, all_samples({number: batch})
+        )
+        return dispatched.log_probs()[number]
 
     def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
         """Returns, by slot, the next step of every task that has one. The steps of `after`, a round

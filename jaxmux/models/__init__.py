@@ -29,7 +29,7 @@ from .device_memory import (
 from .errors import BackboneError
 from .fingerprint import backbone_fingerprint, may_be_the_same
 from .forward import ForwardOptions, SlotTable, hidden_states, kept_bytes
-from .head import head_kernel, logits_of, microbatch_losses
+from .head import head_kernel, logits_of, microbatch_log_probs, microbatch_losses
 from .loss import block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
 from .quantised.writing import cached_checkpoint, write_quantised
@@ -79,6 +79,7 @@ __all__ = [
     "may_be_the_same",
     "logits_of",
     "matmul_of_chunks",
+    "microbatch_log_probs",
     "microbatch_losses",
     "pick_implementation",
     "planned_remat",

@@ -1,4 +1,6 @@
-"""The language-model head: losses and logits of hidden states."""
+"""The language-model head: losses, log-probabilities and logits of hidden states."""
+
+from typing import Any
 
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
@@ -6,9 +8,9 @@ from jaxtyping import Array, Bool, Float
 from jaxmux.data.batches import Microbatch
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
-from .adapter_ops import LayerAdapters
+from .adapter_ops import AdapterOps, LayerAdapters
 from .head_adapters import changed_logits, enter_head
-from .loss import chunk_losses
+from .loss import chunk_losses, log_probs
 from .modules import Weights
 from .weight_sharding import TP, UNDIVIDED, WeightSharding, enter, gathered
 
@@ -24,21 +26,55 @@ def microbatch_losses(
     """The loss of every chunk, from the results of `hidden_states` or `finish`: the results of
     `chunk_losses`, and NaN for chunks that are not `finite`. Of the weights of the backbone, only
     the head is read. `at_head` are the adapters of the head; None if there are none."""
-    divided, ops, arrays = sharding.split_vocabulary, (), None
-    if at_head:
-        ops, arrays = at_head.ops, at_head.own
-        arrays = enter_head(arrays, sharding) if divided else arrays
+    hidden, axis, ops, arrays = _at_head(hidden, sharding, at_head)
     losses = chunk_losses(
-        enter(hidden, sharding) if divided else hidden,
+        hidden,
         head_kernel(weights, sharding),
         microbatch.targets.reshape(-1),
         microbatch.loss_weight.reshape(-1),
         microbatch.chunk_slot,
-        TP if divided else None,
+        axis,
         ops,
         arrays,
     )
     return jnp.where(finite, losses, jnp.nan)
+
+
+def microbatch_log_probs(
+    weights: Weights,
+    hidden: Float[Array, "N d"],
+    finite: Bool[Array, " chunks"],
+    microbatch: Microbatch,
+    sharding: WeightSharding = UNDIVIDED,
+    at_head: LayerAdapters | None = None,
+) -> Float[Array, "rows row_len"]:
+    """The log-probability of the target at every position, float32, in nats; NaN in chunks that are
+    not `finite`. On padding, the values mean nothing. Arguments are those of
+    `microbatch_losses`."""
+    hidden, axis, ops, arrays = _at_head(hidden, sharding, at_head)
+    found = log_probs(
+        hidden,
+        head_kernel(weights, sharding),
+        microbatch.targets.reshape(-1),
+        microbatch.chunk_slot,
+        axis,
+        ops,
+        arrays,
+    )
+    by_chunk = jnp.where(finite[:, None], found.reshape(len(finite), -1), jnp.nan)
+    return by_chunk.reshape(microbatch.targets.shape)
+
+
+def _at_head(
+    hidden: Array, sharding: WeightSharding, at_head: LayerAdapters | None
+) -> tuple[Array, str | None, AdapterOps, Any]:
+    """The hidden states, and the last three arguments of `chunk_losses`. With a divided vocabulary,
+    the gradients of hidden states and adapters are sums over devices."""
+    divided, ops, arrays = sharding.split_vocabulary, (), None
+    if at_head:
+        ops, arrays = at_head.ops, at_head.own
+        arrays = enter_head(arrays, sharding) if divided else arrays
+    return enter(hidden, sharding) if divided else hidden, TP if divided else None, ops, arrays
 
 
 def logits_of(

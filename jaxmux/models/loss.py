@@ -1,13 +1,14 @@
-"""Cross entropy over the frozen head, in blocks of tokens, so that the float32 logits of the whole
-stream are never in memory.
+"""Cross entropy and log-probabilities over the frozen head, in blocks of tokens, so that the
+float32 logits of the whole stream are never in memory.
 
 The head gets no gradient, so the backward pass only needs the gradients of the hidden states, and
 of adapters at the head if there are any. They are computed together with the loss, from the same
 logits.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,7 +67,8 @@ def chunk_losses(
       hidden: [N, d], hidden states after the final norm, from `hidden_states`.
       head: the language-model head [d, vocab], from `head_kernel`.
       targets: int32 [N], the token to predict at each position.
-      loss_weight: float32 [N], weight of each position's loss, not negative.
+      loss_weight: float32 [N], weight of each position's loss, of any sign. A negative one makes
+        the target less probable. NaN reaches the loss and the gradient of its chunk.
       chunk_slot: `Microbatch.chunk_slot`. Only its length is used, the number of chunks.
       vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
         head for some tokens of the vocabulary, in order, and computes a summand of the gradient of
@@ -77,23 +79,21 @@ def chunk_losses(
     Returns:
       The losses, float32 [chunks], in nats times weight.
     """
-    (losses,) = _per_block(
-        lambda *block: _block_losses(vocabulary_axis, ops, *block)[:1],
-        hidden,
-        head,
-        targets,
-        loss_weight,
-        chunk_slot,
-        own,
-    )
-    return losses
+    chunks = len(chunk_slot)
+
+    def block_losses(*block):
+        return _block_losses(vocabulary_axis, ops, head, *block)[0]
+
+    losses = _per_block(block_losses, (hidden, targets, loss_weight), chunks, own)
+    return losses.reshape(chunks, -1).sum(axis=1)
 
 
 def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, arrays):
-    block_losses = partial(_block_losses, vocabulary_axis, ops)
+    block_losses, chunks = partial(_block_losses, vocabulary_axis, ops, head), len(chunk_slot)
     losses, d_hidden, d_arrays = _per_block(
-        block_losses, hidden, head, targets, loss_weight, chunk_slot, arrays
+        block_losses, (hidden, targets, loss_weight), chunks, arrays
     )
+    losses = losses.reshape(chunks, -1).sum(axis=1)
     return losses, (d_hidden.reshape(hidden.shape), d_arrays)
 
 
@@ -108,15 +108,40 @@ def _backward(vocabulary_axis, ops, gradients, cotangent):
 chunk_losses.defvjp(_forward, _backward)
 
 
-def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, arrays):
-    """Applies `block_function`, which is `_block_losses` or its first result, to blocks of whole
-    chunks, one after another, and concatenates the results of all chunks. A chunk that is longer
-    than a block is cut into pieces."""
-    whole_chunks = len(chunk_slot)
+def log_probs(
+    hidden: Float[Array, "N d"],
+    head: FrozenWeight,
+    targets: Int[Array, " N"],
+    chunk_slot: Int[Array, " chunks"],
+    vocabulary_axis: str | None = None,
+    ops: AdapterOps = (),
+    own: Any = None,
+) -> Float[Array, " N"]:
+    """The log-probability of each position's target, float32 [N], in nats, at temperature 1.
+    Arguments are those of `chunk_losses`."""
+
+    def block_log_probs(hidden, targets, arrays):
+        found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
+        return (found.of_target - found.log_total).reshape(targets.shape)
+
+    found = _per_block(block_log_probs, (hidden, targets), len(chunk_slot), own)
+    return found.reshape(targets.shape)
+
+
+def _per_block(block_function, streams, whole_chunks, arrays):
+    """Applies `block_function` to blocks of whole chunks, one after another, and concatenates its
+    results, whose first axis is that of chunks. A chunk that is longer than a block is cut into
+    pieces, so there may be several entries for each of the `whole_chunks`.
+
+    Args:
+      block_function: gets the arrays [chunks, chunk_len, ...] of `streams` and the arrays [chunks,
+        ...] of `arrays`.
+      streams: arrays [N, ...], the hidden states first.
+    """
+    tokens = len(streams[0])
     # Adapters at the head have arrays for whole chunks.
-    pieces = _pieces(len(hidden) // whole_chunks) if arrays is None else 1
-    chunks = whole_chunks * pieces
-    chunk_len = len(hidden) // chunks
+    chunks = whole_chunks * (_pieces(tokens // whole_chunks) if arrays is None else 1)
+    chunk_len = tokens // chunks
     chunks_per_block = min(chunks, max(1, _BLOCK_TOKENS // chunk_len))
     missing = -chunks % chunks_per_block
 
@@ -128,26 +153,27 @@ def _per_block(block_function, hidden, head, targets, loss_weight, chunk_slot, a
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
         return x.reshape(-1, chunks_per_block, *x.shape[1:])
 
-    streams = [blocks(x) for x in (hidden, targets, loss_weight)]
     result = jax.lax.map(
-        lambda block: block_function(block[0], head, *block[1:]),
-        [*streams, jax.tree.map(blocks_of_chunks, arrays)],
+        lambda block: block_function(*block),
+        [*map(blocks, streams), jax.tree.map(blocks_of_chunks, arrays)],
     )
-    result = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
-    if pieces == 1:
-        return result
-    losses, *gradients = jax.tree.map(
-        lambda x: x.reshape(whole_chunks, pieces, *x.shape[1:]), result
-    )
-    return losses.sum(axis=1), *gradients
+    return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
 
 
-def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, arrays):
-    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradients of
-    their sum with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
-    chunks, chunk_len, d = hidden.shape
-    flat = hidden.reshape(-1, d)
-    logits = head.matmul(flat, jnp.float32)
+class _Logits(NamedTuple):
+    """The logits of a block, the logarithm of the sum of their exponentials, and the target's
+    logit. With a divided vocabulary, `target` is an index among this device's tokens, or outside
+    of their range. `change_backward` is that of `_changed`, if adapters change logits."""
+
+    logits: Float[Array, "N vocab"]
+    log_total: Float[Array, "N 1"]
+    of_target: Float[Array, "N 1"]
+    target: Int[Array, "N 1"]
+    change_backward: Callable[..., Any] | None
+
+
+def _logits(vocabulary_axis, ops, head, hidden, targets, arrays) -> _Logits:
+    logits, change_backward = head.matmul(hidden.reshape(-1, hidden.shape[-1]), jnp.float32), None
     if ops:
         logits, change_backward = _changed(vocabulary_axis, ops, arrays, hidden, logits)
     target = targets.reshape(-1, 1)
@@ -157,18 +183,24 @@ def _block_losses(vocabulary_axis, ops, hidden, head, targets, weight, arrays):
     else:
         target -= lax.axis_index(vocabulary_axis) * logits.shape[1]
         log_total, of_target = _over_vocabulary(logits, target, vocabulary_axis)
-    loss = (log_total - of_target)[:, 0]
-    weight = weight.reshape(-1)
-    counted = weight > 0
-    losses = jnp.where(counted, weight * loss, 0).reshape(chunks, chunk_len).sum(axis=1)
+    return _Logits(logits, log_total, of_target, target, change_backward)
 
-    is_target = jnp.arange(logits.shape[1]) == target
-    d_logits = jnp.where(
-        counted[:, None], weight[:, None] * (jnp.exp(logits - log_total) - is_target), 0
-    )
+
+def _block_losses(vocabulary_axis, ops, head, hidden, targets, weight, arrays):
+    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradients of
+    their sum with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
+    found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
+    loss = (found.log_total - found.of_target)[:, 0]
+    weight = weight.reshape(-1)
+    counted = weight != 0
+    losses = jnp.where(counted, weight * loss, 0).reshape(targets.shape).sum(axis=1)
+
+    is_target = jnp.arange(found.logits.shape[1]) == found.target
+    d_logits = weight[:, None] * (jnp.exp(found.logits - found.log_total) - is_target)
+    d_logits = jnp.where(counted[:, None], d_logits, 0)
     d_arrays, d_added = None, 0
     if ops:
-        d_arrays, d_added, d_logits = change_backward(d_logits)
+        d_arrays, d_added, d_logits = found.change_backward(d_logits)
     d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype)).reshape(hidden.shape)
     return losses, d_hidden + d_added if ops else d_hidden, d_arrays
 

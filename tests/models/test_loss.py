@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxmux.models import chunk_losses
+from jaxmux.models.loss import log_probs
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 WIDTH, VOCAB = 16, 97
@@ -149,3 +150,34 @@ def test_half_precision_losses_are_float32():
     np.testing.assert_allclose(losses, expected, rtol=1e-4)
     error = np.linalg.norm(gradient.astype(np.float64) - wanted) / np.linalg.norm(wanted)
     assert error < 0.01
+
+
+def test_negative_weights_count():
+    hidden, head, targets, weight = case(256)
+    weight[::3] *= -2
+    losses, gradient = run(hidden, head, targets, weight, 4)
+    expected, wanted = reference(hidden, head, targets, weight, 4, np.ones(4))
+    np.testing.assert_allclose(losses, expected, rtol=1e-4)
+    np.testing.assert_allclose(gradient, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_a_weight_that_is_nan_reaches_its_chunk_only():
+    hidden, head, targets, weight = case(256)
+    healthy = run(hidden, head, targets, weight, 4)
+    weight[70] = np.nan
+    losses, gradient = run(hidden, head, targets, weight, 4)
+    assert np.isnan(losses[1]) and np.isnan(gradient[70]).all()
+    others = np.repeat(np.arange(4) != 1, 64)
+    np.testing.assert_array_equal(gradient[others], healthy[1][others])
+
+
+# Blocks of one and of several chunks; a chunk that is cut into pieces.
+@pytest.mark.parametrize(("tokens", "chunks"), [(128, 2), (3072, 24), (4096, 2)])
+def test_log_probabilities_follow_log_softmax(tokens, chunks):
+    hidden, head, targets, _ = case(tokens)
+    arrays = map(jnp.asarray, (hidden, targets, np.zeros(chunks, np.int32)))
+    of_hidden, targets_of, owners = arrays
+    found = log_probs(of_hidden, FrozenWeight.of(jnp.asarray(head)), targets_of, owners)
+    one_by_one = reference(hidden, head, targets, -np.ones(tokens), tokens, np.ones(tokens))[0]
+    assert found.shape == (tokens,) and found.dtype == np.float32
+    np.testing.assert_allclose(found, one_by_one, rtol=1e-5, atol=1e-5)

@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import Float
 
+from jaxmux.data import Sample
 from jaxmux.data.batches import Microbatch
 from jaxmux.errors import fits, raise_unless_full
 from jaxmux.models import Backbone, SlotTable
@@ -28,6 +30,7 @@ from ..rounds.rounds import (
     ReplicaInput,
     RoundPlan,
     SampleIndices,
+    Text,
     empty_microbatch,
     fill_microbatches,
     shares_of_replicas,
@@ -39,8 +42,8 @@ from ..tasks.prepared_task import PreparedTask
 from .programs import (
     CompiledStep,
     StepPrograms,
-    evaluate,
     forward_options,
+    log_probs,
     refuse_implementations,
 )
 from .replica_state import ReplicaState, filled_up
@@ -49,6 +52,10 @@ if TYPE_CHECKING:
     from .compiled_stages import StagePrograms
     from .programs_ahead import ProgramsAhead
     from .replica_pipeline import ReplicaPipeline
+
+
+# The log-probability of every token of a sample but the first, in nats.
+LogProbs = Float[np.ndarray, " read_tokens"]
 
 
 class RoundOutcome(NamedTuple):
@@ -66,17 +73,16 @@ class RoundOutcome(NamedTuple):
     lost: bool = False
 
 
-class DispatchedLosses(NamedTuple):
-    """A measurement of held-out losses that has been dispatched.
+class DispatchedLogProbs(NamedTuple):
+    """Forward passes without gradients that have been dispatched.
 
     Attributes:
-      losses: function that waits for the losses, float32 [T]: the sum of the cross entropies of the
-        measured samples in nats, divided by the number of target tokens of all held-out samples of
-        the task; NaN if the forward pass was not finite.
-      tokens: by slot, number of tokens of the chunks that hold the measured samples, with padding.
+      log_probs: function that waits for the log-probabilities of the samples' tokens, by slot in
+        the order of the samples.
+      tokens: by slot, number of tokens of the chunks that hold the samples, with padding.
     """
 
-    losses: Callable[[], np.ndarray]
+    log_probs: Callable[[], dict[int, list[LogProbs]]]
     tokens: Mapping[int, int]
 
 
@@ -168,8 +174,8 @@ class Executor:
         self._ahead_done: list[int] = []
         # All programs have run for this layout of the state, dropout and these optimizer kinds.
         self._warm_for: tuple[Layout | None, bool, frozenset[str]] = None, False, frozenset()
-        # The layout of the state for which held-out losses have been measured.
-        self._measured_for: Layout | None = None
+        # Layouts of the state, and whether with dropout, for which `log_probs` has run.
+        self._measured_for: set[tuple[Layout, bool]] = set()
         # False if accumulators have become empty since the programs were warmed up.
         self._kept = True
         # With other schedules, a round begins when the round before has ended.
@@ -458,12 +464,13 @@ class Executor:
         self._warm_for = self._stored.layout, dropout, frozenset(none_due.members)
 
     def warm_up_evaluation(self) -> None:
-        """Runs the programs of `evaluate` once, with an empty microbatch."""
+        """Runs the programs of `log_probs` once, with an empty microbatch."""
         table = slot_table({}, None, *self._stored.layout.tree.loss.shape)
         for i, replica in enumerate(self._replicas):
             empty = [empty_microbatch(replica.input.shape)] * replica.input.replica.shards
-            jax.block_until_ready(replica.evaluate([PackedMicrobatch(i, empty, {}, {})], table))
-        self._measured_for = self._stored.layout
+            packed = PackedMicrobatch(i, empty, {}, {})
+            jax.block_until_ready(replica.log_probs([packed], table, dropout=False))
+        self._measured_for = {(self._stored.layout, False)}
 
     def _wait(self) -> None:
         for replica in self._replicas:
@@ -474,36 +481,45 @@ class Executor:
             replica.forget()
         self._ahead, self._ahead_done = None, []
 
-    def evaluate(
-        self, tasks: Mapping[int, PreparedTask], samples: SampleIndices
-    ) -> DispatchedLosses:
-        """Dispatches a measurement of the losses of tasks on some of their held-out samples, with
-        their current adapters and without dropout."""
+    def log_probs(
+        self,
+        tasks: Mapping[int, PreparedTask],
+        batches: Mapping[int, Sequence[Sample]],
+        samples: SampleIndices,
+        steps: Mapping[int, int] | None = None,
+        dropout: bool = False,
+    ) -> DispatchedLogProbs:
+        """Dispatches the forward passes of tasks' samples with their current adapters.
+
+        Args:
+          batches: by slot, samples of the task.
+          samples: by slot, which of them are read.
+          steps: by slot, the step whose dropout masks are used; without them, dropout is off.
+          dropout: whether the programs have code for dropout. They need it if a task has a rate.
+        """
         if self._ahead_programs:
             self._ahead_programs.wait_for_evaluation()
         self._refresh()
-        if self._measured_for != self._stored.layout:
+        if (made_for := (self._stored.layout, dropout)) not in self._measured_for:
             if not self._alone:
                 # While stages exchange arrays nothing may be compiled.
                 self._wait()
-            self._measured_for = self._stored.layout
-        batches = {slot: task.eval_samples for slot, task in tasks.items()}
+            self._measured_for.add(made_for)
+        table = slot_table(tasks, steps, *self._stored.layout.tree.loss.shape)
         shares = shares_of_replicas(batches, samples, self.dispatch)
         tokens: Counter[int] = Counter()
+        texts: list[Sequence[Text]] = []
 
         def microbatches() -> Iterator[PackedMicrobatch]:
             for microbatch in fill_microbatches(batches, self.replicas, shares):
                 tokens.update(microbatch.tokens)
+                texts.append(microbatch.texts)
                 yield microbatch
 
-        table = slot_table(tasks, None, *self._stored.layout.tree.loss.shape)
-        losses = [
-            self._replicas[i].evaluate(of_replica, table)
-            for i, of_replica in groupby(microbatches(), key=lambda each: each.replica)
-        ]
-        return DispatchedLosses(
-            lambda: sum(np.atleast_2d(x).sum(axis=0) for x in jax.device_get(losses)), tokens
-        )
+        found: list[jax.Array] = []
+        for i, of_replica in groupby(microbatches(), key=lambda each: each.replica):
+            found += self._replicas[i].log_probs(of_replica, table, dropout)
+        return DispatchedLogProbs(partial(_by_sample, found, texts), tokens)
 
     def try_memory(self, dropout: bool) -> bool:
         """Tries whether the programs that have been compiled ahead for the state get their memory.
@@ -579,8 +595,8 @@ class FusedReplica:
         # Passes are of interest only beside those of other replicas.
         self._passes: list[DispatchedPass] | None = [] if replicas > 1 else None
         self._waiting: deque[Queued] = deque()
-        # The layout of the state for which the measurement of held-out losses is compiled.
-        self._measured_for: Layout | None = None
+        # Layouts of the state, and whether with dropout, for which `log_probs` is compiled.
+        self._measured_for: set[tuple[Layout, bool]] = set()
 
     @property
     def begun_all(self) -> bool:
@@ -625,24 +641,39 @@ class FusedReplica:
         self._passes = None if self._passes is None else []
         return taken
 
-    def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
-        """Dispatches the forward passes of held-out samples. Returns the losses by slot, float32
-        [T], which every process can read."""
+    def log_probs(
+        self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable, dropout: bool
+    ) -> list[jax.Array]:
+        """Dispatches the forward passes of microbatches without gradients. Returns for each the
+        log-probabilities of its targets, float32 [rows, row_len], which every process can read."""
         home, backbone, layout = self._home, self._backbone, self.state.layout
         (state,) = self.state.states
-        forward = forward_options(backbone, self._options, state.adapters)
-        table = home.put(slots, P())
-        losses = home.put(np.zeros(layout.tree.loss.shape, np.float32), P())
+        forward = forward_options(backbone, self._options, state.adapters, dropout)
+        table, found = home.put(slots, P()), []
         for microbatch in microbatches:
             arrays, weights = self._place(microbatch.arrays), backbone.weights
-            arguments = backbone.config, forward, weights, state.adapters, losses, arrays, table
-            if self._measured_for != layout and home.is_local:
-                compiled(evaluate.lower(*arguments))
-                self._measured_for = layout
-            losses = home.run(evaluate, *arguments)
-        self.state.measured = [losses]
-        return home.share(losses)
+            arguments = backbone.config, forward, weights, state.adapters, arrays, table
+            if (layout, dropout) not in self._measured_for and home.is_local:
+                compiled(log_probs.lower(*arguments))
+                self._measured_for.add((layout, dropout))
+            found.append(home.run(log_probs, *arguments))
+        self.state.measured = found
+        return home.share(found)
 
     def _place(self, microbatches: Sequence[Microbatch]) -> Microbatch:
         (microbatch,) = microbatches
         return self._home.put(microbatch, P())
+
+
+def _by_sample(
+    found: Sequence[jax.Array], texts: Sequence[Sequence[Text]]
+) -> dict[int, list[LogProbs]]:
+    """Waits for the log-probabilities of microbatches, and cuts them into those of samples, by slot
+    in the order of their indices. `texts` tell where in each microbatch its samples lie."""
+    by_slot: dict[int, dict[int, LogProbs]] = {}
+    for array, of_microbatch in zip(jax.device_get(list(found)), texts, strict=True):
+        by_shard = array.reshape(-1, *array.shape[-2:])
+        for text in of_microbatch:
+            of_text = by_shard[text.shard, text.row, text.begin : text.end].copy()
+            by_slot.setdefault(text.slot, {})[text.sample] = of_text
+    return {slot: [of_slot[i] for i in sorted(of_slot)] for slot, of_slot in by_slot.items()}

@@ -42,6 +42,7 @@ from jaxmux.models import (
     hidden_states,
     keep_small_arrays_together,
     kept_bytes,
+    microbatch_log_probs,
     microbatch_losses,
     pick_implementation,
 )
@@ -184,7 +185,10 @@ def accumulate(
     `accumulators` are as in `TrainState`, and `slots` has scale and dropout of every slot."""
 
     def forward(accumulators):
-        return _losses(config, options, weights, adapters, accumulators, microbatch, slots)
+        of_head = microbatch_losses
+        return _forward(
+            of_head, config, options, weights, adapters, accumulators, microbatch, slots
+        )
 
     (losses, _), backward = jax.vjp(forward, accumulators)
     # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the others. The
@@ -214,25 +218,26 @@ def accumulate_arguments(
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def evaluate(
+def log_probs(
     config: BackboneConfig,
     options: ForwardOptions,
     weights: Weights,
     adapters: Any,
-    losses: Float[Array, " T"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> Float[Array, " T"]:
-    """Runs the forward pass of one microbatch and adds its losses, float32 [T], without gradients.
-    Arguments are as for `accumulate`."""
-    chunk, _ = _losses(config, options, weights, adapters, None, microbatch, slots)
-    return add_to_slots(losses, chunk, microbatch.chunk_slot)
+) -> Float[Array, "rows row_len"]:
+    """Runs the forward pass of one microbatch without gradients, and returns the log-probability of
+    the target at every position, as `microbatch_log_probs` does. Arguments are as for
+    `accumulate`."""
+    of_head = microbatch_log_probs
+    return _forward(of_head, config, options, weights, adapters, None, microbatch, slots)[0]
 
 
-def _losses(
-    config, options, weights, adapters, accumulators, microbatch, slots
-) -> tuple[Float[Array, " chunks"], Any]:
-    """The loss of every chunk, NaN where its forward pass is not finite, and the accumulators."""
+def _forward(
+    of_head, config, options, weights, adapters, accumulators, microbatch, slots
+) -> tuple[Array, Any]:
+    """What `of_head` returns, which is `microbatch_losses` or `microbatch_log_probs`, and the
+    accumulators."""
     dropout = dropout_of(microbatch, slots, options)
     at_head, accumulators = head_adapters(
         options.adapter_ops, adapters, accumulators, microbatch.chunk_slot, dropout
@@ -240,8 +245,7 @@ def _losses(
     hidden, accumulators, finite = hidden_states(
         config, weights, adapters, accumulators, microbatch, slots, options, at_head
     )
-    losses = microbatch_losses(weights, hidden, finite, microbatch, at_head=at_head)
-    return losses, accumulators
+    return of_head(weights, hidden, finite, microbatch, at_head=at_head), accumulators
 
 
 _log = logging.getLogger("jaxmux")

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxmux.models import SlotTable
@@ -22,7 +21,7 @@ from jaxmux.planner.pipeline.schedules import (
     round_table,
     walk,
 )
-from jaxmux.sharding import Passed, PlacedBackbone, evaluate, forward
+from jaxmux.sharding import Passed, PlacedBackbone, forward, log_probs
 from jaxmux.sharding.stage_mesh import DATA
 
 from ..engine_options import EngineOptions
@@ -227,32 +226,33 @@ class ReplicaPipeline:
         result = self._results.pop(step)
         arrived[target, step.microbatch] = homes[part].move(result, homes[target], P(DATA))
 
-    def evaluate(self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable) -> jax.Array:
-        """Dispatches the forward passes of held-out samples. Returns the losses by data shard and
-        slot, float32 [D, T], which every process can read; the loss of a slot is their sum over
-        D."""
+    def log_probs(
+        self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable, dropout: bool
+    ) -> list[jax.Array]:
+        """Dispatches the forward passes of microbatches without gradients. Returns for each the
+        log-probabilities of its targets by data shard, float32 [D, rows, row_len], which every
+        process can read."""
         homes, stages = self._backbone.homes, len(self._stages)
-        programs = [self.compiled.program(part, False) for part in range(len(homes))]
+        programs = [self.compiled.program(part, dropout) for part in range(len(homes))]
         tables = [stage.put(slots, P()) for stage in self._stages]
-        none = np.zeros((self.input.replica.shards, self.compiled.slots), np.float32)
-        losses = [home.put(none, P(DATA)) for home in homes]
+        found = []
         for microbatch in microbatches:
             arrays, passed = self.compiled.place(microbatch.arrays), None
             for part, program in enumerate(programs):
                 if part > 0:
                     passed = homes[part - 1].move(passed, homes[part], P(DATA))
-                passed, losses[part] = homes[part].run(
-                    evaluate,
+                passed = homes[part].run(
+                    log_probs,
                     program,
                     self._backbone.weights[part],
                     self.state.states[part].adapters,
-                    losses[part],
                     arrays[part % stages],
                     tables[part % stages],
                     passed,
                 )
-        self.state.measured = losses
-        return homes[-1].share(losses[-1])
+            found.append(passed)
+        self.state.measured = found
+        return homes[-1].share(found)
 
 
 def _renumbered(step: Pass | Sent, first: int) -> Pass | Sent:

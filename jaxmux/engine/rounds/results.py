@@ -22,6 +22,7 @@ from ..state.updates import UpdateStats
 from ..tasks.progress import (
     TaskEvaluation,
     TaskUpdate,
+    mean_loss,
     record_evaluation,
     record_update,
     stop_in_time,
@@ -341,7 +342,7 @@ class DispatchedEvaluation:
       ended: the slots whose measurements end with these turns.
       adapters: functions that wait for the measured adapter and return its arrays by path, for
         tasks of `ended` that keep their best adapter.
-      losses: function that waits for the losses by slot, as in `Measurement`.
+      log_probs: function that waits for the log-probabilities of the samples' tokens, by slot.
       tokens: numbers of tokens of the chunks with held-out samples.
     """
 
@@ -350,7 +351,7 @@ class DispatchedEvaluation:
     measured: Mapping[int, Measuring]
     ended: frozenset[int]
     adapters: Mapping[int, Callable[[], SlotArrays]]
-    losses: Callable[[], np.ndarray]
+    log_probs: Callable[[], Mapping[int, list[np.ndarray]]]
     tokens: Mapping[int, int]
 
 
@@ -405,7 +406,7 @@ class RoundResults:
                 del self._dispatched[0]
                 yield first
         while self._measured:
-            self._record_evaluation(self._measured[0], self._measured[0].losses())
+            self._record_evaluation(self._measured[0], self._measured[0].log_probs())
             del self._measured[0]
 
     def take(self) -> list[TaskUpdate]:
@@ -465,10 +466,12 @@ class RoundResults:
         for number, slot in turns.left.items():
             self.computed.count_in_vain(slot, plan.steps[number], trained(number))
 
-    def _record_evaluation(self, evaluation: DispatchedEvaluation, losses: np.ndarray) -> None:
+    def _record_evaluation(
+        self, evaluation: DispatchedEvaluation, log_probs: Mapping[int, list[np.ndarray]]
+    ) -> None:
         for number, slot in evaluation.tasks.items():
             measured = evaluation.measured[number]
-            measured.loss += float(losses[number])
+            measured.log_probs += log_probs[number]
             measured.tokens += evaluation.tokens[number]
             self.computed.count_held_out(slot, measured.step, evaluation.tokens[number])
             slot.count_seconds()
@@ -486,15 +489,16 @@ class RoundResults:
         adapter: Callable[[], SlotArrays] | None,
     ) -> None:
         progress, task, step = slot.progress, slot.prepared.task, measured.step
-        finite = math.isfinite(measured.loss)
-        best = progress.best_loss is None or measured.loss < progress.best_loss
+        loss = mean_loss(slot.prepared.eval_samples, measured.log_probs)
+        finite = math.isfinite(loss)
+        best = progress.best_loss is None or loss < progress.best_loss
         best = step > 0 and finite and best
         tokens = slot.held_out_tokens
-        done = TaskEvaluation(index, slot.name, step, measured.loss, tokens, best)
+        done = TaskEvaluation(index, slot.name, step, loss, tokens, best)
         _succeed_after(step, slot)
         record_evaluation(progress, done, task.patience, task.keep_best)
         if step == slot.pause_after:
-            progress.rung_losses.append(measured.loss if finite else None)
+            progress.rung_losses.append(loss if finite else None)
         if best and adapter:
             slot.best = adapter
         self._evaluations.append(done)

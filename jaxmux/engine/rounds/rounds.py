@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, zip_longest
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -66,6 +66,19 @@ SampleIndices = Mapping[int, Sequence[int]]
 Dispatch = Callable[[Mapping[int, Sequence[int]]], Sequence[SampleIndices]]
 
 
+class Text(NamedTuple):
+    """Where the targets of a sample lie in a microbatch: from `begin` to before `end` in a row of a
+    data shard. The positions of virtual tokens come before them. `sample` is the index of the
+    sample in the global batch of the task in this slot."""
+
+    slot: int
+    sample: int
+    shard: int
+    row: int
+    begin: int
+    end: int
+
+
 class PackedMicrobatch(NamedTuple):
     """The microbatches that the data shards of the replica with this index train at the same time,
     one each. The forward pass reads `arrays`.
@@ -75,6 +88,7 @@ class PackedMicrobatch(NamedTuple):
       tokens: by slot, the tokens of the task's chunks, padding and left-out samples included.
       trained_tokens: by slot, the tokens of those chunks in which at least one sample is trained.
       read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
+      texts: where the samples lie.
     """
 
     replica: int
@@ -83,6 +97,7 @@ class PackedMicrobatch(NamedTuple):
     tokens: Mapping[int, int]
     trained_tokens: Mapping[int, int] = MappingProxyType({})
     read_tokens: Mapping[int, int] = MappingProxyType({})
+    texts: Sequence[Text] = ()
 
 
 class Due(NamedTuple):
@@ -365,16 +380,19 @@ def fill_microbatches(
                 for placements in of_shards
             ]
             samples: dict[int, list[int]] = {}
-            for p in chain.from_iterable(kept):
-                samples.setdefault(p.slot, []).append(p.sample)
+            read: Counter[int] = Counter()
+            texts = []
+            for shard, placements in enumerate(kept):
+                for p in placements:
+                    sample = batches[p.slot][p.sample]
+                    samples.setdefault(p.slot, []).append(p.sample)
+                    read[p.slot] += sample.read_tokens
+                    begin, end = p.offset + sample.virtual_tokens, p.offset + sample.stream_length
+                    texts.append(Text(p.slot, p.sample, shard, p.row, begin, end))
             arrays = [fill_microbatch(placements, batches, **sizes) for placements in kept]
             tokens = _tokens(of_shards, batches, shape)
             trained = _tokens(kept, batches, shape) if absent else tokens
-            read = {
-                slot: sum(batches[slot][sample].read_tokens for sample in indices)
-                for slot, indices in samples.items()
-            }
-            yield PackedMicrobatch(i, arrays, samples, tokens, trained, read)
+            yield PackedMicrobatch(i, arrays, samples, tokens, trained, dict(read), texts)
 
 
 def _tokens(

@@ -73,13 +73,14 @@ class Measuring:
     Attributes:
       step: number of steps that the measured adapter has trained.
       samples: number of held-out samples that have been dispatched.
-      loss: sum of the losses of these samples, as far as results have arrived.
+      log_probs: for each of these samples, the log-probability of every token but the first, as
+        far as results have arrived.
       tokens: number of tokens in these samples' chunks, padding included.
     """
 
     step: int
     samples: int = 0
-    loss: float = 0.0
+    log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
     tokens: int = 0
 
 

@@ -146,7 +146,7 @@ class StoredState:
       summed: the same without the axis "copy".
       layout: the description of the whole state; None until `make_room` is called.
       changes: by slot, the number of the last change of this slot, except by training.
-      measured: by part, the held-out losses that are measured with this state. An executor sets
+      measured: the log-probabilities that are computed with this state. An executor sets
         them, so that `wait` includes them.
     """
 

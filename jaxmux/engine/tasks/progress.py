@@ -2,8 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Float
+
+from jaxmux.data import Sample
 from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
@@ -127,6 +132,18 @@ class TaskEvaluation(NamedTuple):
     loss: float
     target_tokens: int
     best: bool
+
+
+def mean_loss(samples: Sequence[Sample], log_probs: Sequence[Float[np.ndarray, " n"]]) -> float:
+    """The mean cross entropy of samples in nats per target token. `log_probs` has for each the
+    log-probability of every token but the first. NaN if one of a target token is NaN."""
+    # A sum in float64 in the order of the samples is the same, wherever they lay in microbatches.
+    total, targets = 0.0, 0
+    for sample, of_sample in zip(samples, log_probs, strict=True):
+        of_targets = of_sample[sample.target_mask[1:]]
+        total -= float(of_targets.sum(dtype=np.float64))
+        targets += len(of_targets)
+    return total / targets
 
 
 def as_line(result: TaskUpdate | TaskEvaluation) -> dict[str, Any]:
