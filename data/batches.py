@@ -40,16 +40,18 @@ class GlobalBatches:
         seed: int,
         epochs: int | None = None,
         shuffle: bool = True,
+        members: int = 1,
     ):
         """Describes the batches without reading samples.
 
         Args:
           samples: the samples of the task, at least one, from `load_samples`.
-          batch_size: samples in a global batch, at least 1. If it exceeds the number of samples,
-            every epoch is one short batch.
+          batch_size: samples in a global batch, at least 1; with `members`, groups of samples. If
+            it exceeds the number of samples, every epoch is one short batch.
           seed: seed of the random order, not negative.
           epochs: number of passes over the samples, at least 1; None for no limit.
           shuffle: True draws a random order for every epoch; False keeps the order of `samples`.
+          members: number of consecutive samples that stay together, as the two answers of a pair.
 
         Raises:
           DataError: an argument is outside its range.
@@ -65,24 +67,30 @@ class GlobalBatches:
         # Imported here because grain imports JAX, which is too slow to import for help texts.
         import grain
 
-        order = grain.MapDataset.range(len(samples)).seed(seed)
+        order = grain.MapDataset.range(len(samples) // members).seed(seed)
         if shuffle:
             order = order.shuffle()
         one_epoch = order.batch(batch_size, drop_remainder=False, batch_fn=tuple)
         self.batches_per_epoch: int = len(one_epoch)
         self._samples, self._batches = samples, one_epoch.repeat(epochs)
+        self._members = members
         # The next batches are read again whenever another task comes or goes, and computing the
         # shuffled index of one sample takes 1 ms if there are few samples.
-        self._indices = lru_cache(_REMEMBERED)(self._batches.__getitem__)
+        self._groups = lru_cache(_REMEMBERED)(self._batches.__getitem__)
 
     def __len__(self) -> int:
         return len(self._batches)
 
     def __getitem__(self, k: int) -> list[Sample]:
         """The k-th global batch, from 0; IndexError if there is none."""
+        return [self._samples[i] for i in self.indices(k)]
+
+    def indices(self, k: int) -> list[int]:
+        """The indices of the samples of the k-th global batch; IndexError if there is none."""
         if not 0 <= k < len(self):
             raise IndexError(f"global batch {k} of {len(self)}")
-        return [self._samples[i] for i in self._indices(k)]
+        firsts = (group * self._members for group in self._groups(k))
+        return [first + i for first in firsts for i in range(self._members)]
 
 
 def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:

@@ -266,6 +266,23 @@ def joined(parts: Sequence[StoredSamples]) -> StoredSamples:
     return StoredSamples(first._tokens, *columns, first._virtual_tokens)
 
 
+def taken(samples: Sequence[Sample], indices: Int[np.ndarray, " taken"]) -> Sequence[Sample]:
+    """The samples with these indices."""
+    if isinstance(samples, StoredSamples):
+        return samples.take(indices)
+    return [samples[i] for i in indices.tolist()]
+
+
+def chained(parts: Sequence[Sequence[Sample]]) -> Sequence[Sample]:
+    """Concatenates samples that may be in different files."""
+    if not all(isinstance(part, StoredSamples) for part in parts):
+        return [sample for part in parts for sample in part]
+    whole = [part for part in parts if len(part)]
+    if len({id(part._tokens) for part in whole}) == 1:
+        return joined(whole)
+    return [sample for part in whole for sample in part]
+
+
 def stream_lengths(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
     """Stream lengths of samples in tokens, without reading samples from a file."""
     if isinstance(samples, StoredSamples):

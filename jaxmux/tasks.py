@@ -17,6 +17,7 @@ from .field_checks import (
     Text,
     checked_dataclass,
 )
+from .objectives import OBJECTIVES, SFT, Objective
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
 
@@ -104,6 +105,8 @@ class Task:
       sample_prompt: a prompt that the backbone completes after training, once without and once with
         the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
         to samples.jsonl. None prints nothing.
+      objective: what training minimises: an `SFT`, or for records with a chosen and a rejected
+        answer a `DPO`, `CPO`, `SimPO` or `ORPO`. A pair counts as one sample of `batch_size`.
 
     Raises:
       TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
@@ -143,6 +146,7 @@ class Task:
     sample_prompt: Text | None = None
     validation_fraction: Annotated[float, Field(gt=0, lt=1), EXACT] | None = None
     validation_seed: Natural | None = None
+    objective: Annotated[Objective, Part(OBJECTIVES)] = SFT()
 
     def __post_init__(self):
         for field in ("repeat", "weight"):

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxmux.data import Rendering
 from jaxmux.engine import TaskProgress
-from jaxmux.engine.state.slots import without_best
+from jaxmux.engine.state.slots import without_kept
 from jaxmux.models import BackboneConfig, checkpoint_tensors
 from jaxmux.peft import (
     KINDS,
@@ -66,7 +66,7 @@ def run(options: argparse.Namespace) -> int:
         if progress.status != "succeeded":
             state = _state(progress, _steps(run_dir, record, name), lock_state(run_dir))
             _warn(f"task {name}: warning: {state}")
-        last, best = without_best(arrays)
+        last, (best, _) = without_kept(arrays)
         # If a task keeps its best adapter, that is its result.
         is_best = best is not None and options.round is None and progress.status == "succeeded"
         adapter = adapter_of(best() if is_best else last, spec, config)

@@ -22,9 +22,9 @@ from .round_loop import RoundLoop
 from .state.slots import (
     SuspendedTask,
     after_last_update,
-    best_arrays,
+    kept_arrays,
     refuse_outgrowing,
-    without_best,
+    without_kept,
 )
 from .state.train_state import SlotState, TrainState
 from .tasks.prepared_task import PreparedTask
@@ -225,13 +225,13 @@ class Engine(RoundLoop):
         kind = self._slots.named(name).kind
         return self._slots.stored.copies.waits((kind, ("adapter", "optimizer")))
 
-    def with_best(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
-        """Adds the best adapter to a snapshot, so that `SuspendedTask.of` can continue the task.
-        The results of all updates before the snapshot must have been fetched. The returned function
-        waits for the snapshot, and returns its arrays. If the task keeps its best adapter, the one
-        that was known when `with_best` was called is among them."""
-        best = best_arrays(self._slots.named(name))
-        return lambda: snapshot() | best()
+    def with_kept(self, name: str, snapshot: Callable[[], SlotArrays]) -> Callable[[], SlotArrays]:
+        """Adds to a snapshot what is kept of the task besides its slot, so that `SuspendedTask.of`
+        can continue the task: the best adapter, if the task keeps it, and the reference of its
+        objective. The results of all updates before the snapshot must have been fetched. The
+        returned function waits for the snapshot, and returns its arrays."""
+        kept = kept_arrays(self._slots.named(name))
+        return lambda: snapshot() | kept()
 
     def result(
         self, name: str, snapshot: Callable[[], SlotArrays] | None = None
@@ -369,7 +369,7 @@ class Engine(RoundLoop):
         or other sizes."""
         self._executor.collect()
         copied = self._slots.copy_to_host(name)
-        return copied() | best_arrays(self._slots.named(name))()
+        return copied() | kept_arrays(self._slots.named(name))()
 
     def task_specs(self, name: str) -> SlotState:
         """Shapes, dtypes and axes of `task_arrays` without reading the arrays, as a `SlotState` of
@@ -402,9 +402,9 @@ class Engine(RoundLoop):
         if self._position.begun_ahead or self._results.awaits(slot):
             raise RuntimeError("drain the engine before a task is restored")
         self._position.discard_plans()
+        current, (slot.best, slot.reference) = without_kept(arrays)
         slot.restore(progress)
         slot.lose_gradients()
-        current, slot.best = without_best(arrays)
         self._slots.write(name, current)
         if slot.running:
             self._position.restore(self._slots.number(name), accumulated)

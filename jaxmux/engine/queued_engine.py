@@ -20,7 +20,7 @@ from jaxmux.tasks import TaskError
 from .devices.programs_ahead import ProgramsAhead
 from .engine import Engine
 from .engine_options import EngineSize
-from .state.slots import Slot, SuspendedTask, best_arrays, without_best
+from .state.slots import Slot, SuspendedTask, kept_arrays, without_kept
 from .state.train_state import SlotState
 from .tasks.prepared_task import PreparedTask
 from .tasks.progress import TaskProgress, TaskUpdate, stop_early
@@ -324,7 +324,7 @@ class QueuedEngine(Engine):
             return super().task_arrays(name)
         suspended, specs = self._outside[name], named_leaves(self.task_specs(name))
         empty = {path: np.zeros(spec.shape, spec.dtype) for path, spec in specs.items()}
-        return empty | suspended.arrays() | best_arrays(suspended.slot)()
+        return empty | suspended.arrays() | kept_arrays(suspended.slot)()
 
     def task_specs(self, name: str) -> SlotState:
         return self._slots.specs_of(self._slot(name))
@@ -339,8 +339,8 @@ class QueuedEngine(Engine):
         """Puts a registered task without a slot back to the moment at which its checkpoint was
         taken. It gets a slot when the next round begins."""
         slot = self._outside[name].slot
+        current, (slot.best, slot.reference) = without_kept(arrays)
         slot.restore(progress)
-        current, slot.best = without_best(arrays)
         self._outside[name] = SuspendedTask(slot, lambda: current, accumulated)
         self._new.discard(name)
 

@@ -20,7 +20,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone
 from jaxmux.tasks import TaskError
 
-from .devices.executor import Executor, LogProbs
+from .devices.executor import Executor
 from .devices.programs_ahead import ProgramsAhead
 from .engine_options import EngineOptions
 from .rounds.position import RoundPosition, RoundStream
@@ -33,16 +33,23 @@ from .rounds.results import (
     DispatchedEvaluation,
     DispatchedTurns,
     DispatchedUpdate,
+    LogProbs,
     RoundRecord,
     RoundResults,
+    of_targets,
 )
-from .rounds.rounds import RoundPlan, all_samples, turn_from
-from .state.slots import Measuring, Slot, Slots
+from .rounds.rounds import RoundPlan, all_samples, turn_from, with_weights
+from .state.slots import Slot, Slots, Weighted
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
-from .tasks.progress import TaskEvaluation, TaskUpdate, mean_loss
+from .tasks.progress import TaskEvaluation, TaskUpdate
 
 _log = logging.getLogger("jaxmux")
+
+
+# Most tokens of a turn in which a reference is computed. Training data may be too large for the
+# memory of the devices.
+_MOST_TOKENS = 2**20
 
 
 class HeldOut:
@@ -79,7 +86,8 @@ class HeldOut:
     def _lengths(self, slot: Slot) -> Int[np.ndarray, " samples"]:
         """The number of tokens that each held-out sample counts in a turn."""
         least = self._executor.replicas[0].shape.least_tokens
-        return np.maximum(stream_lengths(slot.prepared.eval_samples), least)
+        batch = slot.measuring.batch if slot.measuring else slot.prepared.eval_samples
+        return np.maximum(stream_lengths(batch), least)
 
     def end_round(self, plan: RoundPlan, begun: RoundPlan | None, rounds: int) -> None:
         """After a round has been dispatched, stops tasks that have reached their time limit, begins
@@ -106,7 +114,7 @@ class HeldOut:
 
     def _begin(self, numbers: Iterable[int]) -> None:
         for slot in map(self._slots.__getitem__, numbers):
-            slot.measuring = slot.measuring or Measuring(slot.steps_dispatched)
+            slot.begin_measuring(slot.steps_dispatched)
 
     def _dispatch(self, numbers: Sequence[int], rounds: int) -> None:
         if not numbers:
@@ -116,13 +124,13 @@ class HeldOut:
         turns = {n: self._next_turn(slot) for n, slot in tasks.items()}
         prepared = {n: slot.prepared for n, slot in tasks.items()}
         begun = time.monotonic()
-        batches = {n: task.eval_samples for n, task in prepared.items()}
+        batches = {n: measuring.batch for n, measuring in measured.items()}
         dispatched = self._executor.log_probs(prepared, batches, turns)
         log_probs = self._device_time.add(EVALUATION, begun, dispatched.log_probs).result
         ended, adapters = [], {}
         for n, slot in tasks.items():
             slot.measuring.samples = turns[n].stop
-            if turns[n].stop < len(slot.prepared.eval_samples):
+            if turns[n].stop < len(slot.measuring.batch):
                 continue
             ended.append(n)
             if slot.prepared.task.keep_best and slot.measuring.step:
@@ -136,7 +144,10 @@ class HeldOut:
         )
 
     def _next_turn(self, slot: Slot) -> range:
-        return turn_from(slot.measuring.samples, self._lengths(slot), self._most_tokens)
+        most = self._most_tokens
+        if most is None and slot.measuring.training is not None:
+            most = _MOST_TOKENS
+        return turn_from(slot.measuring.samples, self._lengths(slot), most)
 
     def _stop_in_time(self, steps: Mapping[int, int]) -> None:
         """Stops tasks that have reached their time limit, each after its number of steps in
@@ -290,6 +301,8 @@ class RoundLoop:
         while True:
             current = position.begin(self._live())
             begun = begun or time.monotonic()
+            if not all(microbatch.is_placed for microbatch in current.microbatches):
+                current = position.current = self._with_weights(current)
             done, before = position.done, len(position.done)
             compiles = self._executor.remat is None
             try:
@@ -319,9 +332,12 @@ class RoundLoop:
                 rates = self._learning_rates.pop(slots)
                 tasks = {number: self._slots[number] for number in slots if number in rates}
                 pools = list(self._slots.pools.values())
+                graded = {n: slot.weighted.graded for n, slot in tasks.items() if slot.weighted}
                 self._results.add(
-                    DispatchedUpdate(self.rounds, current, tasks, rates, pools, stats)
+                    DispatchedUpdate(self.rounds, current, tasks, rates, pools, stats, graded)
                 )
+                for slot in tasks.values():
+                    slot.weighted = None
             if outcome.lost:
                 self._begin_again()
                 if not self._live():
@@ -377,7 +393,40 @@ class RoundLoop:
     def _plan_following(self) -> RoundPlan | None:
         """Returns the round after the current one, with the tasks that are known now; None if it
         may not begin yet."""
-        return self._position.plan_following(self._live(after=self._position.current))
+        live = self._live(after=self._position.current)
+        if any(self._slots[n].prepared.task.objective.needs_log_probs for n in live):
+            # The weights of its losses depend on the updates of this round.
+            return None
+        return self._position.plan_following(live)
+
+    def _with_weights(self, plan: RoundPlan) -> RoundPlan:
+        """Computes the weights of the losses of tasks whose objectives need log-probabilities, with
+        the dropout masks of the step, and puts the microbatches that wait for them onto the
+        devices. The weights of a global batch are computed before its first turn."""
+        slots = {n: self._slots[n] for n in plan.steps if n in self._slots}
+        slots = {n: s for n, s in slots.items() if s.prepared.task.objective.needs_log_probs}
+        computed = dict(plan.computed_tokens)
+        missing = {n: slot for n, slot in slots.items() if slot.weighted is None}
+        if missing:
+            self._fetch()
+            prepared = {n: slot.prepared for n, slot in missing.items()}
+            steps = {n: plan.steps[n] for n in missing}
+            batches = {n: task.batches[steps[n]] for n, task in prepared.items()}
+            dropout = self._slots.pool.dropout
+            dispatched = self._executor.log_probs(
+                prepared, batches, all_samples(batches), steps, dropout
+            )
+            log_probs = dispatched.log_probs()
+            for n, slot in missing.items():
+                slot.weighted = _weighted(slot, steps[n], batches[n], log_probs[n])
+                computed[n] += dispatched.tokens[n]
+        weights = {n: slot.weighted.weights for n, slot in slots.items()}
+        replicas = self._executor.replicas
+        microbatches = [
+            each if each.is_placed else with_weights(each, weights, replicas[each.replica])
+            for each in plan.microbatches
+        ]
+        return plan._replace(microbatches=microbatches, computed_tokens=computed)
 
     def _count(self, plan: RoundPlan | None, dispatched: Sequence[int], times: int = 1) -> None:
         for i in dispatched:
@@ -495,8 +544,9 @@ class RoundLoop:
         without dropout.
 
         Returns:
-          By name, the mean cross entropy in nats per target token (token that counts in the loss);
-          NaN if the forward pass was not finite. Tasks without held-out samples are left out.
+          By name, the value of the task's objective, for `SFT` the mean cross entropy in nats per
+          target token (token that counts in the loss); NaN if the forward pass was not finite.
+          Tasks without held-out samples are left out.
 
         Raises:
           PlanningError: `options.attention` cannot serve this device, dtype or row length.
@@ -508,11 +558,16 @@ class RoundLoop:
             return {}
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         dispatched = self._executor.log_probs(tasks, batches, all_samples(batches))
-        found = dispatched.log_probs()
-        return {
-            task.task.name: mean_loss(task.eval_samples, found[slot])
-            for slot, task in tasks.items()
-        }
+        found, losses = dispatched.log_probs(), {}
+        for number, task in tasks.items():
+            objective, reference = task.task.objective, self._slots[number].reference
+            targets = of_targets(task.eval_samples, found[number])
+            known = reference.held_out if reference else None
+            if objective.needs_reference and known is None:
+                # Before its first step, a task is its own reference.
+                known = objective.sums(targets)
+            losses[task.task.name] = objective.grade(targets, known).loss
+        return losses
 
     def log_probs(self, name: str, samples: Sequence[Sample]) -> list[LogProbs]:
         """Computes how probable samples are under a task's current adapter, without dropout. Waits
@@ -572,3 +627,18 @@ class RoundLoop:
         self._executor.release()
         self._copies.shutdown()
         self.device_time.close()
+
+
+def _weighted(
+    slot: Slot, step: int, batch: Sequence[Sample], log_probs: Sequence[LogProbs]
+) -> Weighted:
+    objective, reference = slot.prepared.task.objective, None
+    if slot.reference:
+        reference = slot.reference.training[slot.prepared.batches.indices(step)]
+    graded = objective.grade(of_targets(batch, log_probs), reference)
+    weights = []
+    for sample, slopes in zip(batch, graded.slopes, strict=True):
+        of_sample = np.zeros(sample.read_tokens, np.float32)
+        of_sample[sample.target_mask[1:]] = -slopes
+        weights.append(of_sample)
+    return Weighted(step, weights, graded)

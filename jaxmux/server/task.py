@@ -625,7 +625,7 @@ class LiveTask:
           arrays: function that waits for its arrays, if it is in the engine.
         """
         if self.suspended:
-            arrays = self.suspended.with_best()
+            arrays = self.suspended.with_kept()
         # A success that has not been kept is none if training is started again.
         arrays = self.unkept if self.ended else arrays or self.saved_arrays
         return arrays and TaskCopy(dataclasses.replace(self.progress), arrays)

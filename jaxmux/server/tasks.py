@@ -488,7 +488,7 @@ class LiveTasks:
           snapshots: by name, results of `Engine.snapshot` from before a round was trained.
         """
         return {
-            name: self[name].copy(self._engine.with_best(name, snapshot))
+            name: self[name].copy(self._engine.with_kept(name, snapshot))
             for name, snapshot in snapshots.items()
             if name in self and self[name].state == RUNNING
         }
@@ -557,7 +557,7 @@ class LiveTasks:
             trained = TrainedTask.of(task.prepared, progress, task.fingerprints)
             snapshot = self._engine.snapshot(task.name)
             self._export(trained, self._engine.result(task.name, snapshot))
-            task.unkept = self._engine.with_best(task.name, snapshot)
+            task.unkept = self._engine.with_kept(task.name, snapshot)
         task.last_warnings = tuple(self._warnings(task.prepared, progress))
         self._engine.release(task.name)
         state = shown_state(progress.status, progress.stopped_early)

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import numpy as np
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Float
 
 from jaxmux.data import Sample
 from jaxmux.data.batches import Microbatch
@@ -23,7 +22,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.sharding import PlacedBackbone, in_threads
 
 from ..engine_options import EngineOptions
-from ..rounds.results import DispatchedPass
+from ..rounds.results import DispatchedPass, LogProbs
 from ..rounds.rounds import (
     Dispatch,
     PackedMicrobatch,
@@ -52,10 +51,6 @@ if TYPE_CHECKING:
     from .compiled_stages import StagePrograms
     from .programs_ahead import ProgramsAhead
     from .replica_pipeline import ReplicaPipeline
-
-
-# The log-probability of every token of a sample but the first, in nats.
-LogProbs = Float[np.ndarray, " read_tokens"]
 
 
 class RoundOutcome(NamedTuple):

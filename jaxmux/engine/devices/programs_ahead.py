@@ -82,7 +82,7 @@ class ProgramsAhead:
                 ahead._rounds += [ahead._submit(programs), ahead._submit(updates)]
 
         ahead._start_rounds = start_rounds
-        if any(task.eval_samples for task in tasks):
+        if any(task.eval_samples or task.task.objective.needs_log_probs for task in tasks):
             ahead._evaluation.append(ahead._submit(executor.warm_up_evaluation))
         if jax.default_backend() == "gpu" or not ahead._evaluation:
             start_rounds()

@@ -13,16 +13,18 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
+from jaxtyping import Float
 
+from jaxmux.data import Sample
+from jaxmux.objectives import Graded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
-from ..state.slots import Measuring, Slot
+from ..state.slots import Measuring, Reference, Slot
 from ..state.updates import UpdateStats
 from ..tasks.progress import (
     TaskEvaluation,
     TaskUpdate,
-    mean_loss,
     record_evaluation,
     record_update,
     stop_in_time,
@@ -197,6 +199,9 @@ class RoundRecord(NamedTuple):
         return cls(index, microbatches, passes, plan.steps)
 
 
+# The log-probability of every token of a sample but the first, in nats.
+LogProbs = Float[np.ndarray, " read_tokens"]
+
 # Kinds of time in which the devices compute.
 TRAINING, EVALUATION = "training", "evaluation"
 # Kinds of time in which the devices wait; "idle" is any other wait.
@@ -303,6 +308,7 @@ class DispatchedUpdate:
       tasks, learning_rates: by slot number. A task may have left its slot since.
       pools: for each task of the round, the pool that would hold only this task.
       stats: losses and gradient norms, on the device.
+      graded: the objectives of tasks whose losses on the device are not those of their objective.
     """
 
     index: int
@@ -311,6 +317,7 @@ class DispatchedUpdate:
     learning_rates: Mapping[int, float]
     pools: list[PoolSpec]
     stats: UpdateStats
+    graded: Mapping[int, Graded]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -351,7 +358,7 @@ class DispatchedEvaluation:
     measured: Mapping[int, Measuring]
     ended: frozenset[int]
     adapters: Mapping[int, Callable[[], SlotArrays]]
-    log_probs: Callable[[], Mapping[int, list[np.ndarray]]]
+    log_probs: Callable[[], Mapping[int, list[LogProbs]]]
     tokens: Mapping[int, int]
 
 
@@ -430,17 +437,19 @@ class RoundResults:
             self.computed.count(number, slot, update.plan)
             if not slot.running:
                 continue
+            graded = update.graded.get(number)
             done = TaskUpdate(
                 round=update.index,
                 task=slot.name,
                 task_step=update.plan.steps[number] + 1,
-                loss=float(stats.loss[number]),
+                loss=graded.loss if graded else float(stats.loss[number]),
                 lr=update.learning_rates[number],
                 grad_norm=float(stats.grad_norm[number]),
                 target_tokens=update.plan.target_tokens[number],
                 tokens=update.plan.tokens[number],
                 computed_tokens=slot.computed.pop(update.plan.steps[number]),
                 skipped=not stats.applied[number],
+                metrics=graded.metrics if graded else {},
             )
             slot.count_seconds(begins=True)
             record_update(slot.progress, done, slot.steps, self._max_bad_steps)
@@ -467,7 +476,7 @@ class RoundResults:
             self.computed.count_in_vain(slot, plan.steps[number], trained(number))
 
     def _record_evaluation(
-        self, evaluation: DispatchedEvaluation, log_probs: Mapping[int, list[np.ndarray]]
+        self, evaluation: DispatchedEvaluation, log_probs: Mapping[int, list[LogProbs]]
     ) -> None:
         for number, slot in evaluation.tasks.items():
             measured = evaluation.measured[number]
@@ -489,12 +498,19 @@ class RoundResults:
         adapter: Callable[[], SlotArrays] | None,
     ) -> None:
         progress, task, step = slot.progress, slot.prepared.task, measured.step
-        loss = mean_loss(slot.prepared.eval_samples, measured.log_probs)
+        targets = of_targets(measured.batch, measured.log_probs)
+        if measured.training is not None:
+            slot.reference = _reference(slot, measured, targets)
+        if not measured.held_out:
+            return
+        known = slot.reference.held_out if slot.reference else None
+        graded = task.objective.grade(targets[: measured.held_out], known)
+        loss = graded.loss
         finite = math.isfinite(loss)
         best = progress.best_loss is None or loss < progress.best_loss
         best = step > 0 and finite and best
         tokens = slot.held_out_tokens
-        done = TaskEvaluation(index, slot.name, step, loss, tokens, best)
+        done = TaskEvaluation(index, slot.name, step, loss, tokens, best, graded.metrics)
         _succeed_after(step, slot)
         record_evaluation(progress, done, task.patience, task.keep_best)
         if step == slot.pause_after:
@@ -502,6 +518,24 @@ class RoundResults:
         if best and adapter:
             slot.best = adapter
         self._evaluations.append(done)
+
+
+def _reference(
+    slot: Slot, measured: Measuring, targets: Sequence[Float[np.ndarray, " targets"]]
+) -> Reference:
+    """The reference of a task, from the log-probabilities under its first adapter."""
+    objective, held_out = slot.prepared.task.objective, measured.held_out
+    of_training = np.full(len(slot.prepared.samples.samples), np.nan)
+    of_training[measured.training] = objective.sums(targets[held_out:])
+    return Reference(of_training, objective.sums(targets[:held_out]))
+
+
+def of_targets(
+    samples: Sequence[Sample], log_probs: Sequence[LogProbs]
+) -> list[Float[np.ndarray, " targets"]]:
+    """The log-probabilities of the target tokens of samples, float64."""
+    pairs = zip(samples, log_probs, strict=True)
+    return [found[sample.target_mask[1:]].astype(np.float64) for sample, found in pairs]
 
 
 def _succeed_after(step: int, slot: Slot) -> None:

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from jaxmux.data import Sample, fill_microbatch
 from jaxmux.data.batches import Microbatch
@@ -89,6 +90,8 @@ class PackedMicrobatch(NamedTuple):
       trained_tokens: by slot, the tokens of those chunks in which at least one sample is trained.
       read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
       texts: where the samples lie.
+      is_placed: whether `arrays` are on the devices. The others wait on the host, because the
+        weights of their losses are not known yet; see `with_weights`.
     """
 
     replica: int
@@ -98,6 +101,7 @@ class PackedMicrobatch(NamedTuple):
     trained_tokens: Mapping[int, int] = MappingProxyType({})
     read_tokens: Mapping[int, int] = MappingProxyType({})
     texts: Sequence[Text] = ()
+    is_placed: bool = True
 
 
 class Due(NamedTuple):
@@ -286,6 +290,7 @@ def training_rounds(
     least_tokens = replicas[0].shape.least_tokens
     turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
     groups_of = groups_of or TaskGroups(replicas)
+    waiting = {n for n, task in tasks.items() if task.task.objective.needs_log_probs}
     done = dict(accumulated or {})
     while turns := turns_of.next():
         live = {slot: tasks[slot] for slot in turns}
@@ -302,8 +307,10 @@ def training_rounds(
             for packed in fill_microbatches(samples, replicas, shares, packing, done, together):
                 computed.update(packed.tokens)
                 if packed.samples:
-                    placed = replicas[packed.replica].place(packed.arrays)
-                    microbatches.append(packed._replace(arrays=placed))
+                    is_placed = waiting.isdisjoint(packed.samples)
+                    place = replicas[packed.replica].place if is_placed else list
+                    placed = packed._replace(arrays=place(packed.arrays), is_placed=is_placed)
+                    microbatches.append(placed)
         yield RoundPlan(
             steps,
             ends,
@@ -317,6 +324,21 @@ def training_rounds(
             dict(computed),
         )
         done = {slot: samples for slot, samples in done.items() if slot not in ends}
+
+
+def with_weights(
+    packed: PackedMicrobatch,
+    weights: Mapping[int, Sequence[Float[np.ndarray, " read_tokens"]]],
+    replica: ReplicaInput,
+) -> PackedMicrobatch:
+    """Puts a microbatch that waits on the host onto the devices of its replica. `weights` has, by
+    slot and sample of the global batch, the weights of the losses; other slots keep theirs."""
+    arrays = packed.arrays
+    for text in packed.texts:
+        if text.slot in weights:
+            of_row = arrays[text.shard].loss_weight[text.row]
+            of_row[text.begin : text.end] = weights[text.slot][text.sample]
+    return packed._replace(arrays=replica.place(arrays), is_placed=True)
 
 
 def shares_of_replicas(

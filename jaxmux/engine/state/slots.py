@@ -8,11 +8,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int
 
-from jaxmux.data import Rendering
-from jaxmux.data.stored_samples import target_tokens
+from jaxmux.data import Rendering, Sample
+from jaxmux.data.stored_samples import chained, taken, target_tokens
 from jaxmux.models import MODULES, BackboneConfig
+from jaxmux.objectives import Graded
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec, SlotArrays, crop, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
@@ -68,20 +69,49 @@ class TrainedTask(NamedTuple):
 
 @dataclasses.dataclass
 class Measuring:
-    """A measurement of a task's held-out loss that still has samples to dispatch.
+    """A measurement of a task's held-out loss that still has samples to dispatch. If the task's
+    objective needs a reference, the first one also reads the training samples.
 
     Attributes:
       step: number of steps that the measured adapter has trained.
-      samples: number of held-out samples that have been dispatched.
+      batch: the samples that are read: those that are held out, and behind them training samples.
+      held_out: number of held-out samples.
+      training: indices of the training samples that are read; None if the reference is known, or is
+        not needed.
+      samples: number of samples of `batch` that have been dispatched.
       log_probs: for each of these samples, the log-probability of every token but the first, as
         far as results have arrived.
       tokens: number of tokens in these samples' chunks, padding included.
     """
 
     step: int
+    batch: Sequence[Sample]
+    held_out: int
+    training: Int[np.ndarray, " read"] | None = None
     samples: int = 0
     log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
     tokens: int = 0
+
+
+class Reference(NamedTuple):
+    """What an objective knows of its reference (`Objective.sums`), for all training samples (NaN
+    for those that the task does not train on) and all held-out samples, float64."""
+
+    training: Float[np.ndarray, " samples"]
+    held_out: Float[np.ndarray, " samples"]
+
+
+class Weighted(NamedTuple):
+    """The objective of a global batch that is trained in two passes.
+
+    Attributes:
+      step: index of the global batch.
+      weights: for each sample, the weight of the loss at each of its positions.
+    """
+
+    step: int
+    weights: Sequence[Float[np.ndarray, " read_tokens"]]
+    graded: Graded
 
 
 @dataclasses.dataclass
@@ -103,6 +133,9 @@ class Slot:
         been computed, with padding, as far as results have been fetched.
       part_of_turn: number of these tokens that belong to a partly computed turn.
       awaited: number of dispatched updates whose results have not been fetched: 0 or 1.
+      reference: the reference of the objective; None if it needs none, or if it is not known yet.
+      weighted: the current global batch, if its objective needs log-probabilities and they have
+        been computed.
     """
 
     prepared: PreparedTask
@@ -115,6 +148,8 @@ class Slot:
     computed: Counter[int] = dataclasses.field(default_factory=Counter)
     part_of_turn: int = 0
     awaited: int = 0
+    reference: Reference | None = None
+    weighted: Weighted | None = None
     name: str = dataclasses.field(init=False)
 
     def __post_init__(self):
@@ -143,6 +178,21 @@ class Slot:
         return self.steps if self.pause_after is None else min(self.steps, self.pause_after)
 
     @property
+    def lacks_reference(self) -> bool:
+        return self.prepared.task.objective.needs_reference and self.reference is None
+
+    def begin_measuring(self, step: int) -> None:
+        """Begins a measurement after a number of steps, if none has begun."""
+        if self.measuring is None:
+            held_out, training = self.prepared.eval_samples, None
+            batch = held_out
+            if self.lacks_reference:
+                training = self.prepared.trained_samples
+                samples = self.prepared.samples.samples
+                batch = chained((held_out, taken(samples, training)))
+            self.measuring = Measuring(step, batch, len(held_out), training)
+
+    @property
     def held_out_tokens(self) -> int:
         return target_tokens(self.prepared.eval_samples)
 
@@ -157,12 +207,18 @@ class Slot:
     def restore(self, progress: TaskProgress) -> None:
         """Continues from saved progress. If the held-out loss was being measured then, it is
         measured again."""
-        self.progress, self.measuring = progress, None
+        self.progress, self.measuring, self.weighted = progress, None, None
         step = progress.step
+        if self.lacks_reference:
+            if step:
+                raise ValueError(
+                    f"task {self.name!r}: the log-probabilities of its reference are missing"
+                )
+            self.begin_measuring(0)
         # The number of held-out tokens is known since the first measurement.
         known = progress.eval_step == step if step else progress.eval_target_tokens
         if self.prepared.eval_samples and not known and (not step or self.is_measured_after(step)):
-            self.measuring = Measuring(step)
+            self.begin_measuring(step)
 
     def lose_gradients(self) -> None:
         self.computed.clear()
@@ -186,6 +242,8 @@ class Slot:
 
 # Among the arrays of a task, prefix of the paths of the best adapter.
 BEST = "best/"
+# Prefix of the paths of the reference of the task's objective.
+REFERENCE = "reference/"
 # Prefix of the paths of the gradients of the current global batch.
 ACCUMULATED = "accumulators/"
 
@@ -208,16 +266,16 @@ class SuspendedTask(NamedTuple):
     def of(
         cls, prepared: PreparedTask, progress: TaskProgress, arrays: Callable[[], SlotArrays]
     ) -> "SuspendedTask":
-        """A task that another engine has suspended. `arrays` returns the arrays of `with_best` at
+        """A task that another engine has suspended. `arrays` returns the arrays of `with_kept` at
         this progress, as NumPy arrays on the host."""
-        current, best = without_best(arrays())
-        slot = Slot(prepared, TaskProgress(), best=best)
+        current, kept = without_kept(arrays())
+        slot = Slot(prepared, TaskProgress(), best=kept.best, reference=kept.reference)
         slot.restore(progress)
         return cls(slot, lambda: current)
 
-    def with_best(self) -> Callable[[], SlotArrays]:
-        best = best_arrays(self.slot)
-        return lambda: after_last_update(self.arrays()) | best()
+    def with_kept(self) -> Callable[[], SlotArrays]:
+        kept = kept_arrays(self.slot)
+        return lambda: after_last_update(self.arrays()) | kept()
 
 
 def after_last_update(arrays: SlotArrays) -> SlotArrays:
@@ -226,20 +284,36 @@ def after_last_update(arrays: SlotArrays) -> SlotArrays:
     return kept | {"loss": np.zeros((), np.float32)}
 
 
-def best_arrays(slot: Slot) -> Callable[[], SlotArrays]:
-    """A function that returns the best adapter of a task with the paths that a checkpoint has; it
-    returns no arrays if the best adapter is not kept."""
-    if (best := slot.best) is None:
-        return dict
-    return lambda: {f"{BEST}{path}": array for path, array in best().items()}
+class Kept(NamedTuple):
+    """What is kept of a task besides its slot: a function that returns the arrays of the adapter
+    with the lowest held-out loss, by path, and the reference of its objective. None if a task has
+    none."""
+
+    best: Callable[[], SlotArrays] | None
+    reference: Reference | None
 
 
-def without_best(arrays: SlotArrays) -> tuple[SlotArrays, Callable[[], SlotArrays] | None]:
-    """Separates the arrays of a checkpoint into those of the slot, and a function that returns
-    those of the best adapter (None if there is none)."""
-    current = {path: array for path, array in arrays.items() if not path.startswith(BEST)}
-    best = {path.removeprefix(BEST): x for path, x in arrays.items() if path.startswith(BEST)}
-    return current, (lambda: best) if best else None
+def kept_arrays(slot: Slot) -> Callable[[], SlotArrays]:
+    """A function that returns the arrays of `Kept` with the paths that a checkpoint has."""
+    best, reference = slot.best, slot.reference
+    known = (
+        {f"{REFERENCE}{name}": x for name, x in reference._asdict().items()} if reference else {}
+    )
+    if best is None:
+        return lambda: known
+    return lambda: {f"{BEST}{path}": array for path, array in best().items()} | known
+
+
+def without_kept(arrays: SlotArrays) -> tuple[SlotArrays, Kept]:
+    """Separates the arrays of a checkpoint into those of the slot and the others."""
+    current = {p: array for p, array in arrays.items() if not p.startswith((BEST, REFERENCE))}
+    best, reference = (
+        {path.removeprefix(prefix): x for path, x in arrays.items() if path.startswith(prefix)}
+        for prefix in (BEST, REFERENCE)
+    )
+    return current, Kept(
+        (lambda: best) if best else None, Reference(**reference) if reference else None
+    )
 
 
 def pool_of(
@@ -470,6 +544,8 @@ class Slots:
                 slot = Slot(prepared, TaskProgress())
                 if begin:
                     self._write_initial(number, slot)
+                if slot.lacks_reference:
+                    slot.begin_measuring(0)
                 self._slots[number] = slot
                 added.append(slot.name)
         except BaseException:
@@ -508,6 +584,8 @@ class Slots:
         self._constants = None
         number = self._lowest_free()
         self._slots[number] = slot
+        if slot.lacks_reference:
+            slot.begin_measuring(0)
         try:
             self.stored.write(slot.kind, number, self._missing_in_empty(slot, arrays))
         except BaseException:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int
 
 from jaxmux.data import (
     GlobalBatches,
@@ -93,12 +94,18 @@ def read_data(
     try:
         sources = _of_sources(task, config, tokenizer, loaded, held_out=False)
         samples = _together(sources)
-        batches = GlobalBatches(samples.samples, task.batch_size, task.seed, task.epochs)
+        batches = batches_of(task, samples.samples, task.epochs)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     held_out = read_held_out(task, config, tokenizer, loaded)
     steps = len(batches) if task.steps is None else task.steps
     return TaskData(samples, batches, steps, held_out, sources)
+
+
+def batches_of(task: Task, samples: Sequence[Sample], epochs: int | None = None) -> GlobalBatches:
+    """The global batches of a task with these samples."""
+    members = task.objective.members
+    return GlobalBatches(samples, task.batch_size, task.seed, epochs, members=members)
 
 
 def read_held_out(
@@ -348,6 +355,18 @@ class PreparedTask:
         of_task = f"of task {self.task.name!r}"
         return {f"{part} {of_task}": _hash(samples) for part, samples in parts.items()}
 
+    @property
+    def _steps_of_epoch(self) -> int:
+        return self.batches.batches_per_epoch
+
+    @functools.cached_property
+    def trained_samples(self) -> Int[np.ndarray, " trained"]:
+        """The indices of the training samples on which the task trains, ascending: all of them, or
+        fewer if its steps are less than an epoch."""
+        if self.steps >= self._steps_of_epoch:
+            return np.arange(len(self.samples.samples))
+        return np.unique([i for step in range(self.steps) for i in self.batches.indices(step)])
+
     @functools.cached_property
     def relative_rates(self) -> dict[str, np.ndarray]:
         """By path of a trained leaf ("lora/mlp.up_proj/a"), a float32 array [L]: the learning rate
@@ -376,8 +395,14 @@ class PreparedTask:
         """Returns a prepared task with another number of steps. It is extended when `at` updates
         have been dispatched; from then on, its learning-rate schedule covers all of the new steps.
         Earlier extensions that would take effect after `at` are dropped."""
+        if self.task.objective.needs_reference and min(steps, self._steps_of_epoch) > self.steps:
+            raise TaskError(
+                f"task {self.task.name!r}: cannot be extended from {self.steps} to {steps} steps, "
+                "because its objective needs the reference of all samples, which was computed for "
+                "those of its steps only, less than an epoch; begin a new task"
+            )
         task = dataclasses.replace(self.task, steps=steps, epochs=None)
-        batches = GlobalBatches(self.samples.samples, task.batch_size, task.seed)
+        batches = batches_of(task, self.samples.samples)
         earlier = tuple(length for length in self.earlier if length.until < at)
         if at > 0:
             earlier += (EarlierLength(at, self.steps_at(at - 1)),)

@@ -2,13 +2,10 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import numpy as np
-from jaxtyping import Float
-
-from jaxmux.data import Sample
 from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
@@ -92,7 +89,8 @@ class TaskUpdate(NamedTuple):
       task: name of the task.
       task_step: number of global batches that the task has consumed, this one included; 1 for the
         first.
-      loss: mean cross entropy over the batch's target tokens in nats, before the update.
+      loss: value of the task's objective for the batch, before the update; for `SFT` the mean cross
+        entropy over its target tokens in nats.
       lr: learning rate of the update.
       grad_norm: L2 norm of the task's gradient over all its parameters, before clipping.
       target_tokens: number of target tokens in the batch.
@@ -100,6 +98,7 @@ class TaskUpdate(NamedTuple):
       computed_tokens: number of tokens in the chunks that hold the batch, with padding.
       skipped: True if the update was not applied because the loss, the gradient or a new parameter
         was not finite.
+      metrics: further numbers of the objective (`Graded.metrics`); none for `SFT`.
     """
 
     round: int
@@ -112,6 +111,7 @@ class TaskUpdate(NamedTuple):
     tokens: int
     computed_tokens: int
     skipped: bool
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class TaskEvaluation(NamedTuple):
@@ -121,9 +121,11 @@ class TaskEvaluation(NamedTuple):
     Attributes:
       round: number of rounds that had been dispatched.
       task_step: number of global batches that the task had consumed; 0 before training.
-      loss: mean cross entropy in nats per target token; NaN if the forward pass was not finite.
+      loss: value of the task's objective, for `SFT` the mean cross entropy in nats per target
+        token; NaN if the forward pass was not finite.
       target_tokens: number of target tokens in the held-out data.
       best: True if no lower loss has been measured after an earlier step.
+      metrics: as in `TaskUpdate`.
     """
 
     round: int
@@ -132,24 +134,15 @@ class TaskEvaluation(NamedTuple):
     loss: float
     target_tokens: int
     best: bool
-
-
-def mean_loss(samples: Sequence[Sample], log_probs: Sequence[Float[np.ndarray, " n"]]) -> float:
-    """The mean cross entropy of samples in nats per target token. `log_probs` has for each the
-    log-probability of every token but the first. NaN if one of a target token is NaN."""
-    # A sum in float64 in the order of the samples is the same, wherever they lay in microbatches.
-    total, targets = 0.0, 0
-    for sample, of_sample in zip(samples, log_probs, strict=True):
-        of_targets = of_sample[sample.target_mask[1:]]
-        total -= float(of_targets.sum(dtype=np.float64))
-        targets += len(of_targets)
-    return total / targets
+    metrics: Mapping[str, float] = MappingProxyType({})
 
 
 def as_line(result: TaskUpdate | TaskEvaluation) -> dict[str, Any]:
-    """The fields of a result by their names in metrics.jsonl, held_out.jsonl and events."""
+    """The fields of a result by their names in metrics.jsonl, held_out.jsonl and events. Without
+    metrics there is no such field."""
     fields = result._asdict()
-    return {"step": fields.pop("round"), **fields}
+    metrics = dict(fields.pop("metrics"))
+    return {"step": fields.pop("round"), **fields} | ({"metrics": metrics} if metrics else {})
 
 
 def record_evaluation(

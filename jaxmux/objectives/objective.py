@@ -1,0 +1,105 @@
+"""What a task minimises: the interface of all objectives, and supervised fine-tuning.
+
+Every objective is a function of the log-probabilities of target tokens. So its gradient is that of
+a cross entropy in which token t has the weight -d objective / d log-probability of t, as long as
+the weights are constants. The devices compute that cross entropy for all objectives; an objective
+says on the host what the weights are.
+
+To add an objective, write its class and list it in `OBJECTIVES` (`jaxmux/objectives/__init__.py`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from jaxmux.field_checks import checked_dataclass
+
+# The log-probabilities of a sample's target tokens, in nats.
+TargetLogProbs = Float[np.ndarray, " targets"]
+
+
+class Graded(NamedTuple):
+    """The value of an objective.
+
+    Attributes:
+      slopes: for each sample, the derivative of the loss with respect to the log-probability of
+        each target token.
+      metrics: further numbers by name, with the names of TRL.
+    """
+
+    loss: float
+    slopes: Sequence[Float[np.ndarray, " targets"]]
+    metrics: Mapping[str, float]
+
+
+@checked_dataclass
+class Objective:
+    """The interface of all objectives. A subclass adds its numbers as fields, and may override the
+    class variables.
+
+    Attributes:
+      kind: name in configs and checkpoints.
+      members: number of samples that a record becomes, which follow each other: 2 for a pair of a
+        chosen and a rejected answer.
+      needs_log_probs: whether the weights of tokens depend on their log-probabilities, so that a
+        forward pass precedes the training of each global batch.
+      needs_reference: whether they depend on the log-probabilities under the adapter with which the
+        task begins.
+
+    Raises:
+      ValueError: a value is outside its range, or values do not go together.
+    """
+
+    kind: ClassVar[str]
+    members: ClassVar[int] = 1
+    needs_log_probs: ClassVar[bool] = True
+    needs_reference: ClassVar[bool] = False
+
+    def grade(
+        self,
+        log_probs: Sequence[TargetLogProbs],
+        reference: Float[np.ndarray, " samples"] | None = None,
+    ) -> Graded:
+        """The objective of a global batch, or of all held-out samples, in float64.
+
+        Args:
+          log_probs: of each sample, float64.
+          reference: the `sums` of the same samples under the reference; None if the objective needs
+            none.
+        """
+        raise NotImplementedError
+
+    def sums(self, log_probs: Sequence[TargetLogProbs]) -> Float[np.ndarray, " samples"]:
+        """The log-probability of each sample, which is all that an objective knows of its
+        reference."""
+        return np.array([of_sample.sum() for of_sample in log_probs])
+
+    def _error(self, message: str) -> ValueError:
+        return ValueError(f"{self.kind}: {message}")
+
+
+@checked_dataclass
+class SFT(Objective):
+    """Supervised fine-tuning: the mean cross entropy over the target tokens of a global batch.
+
+    It is the default of `Task.objective`.
+    """
+
+    kind: ClassVar[str] = "sft"
+    needs_log_probs: ClassVar[bool] = False
+
+    def grade(self, log_probs, reference=None):
+        loss, slopes = token_mean(log_probs)
+        return Graded(loss, slopes, {})
+
+
+def token_mean(
+    log_probs: Sequence[TargetLogProbs],
+) -> tuple[float, list[Float[np.ndarray, " targets"]]]:
+    """The mean cross entropy over all target tokens of samples, and its slopes as in `Graded`."""
+    targets = sum(map(len, log_probs))
+    # One sum for each sample, in their order.
+    loss = -sum(float(of_sample.sum()) for of_sample in log_probs) / targets
+    return loss, [np.full(len(of_sample), -1 / targets) for of_sample in log_probs]

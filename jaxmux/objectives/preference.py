@@ -1,0 +1,527 @@
+"""Objectives of preferences: of two answers to a prompt, the chosen one shall become more probable
+than the rejected one.
+
+The names, defaults and values are those of TRL 1.16, unless a docstring says otherwise. In the
+formulas S is the log-probability of an answer (the sum over its n target tokens), R the same under
+the reference, x = S - R, a = S / n and σ the sigmoid; w is the chosen and l the rejected answer. An
+objective is the mean over the pairs of a global batch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+from pydantic import Field
+from scipy.special import expit, log_expit
+
+from jaxmux.field_checks import EXACT, Positive, checked_dataclass
+
+from .objective import Graded, Objective, TargetLogProbs, token_mean
+
+Pairs = Float[np.ndarray, " pairs"]
+
+_Fraction = Annotated[float, Field(ge=0, le=1), EXACT]
+_NotNegative = Annotated[float, Field(ge=0), EXACT]
+_Smoothing = Annotated[float, Field(ge=0, lt=0.5), EXACT]
+
+
+class _Answers(NamedTuple):
+    """Numbers of the chosen or of the rejected answers of all pairs.
+
+    Attributes:
+      sums: S.
+      reference: R; zeros without a reference.
+      tokens: n.
+    """
+
+    sums: Pairs
+    reference: Pairs
+    tokens: Pairs
+
+    @property
+    def ratio(self) -> Pairs:
+        """x."""
+        return self.sums - self.reference
+
+    @property
+    def mean(self) -> Pairs:
+        """a."""
+        return self.sums / self.tokens
+
+
+class _Slopes(NamedTuple):
+    """The losses of all pairs, and their derivatives by S of the chosen and of the rejected
+    answer."""
+
+    loss: Pairs
+    chosen: Pairs
+    rejected: Pairs
+
+
+# A function of a difference u between chosen and rejected answers: its value and its derivative.
+_OfDifference = Callable[[Pairs], tuple[Pairs, Pairs]]
+
+
+def _logistic(u: Pairs, smoothing: float = 0.0) -> tuple[Pairs, Pairs]:
+    """-log σ(u), of which a fraction is -log σ(-u) (conservative DPO, Mitchell 2023)."""
+    value = -(1 - smoothing) * log_expit(u) - smoothing * log_expit(-u)
+    return value, -(1 - smoothing) * expit(-u) + smoothing * expit(u)
+
+
+def _hinge(u: Pairs) -> tuple[Pairs, Pairs]:
+    return np.maximum(1 - u, 0), np.where(u < 1, -1.0, 0.0)
+
+
+@checked_dataclass
+class _Paired(Objective):
+    """What objectives of pairs share."""
+
+    members: ClassVar[int] = 2
+
+    def grade(self, log_probs, reference=None):
+        sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
+        known = np.zeros(len(sums)) if reference is None else reference
+        chosen, rejected = (_Answers(*(x[i::2] for x in (sums, known, tokens))) for i in (0, 1))
+        pairs, factors = len(chosen.sums), self._factors(tokens)
+        # An answer of probability 0 has infinite numbers, which may meet in a difference.
+        with np.errstate(all="ignore"):
+            loss, of_chosen, of_rejected = self._slopes(chosen, rejected)
+            total, metrics = float(loss.mean()), self._metrics(chosen, rejected)
+        of_samples = np.stack([of_chosen, of_rejected], axis=1).ravel() / pairs
+        slopes = [g * factor for g, factor in zip(of_samples, factors, strict=True)]
+        return self._with_likelihood(Graded(total, slopes, metrics), log_probs)
+
+    def _slopes(self, chosen: _Answers, rejected: _Answers) -> _Slopes:
+        raise NotImplementedError
+
+    def _rewards(self, answers: _Answers) -> Pairs:
+        raise NotImplementedError
+
+    def _factors(
+        self, tokens: Float[np.ndarray, " samples"]
+    ) -> list[Float[np.ndarray, " targets"]]:
+        """The factor of each target token of each sample in its sum."""
+        return [np.ones(int(n)) for n in tokens]
+
+    def _likelihood(self) -> float:
+        """The weight of the mean cross entropy over all chosen tokens of the batch."""
+        return 0.0
+
+    def _with_likelihood(self, graded: Graded, log_probs: Sequence[TargetLogProbs]) -> Graded:
+        if not (weight := self._likelihood()):
+            return graded
+        loss, of_chosen = token_mean(log_probs[::2])
+        slopes = list(graded.slopes)
+        for i, slope in enumerate(of_chosen):
+            slopes[2 * i] = slopes[2 * i] + weight * slope
+        metrics = {**graded.metrics, "nll_loss": loss}
+        return Graded(graded.loss + weight * loss, slopes, metrics)
+
+    def _metrics(self, chosen: _Answers, rejected: _Answers) -> dict[str, float]:
+        of_chosen, of_rejected = self._rewards(chosen), self._rewards(rejected)
+        metrics = {
+            "rewards/chosen": of_chosen,
+            "rewards/rejected": of_rejected,
+            "rewards/accuracies": of_chosen > of_rejected,
+            "rewards/margins": of_chosen - of_rejected,
+            "logps/chosen": chosen.sums,
+            "logps/rejected": rejected.sums,
+        }
+        return {name: float(np.mean(values)) for name, values in metrics.items()}
+
+
+_F_DIVERGENCES = "reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"
+# The largest exponent of the alpha-divergence.
+_MOST_EXPONENT = 80.0
+
+
+@checked_dataclass
+class DPO(_Paired):
+    """Direct preference optimisation (Rafailov et al. 2023) and its descendants.
+
+    The reference is the adapter with which the task begins: a new adapter changes nothing, so it is
+    the bare backbone. It is computed before the first update and kept.
+
+    Attributes:
+      beta: how strongly the adapter is held at the reference.
+      loss: one of the loss types of TRL, or several, which are added with `weights`. With
+        u = beta (x_w - x_l):
+        "sigmoid": -log σ(u). "sigmoid_norm": the same with x / n.
+        "hinge": max(0, 1 - u) (SLiC, Zhao et al. 2023).
+        "ipo": (x_w / n_w - x_l / n_l - 1 / (2 beta))² (Azar et al. 2023).
+        "exo_pair": the reverse KL divergence to the smoothed preferences (EXO, Ji et al. 2024);
+        needs `label_smoothing`.
+        "robust": unbiased under wrong labels (Chowdhury et al. 2024); `label_smoothing` is their
+        share.
+        "discopop": mixes -log σ(u) with exp(-u) (Lu et al. 2024).
+        "nca_pair" (Chen et al. 2024), "bco_pair" without its running mean of rewards (Jung et al.
+        2024), "sppo_hard" (Wu et al. 2024), "apo_zero" and "apo_down" (D'Oosterlinck et al. 2024).
+        "aot", "aot_unpaired": sorted differences of the whole batch (Melnyk et al. 2024).
+        "sft": the mean cross entropy over the chosen tokens of the batch.
+      weights: a factor for each of several loss types; None for 1 each.
+      label_smoothing: the share of pairs whose answers are taken to be swapped; used by "exo_pair",
+        "robust", "aot" and "aot_unpaired".
+      f_divergence: the divergence from the reference (f-DPO, Wang et al. 2023), which replaces x by
+        another function of it.
+      f_alpha: the exponent of "alpha_divergence".
+      ld_alpha: factor of the target tokens of an answer that is longer than the other one, beyond
+        the length of the other (LD-DPO, Liu et al. 2024). None for 1.
+      discopop_tau: temperature of "discopop".
+
+    Raises:
+      ValueError: a value is outside its range, or values do not go together.
+    """
+
+    beta: Positive = 0.1
+    loss: str | tuple[str, ...] = "sigmoid"
+    weights: tuple[Annotated[float, EXACT], ...] | None = None
+    label_smoothing: _Smoothing = 0.0
+    f_divergence: Literal[*_F_DIVERGENCES] = "reverse_kl"
+    f_alpha: Annotated[float, EXACT] = 0.5
+    ld_alpha: _Fraction | None = None
+    discopop_tau: Positive = 0.05
+
+    kind: ClassVar[str] = "dpo"
+    needs_reference: ClassVar[bool] = True
+
+    def __post_init__(self):
+        known = ", ".join([*_DPO_LOSSES, _SFT])
+        if not self.losses:
+            raise self._error(f"loss should be one of {known}, or several, found none")
+        for name in self.losses:
+            if name not in (*_DPO_LOSSES, _SFT):
+                raise self._error(f"loss should be one of {known}, found {name!r}")
+            if self.f_divergence != "reverse_kl" and name in _OF_RATIOS:
+                raise self._error(
+                    f"loss {name!r} is not defined for f_divergence={self.f_divergence!r}"
+                )
+        if len(set(self.losses)) < len(self.losses):
+            raise self._error(f"loss names a type twice: {', '.join(self.losses)}")
+        if self.weights is not None and len(self.weights) != len(self.losses):
+            raise self._error(
+                f"weights should have a number for each loss type ({len(self.losses)}), found "
+                f"{len(self.weights)}"
+            )
+        if "exo_pair" in self.losses and not self.label_smoothing:
+            raise self._error("loss 'exo_pair' needs a label_smoothing above 0")
+
+    @property
+    def losses(self) -> tuple[str, ...]:
+        return (self.loss,) if isinstance(self.loss, str) else self.loss
+
+    @property
+    def _weights(self) -> Mapping[str, float]:
+        return dict(zip(self.losses, self.weights or [1.0] * len(self.losses), strict=True))
+
+    def sums(self, log_probs):
+        if self.ld_alpha is None:
+            return super().sums(log_probs)
+        factors = self._factors(np.array([len(each) for each in log_probs]))
+        pairs = zip(log_probs, factors, strict=True)
+        return np.array([(of_sample * factor).sum() for of_sample, factor in pairs])
+
+    def _factors(self, tokens):
+        factors = super()._factors(tokens)
+        if self.ld_alpha is not None:
+            for chosen, rejected in zip(factors[::2], factors[1::2], strict=True):
+                shared = min(len(chosen), len(rejected))
+                chosen[shared:] = rejected[shared:] = self.ld_alpha
+        return factors
+
+    def _likelihood(self):
+        return self._weights.get(_SFT, 0.0)
+
+    def _slopes(self, chosen, rejected):
+        none = np.zeros(len(chosen.sums))
+        total = _Slopes(none, none, none)
+        for name, weight in self._weights.items():
+            if name != _SFT:
+                found = _DPO_LOSSES[name](self, chosen, rejected)
+                total = _Slopes(*(x + weight * y for x, y in zip(total, found, strict=True)))
+        return total
+
+    def _rewards(self, answers):
+        return self.beta * answers.ratio
+
+    def score(self, x: Pairs) -> tuple[Pairs, Pairs]:
+        """What `f_divergence` puts in the place of x, and its derivative by x."""
+        match self.f_divergence:
+            case "forward_kl":
+                return 1 - np.exp(-x), np.exp(-x)
+            case "js_divergence":
+                return np.log(2) + log_expit(x), expit(-x)
+            case "alpha_divergence" if self.f_alpha != 1:
+                power = self.f_alpha - 1
+                exponential = np.exp(np.minimum(power * x, _MOST_EXPONENT))
+                derivative = np.where(power * x < _MOST_EXPONENT, exponential, 0)
+                return (exponential - 1) / power, derivative
+        return x, np.ones_like(x)
+
+
+# The loss type that is a cross entropy of the chosen answers.
+_SFT = "sft"
+_DPOLoss = Callable[[DPO, _Answers, _Answers], _Slopes]
+
+
+def _by_difference(of_difference: Callable[[DPO, Pairs], tuple[Pairs, Pairs]]) -> _DPOLoss:
+    """A loss of u = beta (score of the chosen answer - score of the rejected answer)."""
+
+    def slopes(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+        (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
+        loss, slope = of_difference(dpo, dpo.beta * (s_w - s_l))
+        return _Slopes(loss, dpo.beta * slope * d_w, -dpo.beta * slope * d_l)
+
+    return slopes
+
+
+def _sigmoid_norm(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
+    n_w, n_l = chosen.tokens, rejected.tokens
+    loss, slope = _logistic(dpo.beta * (s_w / n_w - s_l / n_l))
+    return _Slopes(loss, dpo.beta * slope * d_w / n_w, -dpo.beta * slope * d_l / n_l)
+
+
+def _ipo(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
+    n_w, n_l = chosen.tokens, rejected.tokens
+    distance = s_w / n_w - s_l / n_l - 1 / (2 * dpo.beta)
+    return _Slopes(distance**2, 2 * distance * d_w / n_w, -2 * distance * d_l / n_l)
+
+
+def _exo_pair(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
+    smoothing = dpo.label_smoothing
+    wanted, unwanted = np.log1p(-smoothing), np.log(smoothing)
+    value = expit(u) * (log_expit(u) - wanted) + expit(-u) * (log_expit(-u) - unwanted)
+    return value, expit(u) * expit(-u) * (u - (wanted - unwanted))
+
+
+def _robust(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
+    smoothing = dpo.label_smoothing
+    value = -(1 - smoothing) * log_expit(u) + smoothing * log_expit(-u)
+    slope = -(1 - smoothing) * expit(-u) - smoothing * expit(u)
+    return value / (1 - 2 * smoothing), slope / (1 - 2 * smoothing)
+
+
+def _discopop(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
+    share = expit(u / dpo.discopop_tau)
+    logistic, exponential = -log_expit(u), np.exp(-u)
+    value = logistic * (1 - share) + exponential * share
+    of_share = (exponential - logistic) * share * (1 - share) / dpo.discopop_tau
+    return value, -expit(-u) * (1 - share) - exponential * share + of_share
+
+
+def _nca_pair(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
+    loss = -log_expit(w) - log_expit(-w) / 2 - log_expit(-l) / 2
+    return _Slopes(loss, dpo.beta * (expit(w) / 2 - expit(-w)), dpo.beta * expit(l) / 2)
+
+
+def _bco_pair(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
+    return _Slopes(-log_expit(w) - log_expit(-l), -dpo.beta * expit(-w), dpo.beta * expit(l))
+
+
+def _sppo_hard(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    w, l = chosen.ratio - 0.5 / dpo.beta, rejected.ratio + 0.5 / dpo.beta  # noqa: E741
+    return _Slopes(w**2 + l**2, 2 * w, 2 * l)
+
+
+def _apo_zero(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
+    slope = dpo.beta * expit(l) * expit(-l)
+    return _Slopes(1 - expit(w) + expit(l), -dpo.beta * expit(w) * expit(-w), slope)
+
+
+def _apo_down(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    w, u = dpo.beta * chosen.ratio, dpo.beta * (chosen.ratio - rejected.ratio)
+    slope = dpo.beta * expit(u) * expit(-u)
+    return _Slopes(expit(w) + 1 - expit(u), dpo.beta * expit(w) * expit(-w) - slope, slope)
+
+
+def _aot(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    policy, reference = chosen.sums - rejected.sums, chosen.reference - rejected.reference
+    loss, slopes, _ = _sorted(dpo, policy, reference)
+    return _Slopes(loss, slopes, -slopes)
+
+
+def _aot_unpaired(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+    return _Slopes(*_sorted(dpo, chosen.ratio, rejected.ratio))
+
+
+def _sorted(dpo: DPO, one: Pairs, other: Pairs) -> tuple[Pairs, Pairs, Pairs]:
+    """The losses of the differences between two sorted lists, and their derivatives by each number
+    of the two, in the order of the lists as they are given."""
+    of_one, of_other = np.argsort(one, kind="stable"), np.argsort(other, kind="stable")
+    loss, slope = _logistic(dpo.beta * (one[of_one] - other[of_other]), dpo.label_smoothing)
+    by_one, by_other = np.empty_like(slope), np.empty_like(slope)
+    by_one[of_one], by_other[of_other] = dpo.beta * slope, -dpo.beta * slope
+    return loss, by_one, by_other
+
+
+_DPO_LOSSES: Mapping[str, _DPOLoss] = {
+    "sigmoid": _by_difference(lambda dpo, u: _logistic(u)),
+    "sigmoid_norm": _sigmoid_norm,
+    "hinge": _by_difference(lambda dpo, u: _hinge(u)),
+    "ipo": _ipo,
+    "exo_pair": _by_difference(_exo_pair),
+    "robust": _by_difference(_robust),
+    "discopop": _by_difference(_discopop),
+    "nca_pair": _nca_pair,
+    "bco_pair": _bco_pair,
+    "sppo_hard": _sppo_hard,
+    "apo_zero": _apo_zero,
+    "apo_down": _apo_down,
+    "aot": _aot,
+    "aot_unpaired": _aot_unpaired,
+}
+# Those that read x itself, so that no other divergence is defined for them.
+_OF_RATIOS = frozenset(
+    ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
+)
+
+
+def _tilted(x: Pairs, alpha: float) -> tuple[Pairs, Pairs]:
+    """The reward (1 - exp(-alpha x)) / alpha of AlphaPO (Gupta et al. 2025), which is x for an
+    alpha of 0, and its derivative."""
+    if not alpha:
+        return x, np.ones_like(x)
+    return -np.expm1(-alpha * x) / alpha, np.exp(-alpha * x)
+
+
+@checked_dataclass
+class CPO(_Paired):
+    """Contrastive preference optimisation (Xu et al. 2024), which needs no reference.
+
+    Attributes:
+      beta: factor of the difference between chosen and rejected answers.
+      loss: with u = beta (S_w - S_l): "sigmoid", -log σ(u); "hinge", max(0, 1 - u); or "ipo",
+        (a_w - a_l - 1 / (2 beta))².
+      cpo_alpha: weight of the mean cross entropy over the chosen tokens of the batch, which is
+        added.
+      label_smoothing: the share of pairs whose answers are taken to be swapped; used by "sigmoid".
+      alpha: not 0 for the rewards of AlphaPO (Gupta et al. 2025): S, or a, becomes
+        (1 - exp(-alpha S)) / alpha.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    beta: Positive = 0.1
+    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
+    cpo_alpha: _NotNegative = 1.0
+    label_smoothing: _Smoothing = 0.0
+    alpha: Annotated[float, EXACT] = 0.0
+
+    kind: ClassVar[str] = "cpo"
+
+    def _likelihood(self):
+        return self.cpo_alpha
+
+    def _slopes(self, chosen, rejected):
+        lengths = (chosen.tokens, rejected.tokens) if self.loss == "ipo" else (1.0, 1.0)
+        (s_w, d_w), (s_l, d_l) = (
+            _tilted(answers.sums / n, self.alpha)
+            for answers, n in zip((chosen, rejected), lengths, strict=True)
+        )
+        n_w, n_l = lengths
+        if self.loss == "ipo":
+            distance = s_w - s_l - 1 / (2 * self.beta)
+            loss, slope = distance**2, 2 * distance
+        else:
+            u = self.beta * (s_w - s_l)
+            loss, slope = _hinge(u) if self.loss == "hinge" else _logistic(u, self.label_smoothing)
+            slope = self.beta * slope
+        return _Slopes(loss, slope * d_w / n_w, -slope * d_l / n_l)
+
+    def _rewards(self, answers):
+        return self.beta * (answers.mean if self.loss == "ipo" else answers.sums)
+
+
+@checked_dataclass
+class SimPO(_Paired):
+    """Simple preference optimisation (Meng et al. 2024): -log σ(beta (a_w - a_l) - gamma), without
+    a reference. TRL's CPOTrainer computes it as `loss_type="simpo"` with `cpo_alpha=0`.
+
+    Attributes:
+      beta: factor of the difference between chosen and rejected answers. The paper takes 2 to 2.5,
+        and TRL's default is 0.1.
+      gamma: the margin by which chosen answers shall win, TRL's `simpo_gamma`.
+      cpo_alpha: weight of the mean cross entropy over the chosen tokens of the batch, which is
+        added.
+      label_smoothing: the share of pairs whose answers are taken to be swapped.
+      alpha: not 0 for AlphaPO (Gupta et al. 2025): a becomes (1 - exp(-alpha a)) / alpha.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    beta: Positive = 2.0
+    gamma: Annotated[float, EXACT] = 0.5
+    cpo_alpha: _NotNegative = 0.0
+    label_smoothing: _Smoothing = 0.0
+    alpha: Annotated[float, EXACT] = 0.0
+
+    kind: ClassVar[str] = "simpo"
+
+    def _likelihood(self):
+        return self.cpo_alpha
+
+    def _slopes(self, chosen, rejected):
+        (s_w, d_w), (s_l, d_l) = (
+            _tilted(answers.mean, self.alpha) for answers in (chosen, rejected)
+        )
+        loss, slope = _logistic(self.beta * (s_w - s_l) - self.gamma, self.label_smoothing)
+        slope = self.beta * slope
+        return _Slopes(loss, slope * d_w / chosen.tokens, -slope * d_l / rejected.tokens)
+
+    def _rewards(self, answers):
+        return self.beta * answers.mean
+
+
+@checked_dataclass
+class ORPO(_Paired):
+    """Odds-ratio preference optimisation (Hong et al. 2024), without a reference: the mean cross
+    entropy over the chosen tokens of the batch, plus -beta log σ(log odds_w - log odds_l) with
+    odds = exp(a) / (1 - exp(a)).
+
+    TRL's cross entropy includes the tokens of the prompt.
+
+    Attributes:
+      beta: weight of the odds ratio, lambda in the paper.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    beta: Positive = 0.1
+
+    kind: ClassVar[str] = "orpo"
+
+    def _likelihood(self):
+        return 1.0
+
+    def _slopes(self, chosen, rejected):
+        difference = _log_odds(chosen.mean) - _log_odds(rejected.mean)
+        loss, slope = _logistic(difference)
+        of_chosen, of_rejected = (
+            self.beta * slope / (-np.expm1(answers.mean) * answers.tokens)
+            for answers in (chosen, rejected)
+        )
+        return _Slopes(self.beta * loss, of_chosen, -of_rejected)
+
+    def _rewards(self, answers):
+        return self.beta * answers.mean
+
+    def _metrics(self, chosen, rejected):
+        difference = _log_odds(chosen.mean) - _log_odds(rejected.mean)
+        return super()._metrics(chosen, rejected) | {
+            "log_odds_ratio": float(log_expit(difference).mean()),
+            "log_odds_chosen": float(difference.mean()),
+        }
+
+
+def _log_odds(a: Pairs) -> Pairs:
+    # Of two expressions for log(1 - exp(a)), each is exact where the other one is not.
+    complement = np.where(a > -np.log(2), np.log(-np.expm1(a)), np.log1p(-np.exp(a)))
+    return a - complement

@@ -1,0 +1,193 @@
+"""Objectives of two passes in the engine: against a plain model with autodiff, alone and in
+company, in several turns, and continued from a checkpoint."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxmux.data import GlobalBatches
+from jaxmux.engine import TaskProgress
+from jaxmux.objectives import CPO, DPO, ORPO, SFT, SimPO
+from jaxmux.optimizers import SGD
+from jaxmux.peft import LoRA
+from tests.engine.conftest import SMALL, random_samples
+
+from .reference_llama import logits_of
+
+OBJECTIVES = {
+    "dpo": DPO(0.5),
+    "mixed": DPO(0.3, ("ipo", "sft"), (0.1, 0.5), ld_alpha=0.4),
+    "simpo": SimPO(),
+    "cpo": CPO(),
+    "orpo": ORPO(0.7),
+}
+
+
+@pytest.fixture(scope="module")
+def make_paired(make_task):
+    """Makes a task of random pairs, three in a global batch."""
+
+    def make(name, objective, dropout=0.0, **fields):
+        fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4} | fields
+        prepared = make_task(name, dropout=dropout, samples=14, lengths=(5, 60), **fields)
+        task = dataclasses.replace(prepared.task, objective=objective)
+        samples = prepared.samples.samples
+        # The answers of a pair have their own ids, so that dropout masks differ.
+        return dataclasses.replace(
+            prepared,
+            task=task,
+            batches=GlobalBatches(samples, task.batch_size, task.seed, members=2),
+            eval_samples=random_samples(3, 4, (5, 60)) if "eval_data" in fields else [],
+        )
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def plain_log_probs(config, backbone):
+    """Log-probabilities of padded token ids [samples, n] under an adapter, by a plain model."""
+    spec = LoRA(4, 8.0, target_modules=("q_proj", "down_proj"))
+
+    @jax.jit
+    def log_probs(adapter, ids):
+        @jax.vmap
+        def of_sample(ids):
+            logits = logits_of(config, backbone.weights, "lora", spec, adapter, ids[:-1])
+            return jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
+
+        return of_sample(ids)
+
+    return log_probs
+
+
+@pytest.fixture(scope="module")
+def plain_step(plain_log_probs):
+    """The objective of a batch by a plain model in float64, its gradient by JAX's autodiff, and the
+    sums of the batch. Without a reference, the batch is its own."""
+
+    def step(objective, adapter, batch, reference=None):
+        ids = np.stack([np.pad(each.input_ids, (0, 60 - len(each.input_ids))) for each in batch])
+        masks = [each.target_mask[1:] for each in batch]
+        found, pullback = jax.vjp(lambda adapter: plain_log_probs(adapter, ids), adapter)
+        values = [
+            np.asarray(of_sample)[: len(mask)][mask]
+            for of_sample, mask in zip(found, masks, strict=True)
+        ]
+        sums = objective.sums(values)
+        graded = objective.grade(values, sums if reference is None else reference)
+        cotangent = np.zeros(found.shape)
+        for row, mask, slopes in zip(cotangent, masks, graded.slopes, strict=True):
+            row[: len(mask)][mask] = slopes
+        return graded, pullback(jnp.asarray(cotangent))[0], sums
+
+    return step
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_updates_are_those_of_a_plain_model(name, make_paired, make_engine, plain_step):
+    objective = OBJECTIVES[name]
+    prepared = make_paired("pairs", objective)
+    engine = make_engine(prepared, shape=SMALL)
+    adapters, updates = [engine.adapter("pairs")], []
+    while not engine.finished:
+        updates += engine.train_round()
+        updates += engine.drain()
+        if len(updates) == len(adapters):
+            adapters.append(engine.adapter("pairs"))
+    assert len(updates) == 4 and not updates[-1].skipped
+    with jax.enable_x64(True):
+        for step, update in enumerate(updates):
+            batch = prepared.batches[step]
+            _, _, reference = plain_step(objective, adapters[0], batch)
+            graded, gradient, _ = plain_step(objective, adapters[step], batch, reference)
+            assert update.loss == pytest.approx(graded.loss, rel=1e-5)
+            for metric, value in graded.metrics.items():
+                assert update.metrics[metric] == pytest.approx(value, rel=1e-3, abs=1e-5)
+            norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(gradient)))
+            assert update.grad_norm == pytest.approx(norm, rel=1e-4)
+
+
+def test_neighbours_change_no_bit(make_paired, make_task, make_engine, train, assert_same_bits):
+    fields = {"dropout": 0.3, "eval_data": "random.jsonl", "eval_every": 2}
+    alone = make_engine(make_paired("pairs", DPO(0.5), **fields), shape=SMALL)
+    expected = train(alone)["pairs"]
+    others = [make_task("sft", steps=6), make_paired("more", ORPO(), dropout=0.1)]
+    beside = make_engine(
+        others[0], make_paired("pairs", DPO(0.5), **fields), others[1], shape=SMALL
+    )
+    found = train(beside)["pairs"]
+    assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
+        (u.loss, u.grad_norm, u.metrics) for u in expected
+    ]
+    assert_same_bits(beside.adapter("pairs"), alone.adapter("pairs"))
+    of_sft = make_engine(make_task("sft", steps=6), shape=SMALL)
+    train(of_sft)
+    assert_same_bits(beside.adapter("sft"), of_sft.adapter("sft"))
+
+
+def test_a_ruined_neighbour_changes_no_bit(
+    make_paired, make_task, make_engine, train, assert_same_bits
+):
+    alone = make_engine(make_paired("pairs", DPO(0.5)), shape=SMALL)
+    train(alone)
+    ruined = make_paired("ruined", SimPO(1e30), optimizer=SGD(1e30, clip_norm=None))
+    beside = make_engine(ruined, make_paired("pairs", DPO(0.5)), shape=SMALL)
+    train(beside)
+    assert beside.progress("ruined").status == "failed"
+    assert_same_bits(beside.adapter("pairs"), alone.adapter("pairs"))
+
+
+def test_a_global_batch_may_take_several_turns(make_paired, make_engine, train):
+    expected = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL)
+    updates = train(expected)["pairs"]
+    turns = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL, round_tokens=60)
+    found = train(turns)["pairs"]
+    # Turns divide a batch into other microbatches, so gradients are summed in another order.
+    assert [u.loss for u in found] == pytest.approx([u.loss for u in updates], rel=1e-5)
+    assert [u.grad_norm for u in found] == pytest.approx([u.grad_norm for u in updates], rel=1e-4)
+    assert turns.rounds > 2 * expected.rounds
+
+
+def test_a_task_continues_within_a_global_batch(make_paired, make_engine, train, assert_same_bits):
+    options = {"shape": SMALL, "round_tokens": 60}
+    whole = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+    train(whole)
+    first = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+    while not (first.progress("pairs").step == 1 and first.accumulated("pairs")):
+        first.train_round()
+        first.drain()
+    arrays, progress = first.task_arrays("pairs"), first.progress("pairs").to_json()
+    assert arrays["reference/training"].dtype == np.float64
+    second = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+    second.restore_task(
+        "pairs", arrays, TaskProgress.from_json(progress), first.accumulated("pairs")
+    )
+    train(second)
+    assert_same_bits(second.adapter("pairs"), whole.adapter("pairs"))
+
+
+def test_held_out_pairs_are_measured_by_the_objective(make_paired, make_engine):
+    engine = make_engine(
+        make_paired("pairs", DPO(0.5), eval_data="random.jsonl", eval_every=2), shape=SMALL
+    )
+    found = []
+    while not engine.finished:
+        engine.train_round()
+        found += engine.take_evaluations()
+    engine.drain()
+    found += engine.take_evaluations()
+    assert [done.task_step for done in found] == [0, 2, 4]
+    # At the start, policy and reference are the same.
+    assert found[0].loss == pytest.approx(np.log(2), rel=1e-12)
+    assert found[0].metrics["rewards/margins"] == 0
+    assert found[-1].metrics["rewards/margins"] != 0
+    assert engine.evaluate(["pairs"])["pairs"] == found[-1].loss
+
+
+def test_sft_is_trained_in_one_pass(make_task, make_engine, train):
+    engine = make_engine(make_task("sft"), shape=SMALL)
+    assert engine.prepared("sft").task.objective == SFT()
+    assert train(engine)["sft"][0].metrics == {}
