@@ -126,16 +126,18 @@ def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
     return counts
 
 
-def copies(samples: StoredSamples, count: int, seed: int) -> StoredSamples:
-    """Repeats samples to `count` in all. Each occurs equally often, up to a difference of one;
-    `seed` decides which samples occur once more than the others."""
-    whole, rest = divmod(count, len(samples))
-    every = np.arange(len(samples))
+def copies(samples: StoredSamples, count: int, seed: int, members: int = 1) -> StoredSamples:
+    """Repeats samples, or groups of `members` consecutive ones, to `count` in all. Each occurs
+    equally often, up to a difference of one; `seed` decides which of them occur once more than the
+    others."""
+    every = np.arange(len(samples)).reshape(-1, members)
+    whole, rest = divmod(count, len(every))
     if not rest:
-        return samples if whole == 1 else samples.take(np.tile(every, whole))
-    hashes = [stable_hash(seed, "repeat", sample_id) for sample_id in samples.sample_ids.tolist()]
+        return samples if whole == 1 else samples.take(np.tile(every, (whole, 1)).ravel())
+    first_ids = samples.sample_ids[::members].tolist()
+    hashes = [stable_hash(seed, "repeat", sample_id) for sample_id in first_ids]
     chosen = np.sort(np.argsort(np.array(hashes, np.uint64), kind="stable")[:rest])
-    return samples.take(np.concatenate([np.tile(every, whole), chosen]))
+    return samples.take(np.concatenate([np.tile(every, (whole, 1)), every[chosen]]).ravel())
 
 
 def _repeated(size: int, source: Source) -> int:

@@ -89,15 +89,9 @@ def render_chat(
         refuses the conversation, or the template has no marks and renders the first messages
         differently when more messages follow.
     """
-    template, messages, tools = read_chat(record, tokenizer, form, source_template)
-    treated_record = treated(
-        record._replace(fields={**record.fields, "messages": messages, "tools": tools})
-    )
-    messages, tools = treated_record.fields["messages"], treated_record.fields["tools"]
-    weights = [message.pop("weight", 1) for message in messages]
-    chat = _Chat(record, tokenizer, template, messages, tools, limit, {})
-    spoken = [n for n, message in enumerate(messages) if message["role"] == ASSISTANT]
-    ignored = [n for n in spoken if weights[n] == 0]
+    chat = chat_of(record, tokenizer, limit, form, treated, source_template)
+    spoken = [n for n, message in enumerate(chat.messages) if message["role"] == ASSISTANT]
+    ignored = [n for n in spoken if chat.weights[n] == 0]
     last = spoken[-1:] if loss_on == "last_turn" else spoken
     targets = [n for n in last if n not in ignored]
     if loss_on == "all":
@@ -108,6 +102,24 @@ def render_chat(
     return RenderedText(
         valid_text(record, "the rendered chat", text), ranges, has_special_tokens=True
     )
+
+
+def chat_of(
+    record: Record,
+    tokenizer: "PreTrainedTokenizerBase",
+    limit: TimeLimit | None = None,
+    form: Form = "messages",
+    treated: Callable[[Record], Record] = lambda record: record,
+    source_template: ChatTemplate | None = None,
+) -> "Chat":
+    """The conversation of a record. Arguments and errors are those of `render_chat`."""
+    template, messages, tools = read_chat(record, tokenizer, form, source_template)
+    treated_record = treated(
+        record._replace(fields={**record.fields, "messages": messages, "tools": tools})
+    )
+    messages, tools = treated_record.fields["messages"], treated_record.fields["tools"]
+    weights = [message.pop("weight", 1) for message in messages]
+    return Chat(record, tokenizer, template, messages, tools, weights, limit, {})
 
 
 def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) -> str:
@@ -133,14 +145,16 @@ def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) ->
     return prompt.rstrip("\n").rpartition("\n")[2] if is_joined else ""
 
 
-class _Chat(NamedTuple):
-    """A conversation with its template and tokenizer."""
+class Chat(NamedTuple):
+    """A conversation with its template and tokenizer. `weights` has a 0 for each message that does
+    not count in the loss."""
 
     record: Record
     tokenizer: "PreTrainedTokenizerBase"
     template: ChatTemplate
     messages: Messages
     tools: Tools | None
+    weights: Sequence[float]
     limit: TimeLimit | None
     # The texts that were rendered, by number of messages and whether a generation prompt was added.
     texts: dict[tuple[int, bool], str]
@@ -251,7 +265,7 @@ class _Chat(NamedTuple):
 
 
 def _ranges(
-    chat: _Chat, spoken: Sequence[int], wanted: Sequence[int]
+    chat: Chat, spoken: Sequence[int], wanted: Sequence[int]
 ) -> tuple[str, tuple[TextRange, ...]]:
     """The text of a chat, and the ranges of the messages with the numbers `wanted`. `spoken` are
     the numbers of all of the assistant's messages."""
@@ -270,7 +284,7 @@ def _ranges(
 
 
 def _blocks_of(
-    chat: _Chat, text: str, blocks: Sequence[TextRange], number: int
+    chat: Chat, text: str, blocks: Sequence[TextRange], number: int
 ) -> Sequence[TextRange]:
     """The generation blocks of one message: the blocks that it adds to the earlier messages'."""
     before = len(chat.marked(number)[1]) if number else 0
@@ -288,7 +302,7 @@ def _blocks_of(
     return added
 
 
-def _range_by_prefix(chat: _Chat, text: str, number: int) -> TextRange:
+def _range_by_prefix(chat: Chat, text: str, number: int) -> TextRange:
     if number == 0:
         raise chat.error(
             "the conversation begins with an assistant message, which no generation prompt "

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from .errors import DataError
 from .sources import (
+    ANSWER_FORMS,
     CHAT_FORMS,
     OPTIONAL_FIELDS,
     REQUIRED_FIELDS,
@@ -78,7 +79,7 @@ class RenderedText(NamedTuple):
     has_special_tokens: bool = False
 
 
-def detect_form(record: Record, forms: Sequence[Form] = tuple(REQUIRED_FIELDS)) -> Form:
+def detect_form(record: Record, forms: Sequence[Form] = ANSWER_FORMS) -> Form:
     """The first of these forms whose required fields the record has; DataError if there is none."""
     for form in forms:
         if all(name in record.fields for name in REQUIRED_FIELDS[form]):
@@ -183,9 +184,9 @@ def _history(record: Record) -> Iterator[tuple[str, str]]:
         yield valid_text(record, name, pair[0]), valid_text(record, name, pair[1])
 
 
-def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[str]:
-    """The names of fields that look like text or give models context, but are missing from the
-    rendered text: fields that the form does not have, and parts of messages that the chat template
+def unread_fields(record: Record, form: Form, rendered: str) -> list[str]:
+    """The names of fields that look like text or give models context, but are missing from the text
+    `rendered`: fields that the form does not have, and parts of messages that the chat template
     does not render.
 
     A field is not listed if the rendered text contains all texts of the field. A field that is not
@@ -200,14 +201,14 @@ def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[st
     names = [
         field
         for field, value in record.fields.items()
-        if field not in known and value and _is_unread(field, value, rendered.text, required)
+        if field not in known and value and _is_unread(field, value, rendered, required)
     ]
     if form in CHAT_FORMS:
         field = REQUIRED_FIELDS[form][0]
         names += [
             f"{field}: {name}"
             for name, texts in _of_messages(record.fields[field]).items()
-            if not any(part.strip() in rendered.text for part in texts)
+            if not any(part.strip() in rendered for part in texts)
         ]
     return names
 
@@ -308,8 +309,8 @@ def hint(record: Record, forms: Sequence[Form]) -> str:
     fields = record.fields
     if {"chosen", "rejected"} <= fields.keys():
         return (
-            "; chosen and rejected are preference data, and there is no task for them yet; to "
-            f"train on the chosen answers, set {_chosen(fields, forms)}"
+            "; chosen and rejected are preference data, for an objective such as DPO(); to train "
+            f"on the chosen answers only, set {_chosen(fields, forms)}"
         )
     for form in [form for form in _ORDER if form in forms]:
         if columns := _columns(fields, form):

@@ -13,7 +13,9 @@ from .errors import DataError
 from .file_kinds import Rows, files_of, nested_columns, read_file, without_padding
 from .hugging_face import is_saved_data_set, load_data_set
 
-Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt"]
+Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt", "preference"]
+# The form of records with two answers, of which one is better.
+PREFERENCE: Form = "preference"
 
 # The fields that a record of each form needs. `detect_form` takes the first form that fits. "text"
 # comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
@@ -23,13 +25,28 @@ REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "text": ("text",),
     "sharegpt": ("conversations",),
+    PREFERENCE: ("chosen", "rejected"),
 }
 # The fields that a record of each form may have.
 OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("system", "tools", "functions"),
     "alpaca": ("input", "system", "history"),
     "sharegpt": ("system", "tools", "functions"),
+    PREFERENCE: (
+        "prompt",
+        "instruction",
+        "input",
+        "conversations",
+        "preferred_output",
+        "non_preferred_output",
+        "output",
+        "system",
+        "history",
+        "tools",
+    ),
 }
+# The forms with one answer, or only a text.
+ANSWER_FORMS: tuple[Form, ...] = tuple(form for form in REQUIRED_FIELDS if form != PREFERENCE)
 # The forms that a chat template renders.
 CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
 
@@ -78,8 +95,10 @@ class Source:
         "value"} objects, and optionally the same fields; it is rendered like "messages". "alpaca"
         has instruction, output and optionally input, which are joined with the headings of the
         Alpaca prompt, and optionally system and history, which come before them. "text"
-        has the field text. "auto" looks at the first record and takes the first form that fits, in
-        the order messages, prompt_completion, alpaca, text, sharegpt, for all records.
+        has the field text. "preference" has a prompt, a chosen and a rejected answer, in the forms
+        that docs/your_data.md lists. "auto" looks at the first record and takes the first form that
+        fits, in the order messages, prompt_completion, alpaca, text, sharegpt, for all records; for
+        an objective of pairs it is "preference".
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
         output or of the assistant's messages; in the form "text", all tokens. "last_turn": of a
         chat, only the tokens of the assistant's last message; in other forms like "completion".
@@ -135,10 +154,11 @@ class Source:
 
     @property
     def forms(self) -> list[Form]:
-        """The forms that the records may have."""
+        """The forms that the records may have, if they are no pairs."""
         if self.form != "auto":
             return [self.form]
-        return forms_with({name for name, _ in self.columns})
+        fitting = forms_with({name for name, _ in self.columns})
+        return [form for form in fitting if form in ANSWER_FORMS]
 
     def _check_columns(self) -> None:
         names = [name for name, _ in self.columns]
@@ -149,8 +169,8 @@ class Source:
                 raise self._error(f"columns: {name!r} is no field of a form; {hint}")
             if names.count(name) > 1:
                 raise self._error(f"columns names {name!r} twice")
-        if not set(names) <= {name for form in self.forms for name in fields_of(form)}:
-            forms = REQUIRED_FIELDS if self.form == "auto" else [self.form]
+        forms = REQUIRED_FIELDS if self.form == "auto" else [self.form]
+        if not any(set(names) <= set(fields_of(form)) for form in forms):
             fields = "; ".join(f"{form} ({', '.join(fields_of(form))})" for form in forms)
             raise self._error(
                 f"columns: no form has the fields {', '.join(names)}; the forms and their fields "

@@ -26,8 +26,9 @@ from .chat_templates import (
     template_of,
 )
 from .errors import DataError
+from .preferences import PairText, answers_begin, is_chat, render_pair
 from .record_forms import Columns, RenderedText, TextRange, detect_form, render, unread_fields
-from .sources import CHAT_FORMS, Record, Source, SplitPart, read_records
+from .sources import CHAT_FORMS, PREFERENCE, Form, Record, Source, SplitPart, read_records
 from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 
 if TYPE_CHECKING:
@@ -65,7 +66,8 @@ class Samples(NamedTuple):
 
     Attributes:
       samples: at least one sample, in the order of the source.
-      read: number of records read; equals `len(samples) + dropped + skipped`.
+      read: number of records read; equals `len(samples) + dropped + skipped`. A pair is one record
+        and two samples.
       truncated: number of samples that were cut to the maximum length.
       dropped: number of records that are too long and are left out because of
         `Source.overlong="drop"`, or because truncation leaves no token that counts in the loss.
@@ -79,6 +81,7 @@ class Samples(NamedTuple):
       special_records: number of records whose text spells a special token.
       endless: number of chats in which no token that may end a turn counts in the loss, before
         records are cut or dropped. Models do not learn from them where an answer ends.
+      equal_answers: number of pairs whose answers are the same tokens.
       joined_prompt: the result of `chat.joined_prompt` for the template of the chats.
       rendering: how the records became text.
       unread_fields: number of records by name of a field that looks like text but is not read by
@@ -97,6 +100,7 @@ class Samples(NamedTuple):
     special_text: str = ""
     special_records: int = 0
     endless: int = 0
+    equal_answers: int = 0
     joined_prompt: str = ""
     rendering: Rendering = Rendering()
     unread_fields: Counter[str] = Counter()
@@ -353,6 +357,7 @@ def load_samples(
     vocab_size: int | None = None,
     part: SplitPart | None = None,
     tokens: TokenFile | None = None,
+    pairs: bool = False,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
@@ -369,6 +374,9 @@ def load_samples(
         error; None skips the check.
       part: the part of the records that is loaded; None for all of them.
       tokens: the file to which the tokens are appended; None for a new one.
+      pairs: whether the records are preference data. Each becomes two samples, the chosen answer
+        and behind it the rejected one. Their tokens are those of TRL, see `preferences`. A pair is
+        left out if one of its answers is.
 
     Raises:
       DataError: the source cannot be read, a record cannot be trained on (the message names its
@@ -384,36 +392,39 @@ def load_samples(
     special = SpecialText(source, tokenizer)
     # Some tokenizers use the EOS token, which ends each sample, as the unknown token too.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
-    dropped = truncated = targets = cut = unknown = endless = 0
+    dropped = truncated = targets = cut = unknown = endless = equal = 0
     ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
     is_end = np.zeros(ends.max(initial=0) + 1, bool)
     is_end[ends] = True
     rendering, unread = Rendering(), Counter[str]()
     with TemplateClock() as clock:
-        for record, whole, rendering_of_source in _tokenize(
-            source, tokenizer, special, skipped, part, unread
+        for record, members, rendering_of_source in _tokenize(
+            source, tokenizer, special, skipped, part, unread, pairs
         ):
             rendering = rendering_of_source
-            _require_known_ids(record, whole, tokenizer, vocab_size)
-            targets += whole.target_tokens
-            target_ids = whole.input_ids[whole.target_mask]
-            unknown += np.count_nonzero(target_ids == unknown_id)
-            if rendering.chat_templates:
-                endless += not is_end[target_ids[target_ids < len(is_end)]].any()
-            sample = _fit(record, whole, source, max_length)
-            if sample is None:
+            for whole in members:
+                _require_known_ids(record, whole, tokenizer, vocab_size)
+                targets += whole.target_tokens
+                target_ids = whole.input_ids[whole.target_mask]
+                unknown += np.count_nonzero(target_ids == unknown_id)
+                if rendering.chat_templates:
+                    endless += not is_end[target_ids[target_ids < len(is_end)]].any()
+            fitting = [_fit(record, whole, source, max_length) for whole in members]
+            if None in fitting:
                 dropped += 1
                 continue
-            samples.append(sample)
-            truncated += sample is not whole
-            cut += whole.target_tokens - sample.target_tokens
+            equal += pairs and np.array_equal(fitting[0].input_ids, fitting[1].input_ids)
+            for whole, sample in zip(members, fitting, strict=True):
+                samples.append(sample)
+                truncated += sample is not whole
+                cut += whole.target_tokens - sample.target_tokens
     if clock.was_read:
         rendering = rendering._replace(date=clock.date.isoformat(" ", "seconds"))
     if not samples:
         raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
         samples.samples(),
-        read=len(samples) + dropped + skipped.count,
+        read=len(samples) // (1 + pairs) + dropped + skipped.count,
         truncated=truncated,
         dropped=dropped,
         skipped=skipped.count,
@@ -424,6 +435,7 @@ def load_samples(
         special_text=special.first,
         special_records=special.records,
         endless=endless,
+        equal_answers=int(equal),
         joined_prompt=joined_prompt(tokenizer, rendering),
         rendering=rendering,
         unread_fields=unread,
@@ -458,10 +470,11 @@ def _tokenize(
     skipped: Skipped,
     part: SplitPart | None,
     unread: Counter[str],
-) -> Iterator[tuple[Record, Sample, Rendering]]:
-    """Yields the untruncated sample of every record that can be trained on, and the rendering of
-    the source. `skipped` counts the other records if `source.on_bad_record` is "skip". `unread`
-    counts fields that are not read, by name."""
+    pairs: bool,
+) -> Iterator[tuple[Record, Sequence[Sample], Rendering]]:
+    """Yields the untruncated sample of every record that can be trained on, or the two of a pair,
+    and the rendering of the source. `skipped` counts the other records if `source.on_bad_record` is
+    "skip". `unread` counts fields that are not read, by name."""
 
     def refuse(error: DataError) -> None:
         if source.on_bad_record == "error":
@@ -473,14 +486,19 @@ def _tokenize(
     records = read_records(source, skipped.add)
     for first in records:
         try:
+            if pairs and source.form in ("auto", PREFERENCE):
+                form, in_chats = PREFERENCE, is_chat(columns.renamed(first))
+                break
             if (form := source.form) == "auto":
                 form = detect_form(columns.renamed(first), source.forms)
+            _require_form(source, form, pairs)
+            in_chats = form in CHAT_FORMS
             break
         except DataError as error:
             refuse(error)
     else:
         return
-    if form in CHAT_FORMS:
+    if in_chats:
         if source_template is None and tokenizer.chat_template is None:
             template_of(tokenizer, where=first.where)
         rendering = Rendering(chat_templates=(source_template and source_template.text,))
@@ -494,6 +512,15 @@ def _tokenize(
             treated=special.treated,
             source_template=source_template,
         )
+        if pairs:
+            render_record = partial(
+                _rendered_pair,
+                in_chats=True,
+                tokenizer=tokenizer,
+                limit=limit,
+                treated=special.treated,
+                source_template=source_template,
+            )
     else:
         if source.chat_template is not None:
             raise DataError(
@@ -507,7 +534,9 @@ def _tokenize(
             )
         limit, rendering = nullcontext(), Rendering(texts=True)
 
-        def render_record(record: Record) -> RenderedText:
+        def render_record(record: Record) -> RenderedText | PairText:
+            if pairs:
+                return _rendered_pair(record, False, tokenizer, treated=special.treated)
             return render(special.treated(record), form, source.loss_on, tokenizer.eos_token)
 
     renamed = {field for _, field in source.columns}
@@ -518,7 +547,7 @@ def _tokenize(
 
     wanted = filter(is_wanted, chain([first], records))
     for group in _groups(wanted, lambda record: _characters(record.fields)):
-        rendered: list[tuple[Record, RenderedText]] = []
+        rendered: list[tuple[Record, RenderedText | PairText]] = []
         with limit:
             for record in group:
                 try:
@@ -526,17 +555,20 @@ def _tokenize(
                     rendered.append((record, render_record(read)))
                     if source.special_tokens == "escape":
                         read = special.treated(read)
-                    unread.update({*unread_fields(read, form, rendered[-1][1])} - renamed)
+                    text = "".join(filter(_is_text, rendered[-1][1]))
+                    unread.update({*unread_fields(read, form, text)} - renamed)
                 except DataError as error:
                     refuse(error)
                 except TimeLimitExceeded:
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        parts = _groups(rendered, lambda pair: len(pair[1].text))
-        for record, sample in chain.from_iterable(_tokenize_group(p, tokenizer) for p in parts):
-            if sample is not None:
-                yield record, sample, rendering
+        parts = _groups(rendered, lambda each: sum(map(len, filter(_is_text, each[1]))))
+        tokenize = _tokenize_pairs if pairs else _tokenize_group
+        tokenized = (tokenize(group, tokenizer) for group in parts)
+        for record, members in chain.from_iterable(tokenized):
+            if members:
+                yield record, members, rendering
             else:
                 refuse(
                     DataError(
@@ -547,10 +579,59 @@ def _tokenize(
     columns.refuse_unseen()
 
 
+def _require_form(source: Source, form: Form, pairs: bool) -> None:
+    if pairs:
+        raise DataError(
+            f"{source.path}: the task's objective needs pairs of a chosen and a rejected answer "
+            f'(form="{PREFERENCE}"), and form is "{form}"'
+        )
+    if form == PREFERENCE:
+        raise DataError(
+            f"{source.path}: records of the form {PREFERENCE!r} need an objective of pairs, such "
+            "as DPO()"
+        )
+
+
+def _rendered_pair(record: Record, in_chats: bool, *arguments: Any, **options: Any) -> PairText:
+    """`render_pair`, which refuses a record whose texts are not made as those of the first one."""
+    rendered = render_pair(record, *arguments, **options)
+    if rendered.has_special_tokens != in_chats:
+        found, first = ("messages", "texts") if not in_chats else ("texts", "messages")
+        raise DataError(f"{record.where}: has {found}, and the first record has {first}")
+    return rendered
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, str)
+
+
+def _tokenize_pairs(
+    rendered: Sequence[tuple[Record, PairText]], tokenizer: "PreTrainedTokenizerBase"
+) -> Iterator[tuple[Record, Sequence[Sample]]]:
+    """The two untruncated samples of each pair; none if an answer has no target token."""
+    texts = [text for _, pair in rendered for text in filter(_is_text, pair)]
+    encoded = encode(tokenizer, texts, is_rendered=rendered[0][1].has_special_tokens)
+    for (record, _), (prompt, *answers) in zip(rendered, batched(encoded, 3), strict=True):
+        begin = max(1, answers_begin(prompt.ids, [answer.ids for answer in answers]))
+        yield (
+            record,
+            [
+                Sample(
+                    np.asarray(answer.ids, np.int32),
+                    np.arange(len(answer.ids)) >= begin,
+                    (2 * record.index + member) % 2**32,
+                )
+                for member, answer in enumerate(answers)
+            ]
+            if all(len(answer.ids) > begin for answer in answers)
+            else (),
+        )
+
+
 def _tokenize_group(
     rendered: Sequence[tuple[Record, RenderedText]], tokenizer: "PreTrainedTokenizerBase"
-) -> Iterator[tuple[Record, Sample | None]]:
-    """The untruncated sample of each rendered record; None for a record without target tokens."""
+) -> Iterator[tuple[Record, Sequence[Sample]]]:
+    """The untruncated sample of each rendered record; none for a record without target tokens."""
     # All records of a source have the same form, so either all texts have special tokens or none.
     adds_special_tokens = not rendered[0][1].has_special_tokens
     encoded = encode(
@@ -561,14 +642,14 @@ def _tokenize_group(
         target_mask = _target_mask(offsets, target_ranges)
         covers_text = offsets[:, 0] < offsets[:, 1]
         if not (target_mask & covers_text).any() or _is_blank(text, target_ranges):
-            yield record, None
+            yield record, ()
             continue
         if adds_special_tokens:
             if ids[-1] != tokenizer.eos_token_id:
                 ids = [*ids, tokenizer.eos_token_id]
                 target_mask = np.append(target_mask, True)
             target_mask[-1] = True
-        yield record, Sample(np.asarray(ids, np.int32), target_mask, record.index)
+        yield record, [Sample(np.asarray(ids, np.int32), target_mask, record.index)]
 
 
 def _is_blank(text: str, ranges: Sequence[TextRange] | None) -> bool:
@@ -610,7 +691,7 @@ def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sam
     ids, mask = (array[:max_length].copy() for array in (sample.input_ids, sample.target_mask))
     if source.overlong == "drop" or not mask.any():
         return None
-    return Sample(ids, mask, record.index)
+    return sample._replace(input_ids=ids, target_mask=mask)
 
 
 def _groups[Item](items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:

@@ -408,7 +408,10 @@ def in_words(schema: Mapping[str, Any], show: Callable[[Any], str] = repr) -> st
     if words := schema.get("$comment"):
         return words
     if "anyOf" in schema:
-        return " or ".join(in_words(each, show) for each in schema["anyOf"])
+        some = schema["anyOf"]
+        lists = {n for n, each in enumerate(some) if each.get("items") in some}
+        words = (in_words(each, show) for n, each in enumerate(some) if n not in lists)
+        return " or ".join([*words, *["a list of them"] * len(lists)])
     if "enum" in schema or "const" in schema:
         known = schema.get("enum", [schema.get("const")])
         return f"one of {', '.join(map(show, known))}"
@@ -432,8 +435,7 @@ def in_words(schema: Mapping[str, Any], show: Callable[[Any], str] = repr) -> st
 
 
 def _plural(words: str) -> str:
-    kind, _, limits = words.partition(" ")[2].partition(" ")
-    return f"{kind}s {limits}".rstrip()
+    return re.sub(r"(number|integer|string|object)", r"\1s", words.partition(" ")[2], count=1)
 
 
 def _number_in_words(schema: Mapping[str, Any]) -> str:

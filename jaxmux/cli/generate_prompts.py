@@ -12,7 +12,6 @@ from jaxmux.data.chat import read_chat
 from jaxmux.data.conversations import ASSISTANT
 from jaxmux.data.record_forms import (
     CONTEXT_FIELDS,
-    RenderedText,
     field_names,
     unread_fields,
     valid_text,
@@ -91,7 +90,7 @@ def _of_file(
             )
         yield prompt
         # Records may have other texts, such as the expected answers; they are reported as unread.
-        names = unread_fields(record, form, RenderedText(prompt.texts[0], None))
+        names = unread_fields(record, form, prompt.texts[0])
         unread.update(set(names).intersection(CONTEXT_FIELDS))
     for name, count in unread.most_common():
         print(

@@ -20,6 +20,7 @@ from pydantic import SkipValidation
 from jaxmux.data import Source
 from jaxmux.distributions import DISTRIBUTIONS
 from jaxmux.field_checks import checked_dataclass
+from jaxmux.objectives import OBJECTIVES
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import SPECIFICATIONS
 from jaxmux.runs import RunOptions
@@ -66,6 +67,7 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
         Source,
         *SPECIFICATIONS.values(),
         *OPTIMIZERS.values(),
+        *OBJECTIVES.values(),
         Schedule,
         TenantLimits,
     )

@@ -26,6 +26,10 @@ _NotNegative = Annotated[float, Field(ge=0), EXACT]
 _Smoothing = Annotated[float, Field(ge=0, lt=0.5), EXACT]
 
 
+# The metric that says for which share of the pairs the chosen answer has the higher reward.
+ACCURACY = "rewards/accuracies"
+
+
 class _Answers(NamedTuple):
     """Numbers of the chosen or of the rejected answers of all pairs.
 
@@ -123,7 +127,7 @@ class _Paired(Objective):
         metrics = {
             "rewards/chosen": of_chosen,
             "rewards/rejected": of_rejected,
-            "rewards/accuracies": of_chosen > of_rejected,
+            ACCURACY: of_chosen > of_rejected,
             "rewards/margins": of_chosen - of_rejected,
             "logps/chosen": chosen.sums,
             "logps/rejected": rejected.sums,
@@ -132,6 +136,25 @@ class _Paired(Objective):
 
 
 _F_DIVERGENCES = "reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"
+# The loss types of DPO. The last one is a cross entropy of the chosen answers.
+_SFT = "sft"
+_DPO_NAMES = (
+    "sigmoid",
+    "sigmoid_norm",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "robust",
+    "discopop",
+    "nca_pair",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "aot",
+    "aot_unpaired",
+    _SFT,
+)
 # The largest exponent of the alpha-divergence.
 _MOST_EXPONENT = 80.0
 
@@ -174,7 +197,7 @@ class DPO(_Paired):
     """
 
     beta: Positive = 0.1
-    loss: str | tuple[str, ...] = "sigmoid"
+    loss: Literal[*_DPO_NAMES] | tuple[Literal[*_DPO_NAMES], ...] = "sigmoid"
     weights: tuple[Annotated[float, EXACT], ...] | None = None
     label_smoothing: _Smoothing = 0.0
     f_divergence: Literal[*_F_DIVERGENCES] = "reverse_kl"
@@ -186,25 +209,22 @@ class DPO(_Paired):
     needs_reference: ClassVar[bool] = True
 
     def __post_init__(self):
-        known = ", ".join([*_DPO_LOSSES, _SFT])
         if not self.losses:
-            raise self._error(f"loss should be one of {known}, or several, found none")
+            raise ValueError(f"loss should name at least one of {', '.join(_DPO_NAMES)}")
         for name in self.losses:
-            if name not in (*_DPO_LOSSES, _SFT):
-                raise self._error(f"loss should be one of {known}, found {name!r}")
             if self.f_divergence != "reverse_kl" and name in _OF_RATIOS:
-                raise self._error(
+                raise ValueError(
                     f"loss {name!r} is not defined for f_divergence={self.f_divergence!r}"
                 )
         if len(set(self.losses)) < len(self.losses):
-            raise self._error(f"loss names a type twice: {', '.join(self.losses)}")
+            raise ValueError(f"loss names a type twice: {', '.join(self.losses)}")
         if self.weights is not None and len(self.weights) != len(self.losses):
-            raise self._error(
+            raise ValueError(
                 f"weights should have a number for each loss type ({len(self.losses)}), found "
                 f"{len(self.weights)}"
             )
         if "exo_pair" in self.losses and not self.label_smoothing:
-            raise self._error("loss 'exo_pair' needs a label_smoothing above 0")
+            raise ValueError("loss 'exo_pair' needs a label_smoothing above 0")
 
     @property
     def losses(self) -> tuple[str, ...]:
@@ -259,8 +279,6 @@ class DPO(_Paired):
         return x, np.ones_like(x)
 
 
-# The loss type that is a cross entropy of the chosen answers.
-_SFT = "sft"
 _DPOLoss = Callable[[DPO, _Answers, _Answers], _Slopes]
 
 

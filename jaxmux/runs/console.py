@@ -25,6 +25,7 @@ from rich.text import Text
 from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
 from jaxmux.errors import without_task
 from jaxmux.models import BackboneConfig
+from jaxmux.objectives import ACCURACY
 from jaxmux.peft import kind_of, trained_on
 from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.printable import STOPPED_EARLY, Name, shown_state
@@ -263,7 +264,9 @@ class RunConsole:
             if done.task_step and task.eval_every:
                 best = ", the lowest so far" if done.best else ""
                 steps = f"{done.task_step}/{engine.prepared(done.task).steps}"
-                self.say(f"{done.task} step {steps} held-out loss {done.loss:.4f}{best}")
+                accuracy = done.metrics.get(ACCURACY)
+                right = "" if accuracy is None else f", {accuracy:.0%} of pairs right"
+                self.say(f"{done.task} step {steps} held-out loss {done.loss:.4f}{right}{best}")
         for name in engine.names:
             early = engine.progress(name).stopped_early
             if early and name not in self._stopped:

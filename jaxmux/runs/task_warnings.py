@@ -89,9 +89,11 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         warnings.append("alpha is 0, so the adapter has no effect")
     if optimizer.weight_decay > 1:
         warnings.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
-    if task.batch_size > (samples := len(prepared.samples.samples)):
+    members = task.objective.members
+    if task.batch_size > (records := len(prepared.samples.samples) // members):
+        what = "pair" if members == 2 else "sample"
         warnings.append(
-            f"batch_size is {task.batch_size}, above the {numbered(samples, 'sample')} of the "
+            f"batch_size is {task.batch_size}, above the {numbered(records, what)} of the "
             "data; every step trains on all of them"
         )
     warmup = optimizer.schedule.warmup_steps
@@ -148,6 +150,11 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         warnings.append(
             f"max_length={length} drops {data.dropped} of {data.read} records "
             f"({data.dropped / data.read:.0%})"
+        )
+    if data.equal_answers:
+        warnings.append(
+            f"in {numbered(data.equal_answers, 'pair')} the chosen and the rejected answer are the "
+            "same tokens, from which it learns nothing"
         )
     if data.skipped:
         warnings.append(

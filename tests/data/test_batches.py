@@ -36,7 +36,7 @@ def test_a_batch_that_is_asked_for_again_is_not_drawn_again():
     batches = GlobalBatches(samples(23), batch_size=4, seed=3)
     first = [ids(batches[k]) for k in range(8)]
     assert [ids(batches[k]) for k in range(8)] == first
-    assert batches._indices.cache_info().misses == 8
+    assert batches._groups.cache_info().misses == 8
 
 
 @pytest.mark.parametrize("count", [7, 8, 23])

@@ -142,7 +142,7 @@ def test_a_record_that_tells_nothing_gets_no_hint():
 )
 def test_preference_data_is_refused_by_name(fields, setting):
     fields = {"chosen": "b", "rejected": "c"} | fields
-    with pytest.raises(DataError, match="preference data, and there is no task for them yet") as e:
+    with pytest.raises(DataError, match="preference data, for an objective such as DPO") as e:
         detect_form(record(**fields))
     assert str(e.value).endswith(f"to train on the chosen answers, {setting}")
 

@@ -206,4 +206,4 @@ def test_fields_that_look_like_text_and_are_not_read_are_named(form, fields, unr
         rendered = RenderedText("Hello there, my friend: Hi.", (TextRange(24, 27),))
     else:
         rendered = render(record(**fields), form, "completion")
-    assert unread_fields(record(**fields), form, rendered) == unread
+    assert unread_fields(record(**fields), form, rendered.text) == unread

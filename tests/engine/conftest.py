@@ -16,7 +16,7 @@ from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.devices import programs
 from jaxmux.engine.tasks.prepared_task import first_epoch, with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_backbone
-from jaxmux.optimizers import AdamW
+from jaxmux.optimizers import SGD, AdamW
 from jaxmux.peft import LoRA, initial_adapter, kind_of, own_leaves, resolve_targets, size_of_adapter
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.costs.pool_spec import PoolSpec, merge_pool_specs
@@ -88,6 +88,24 @@ def make_task(config):
             batches=GlobalBatches(drawn, task.batch_size, task.seed),
             steps=task.steps,
             eval_samples=[],
+        )
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def make_paired(make_task):
+    """Makes a task of random pairs, three in a global batch."""
+
+    def make(name, objective, **fields):
+        fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4} | fields
+        prepared = make_task(name, samples=14, lengths=(5, 60), **fields)
+        task = dataclasses.replace(prepared.task, objective=objective)
+        return dataclasses.replace(
+            prepared,
+            task=task,
+            batches=GlobalBatches(prepared.samples.samples, 3, task.seed, members=2),
+            eval_samples=random_samples(3, 4, (5, 60)) if "eval_data" in fields else [],
         )
 
     return make

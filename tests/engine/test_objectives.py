@@ -1,19 +1,16 @@
 """Objectives of two passes in the engine: against a plain model with autodiff, alone and in
 company, in several turns, and continued from a checkpoint."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.data import GlobalBatches
 from jaxmux.engine import TaskProgress
 from jaxmux.objectives import CPO, DPO, ORPO, SFT, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
-from tests.engine.conftest import SMALL, random_samples
+from tests.engine.conftest import SMALL
 
 from .reference_llama import logits_of
 
@@ -24,26 +21,6 @@ OBJECTIVES = {
     "cpo": CPO(),
     "orpo": ORPO(0.7),
 }
-
-
-@pytest.fixture(scope="module")
-def make_paired(make_task):
-    """Makes a task of random pairs, three in a global batch."""
-
-    def make(name, objective, dropout=0.0, **fields):
-        fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4} | fields
-        prepared = make_task(name, dropout=dropout, samples=14, lengths=(5, 60), **fields)
-        task = dataclasses.replace(prepared.task, objective=objective)
-        samples = prepared.samples.samples
-        # The answers of a pair have their own ids, so that dropout masks differ.
-        return dataclasses.replace(
-            prepared,
-            task=task,
-            batches=GlobalBatches(samples, task.batch_size, task.seed, members=2),
-            eval_samples=random_samples(3, 4, (5, 60)) if "eval_data" in fields else [],
-        )
-
-    return make
 
 
 @pytest.fixture(scope="module")

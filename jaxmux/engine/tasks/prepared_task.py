@@ -81,7 +81,7 @@ class Loaded:
 
     def __init__(self):
         self.tokens = TokenFile()
-        self.samples: dict[tuple[Source, int, SplitPart | None], Samples] = {}
+        self.samples: dict[tuple[Source, int, SplitPart | None, int], Samples] = {}
 
 
 def read_data(
@@ -143,9 +143,11 @@ def _of_sources(
         parts.append(_load(source, task, config, tokenizer, part, loaded))
     samples = [part.samples for part in parts]
     if not held_out:
-        counts = epoch_counts(list(map(len, samples)), task.sources)
+        members = task.objective.members
+        counts = epoch_counts([len(stored) // members for stored in samples], task.sources)
         samples = [
-            copies(stored, count, task.seed) for stored, count in zip(samples, counts, strict=True)
+            copies(stored, count, task.seed, members)
+            for stored, count in zip(samples, counts, strict=True)
         ]
     # Records of the same index in different sources get other dropout masks.
     shifted = [stored.with_ids_shifted(n * _ID_STRIDE) for n, stored in enumerate(samples)]
@@ -175,7 +177,7 @@ def _load(
     loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    key = source, task.max_length, part
+    key = source, task.max_length, part, task.objective.members
     if (samples := loaded.samples.get(key)) is None:
         samples = load_samples(
             source,
@@ -184,6 +186,7 @@ def _load(
             vocab_size=config.vocab_size,
             part=part,
             tokens=loaded.tokens,
+            pairs=task.objective.members == 2,
         )
         loaded.samples[key] = samples
     return samples._replace(samples=with_virtual_tokens(samples.samples, task.adapter))

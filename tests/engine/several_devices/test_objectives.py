@@ -1,0 +1,68 @@
+"""Objectives of two passes on meshes and in replicas train like on one device."""
+
+import jax
+import numpy as np
+import pytest
+
+from jaxmux.engine import TaskProgress
+from jaxmux.objectives import DPO, SimPO
+from jaxmux.planner.devices import Stage
+
+TP2, DP2 = Stage(tp=2), Stage(dp=2)
+
+
+@pytest.fixture(scope="module")
+def tasks(make_paired, make_task):
+    return (
+        make_paired("pairs", DPO(0.5), dropout=0.3, eval_data="random.jsonl", eval_every=2),
+        make_task("sft", steps=3),
+        make_paired("more", SimPO(), steps=3),
+    )
+
+
+@pytest.fixture(scope="module")
+def expected(make_engine, tasks, train):
+    engine = make_engine(*tasks)
+    return engine, train(engine)
+
+
+def test_a_pipeline_keeps_the_bits_of_one_device(
+    expected, make_engine, tasks, train, assert_same_training
+):
+    engine = make_engine(*tasks, layers=(2, 2))
+    assert_same_training(engine, train(engine), *expected)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param({"layers": (4,), "stage": TP2}, id="tp2"),
+        pytest.param({"layers": (4,), "stage": DP2}, id="dp2", marks=pytest.mark.slow),
+        pytest.param({"layers": (4,), "others": (((4,), TP2),)}, id="1+tp2"),
+    ],
+)
+def test_a_mesh_trains_like_one_device(mesh, expected, make_engine, tasks, train):
+    first, updates = expected
+    engine = make_engine(*tasks, **mesh)
+    for name, found in train(engine).items():
+        assert [u.loss for u in found] == pytest.approx([u.loss for u in updates[name]], rel=1e-4)
+        for one, other in zip(
+            jax.tree.leaves(engine.adapter(name)), jax.tree.leaves(first.adapter(name)), strict=True
+        ):
+            np.testing.assert_allclose(one, other, atol=1e-5)
+
+
+def test_a_pipeline_continues_from_a_checkpoint(
+    expected, make_engine, tasks, train, assert_same_bits
+):
+    first = make_engine(*tasks, layers=(2, 2))
+    first.train_round(stream=False)
+    first.train_round(stream=False)
+    first.drain()
+    second = make_engine(*tasks, layers=(2, 2))
+    for name in first.names:
+        progress = TaskProgress.from_json(first.progress(name).to_json())
+        second.restore_task(name, first.task_arrays(name), progress, first.accumulated(name))
+    train(second)
+    for name in second.names:
+        assert_same_bits(second.adapter(name), expected[0].adapter(name))
