@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
             state = _state(progress, _steps(run_dir, record, name), lock_state(run_dir))
             _warn(f"task {name}: warning: {state}")
         last, best = without_best(arrays)
-        # The result of a task that keeps its best adapter is this adapter.
+        # If a task keeps its best adapter, that is its result.
         is_best = best is not None and options.round is None and progress.status == "succeeded"
         adapter = adapter_of(best() if is_best else last, spec, config)
         samples = record.get("samples", {}).get(name, {})

@@ -22,8 +22,8 @@ def microbatch_losses(
     at_head: LayerAdapters | None = None,
 ) -> Float[Array, " chunks"]:
     """The loss of every chunk, from the results of `hidden_states` or `finish`: the results of
-    `chunk_losses`, but NaN for chunks that are not `finite`. Of the backbone's weights, only the
-    head is read. `at_head` are the adapters of the head; None if there are none."""
+    `chunk_losses`, and NaN for chunks that are not `finite`. Of the weights of the backbone, only
+    the head is read. `at_head` are the adapters of the head; None if there are none."""
     divided, ops, arrays = sharding.split_vocabulary, (), None
     if at_head:
         ops, arrays = at_head.ops, at_head.own

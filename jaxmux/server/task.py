@@ -537,7 +537,7 @@ class LiveTask:
         `arrays` waits for the task's arrays, if it is in the engine."""
         if self.suspended:
             arrays = self.suspended.with_best()
-        # A success that is not in the table is lost if training is started again.
+        # A success that has not been kept is none if training is started again.
         arrays = self.unkept if self.ended else arrays or self.saved_arrays
         return arrays and TaskCopy(dataclasses.replace(self.progress), arrays)
 
