@@ -184,8 +184,10 @@ def tuning_server(
     go on, to the same bits as without the interruption.
 
         with tuning_server("/models/Llama-3.2-1B", "runs/server") as server:
-            threading.Thread(target=server.run).start() server.register(Task("billing",
-            "billing.jsonl", steps=100)).result() ... server.close()
+            threading.Thread(target=server.run).start()
+            server.register(Task("billing", "billing.jsonl", steps=100)).result()
+            ...
+            server.close()
 
     The changes of a command are on disk before its future is done; the tasks' usage is on disk a
     second later. Checkpoints of the tasks are written every `options.checkpoint_every` rounds and

@@ -4,12 +4,12 @@ A linear P has a tensor P.weight and, if it is quantised, further tensors with n
 "P.":
 
   library                    tensors of P                                       format here
-  bitsandbytes, 4 bits       weight, weight.absmax, weight.nested_absmax, ...   nf4 bitsandbytes, 8
-  bits       weight, SCB                                        int8 compressed-tensors weight,
-  weight_scale, weight_zero_point            scaled, float8 the same, packed weight_packed,
-  weight_scale, weight_zero_point     scaled fp8 of transformers        weight, weight_scale_inv
-  scaled, float8 fbgemm                     weight, weight_scale
-  scaled, float8
+  bitsandbytes, 4 bits       weight, weight.absmax, weight.nested_absmax, ...   nf4
+  bitsandbytes, 8 bits       weight, SCB                                        int8
+  compressed-tensors         weight, weight_scale, weight_zero_point            scaled, float8
+  the same, packed           weight_packed, weight_scale, weight_zero_point     scaled
+  fp8 of transformers        weight, weight_scale_inv                           scaled, float8
+  fbgemm                     weight, weight_scale                               scaled, float8
 
 The tensors show which linears are quantised, and how; the lists of exceptions in config.json are
 not needed. Weights have the same values as when the library decodes them. In the formats nf4, int8

@@ -2,11 +2,13 @@
 
 A profile is a JSON file with one measurement in each line. `jaxmux profile` writes it:
 
-  {"version": 1, "device": "NVIDIA H200",       kind of the device, as JAX names it "memory_bytes":
-   150754820096,  memory of one device that JAX may use; null where it is unknown "dtype":
-   "bfloat16",           dtype of the weights and the stream "software": {"jax": "0.11.2"}, versions
-   of packages "backbone": {…},               the fields of `BackboneSize` "measurements":
-   [{"operator": "layer", …, "seconds": 0.0131, "peak_bytes": 1234567}, …]}
+  {"version": 1,
+   "device": "NVIDIA H200",       kind of the device, as JAX names it
+   "memory_bytes": 150754820096,  memory of one device that JAX may use; null where it is unknown
+   "dtype": "bfloat16",           dtype of the weights and the stream
+   "software": {"jax": "0.11.2"}, versions of packages
+   "backbone": {…},               the fields of `BackboneSize`
+   "measurements": [{"operator": "layer", …, "seconds": 0.0131, "peak_bytes": 1234567}, …]}
 
 "operator" is a key of `POINTS`; the measurement also has the fields of the class under that key.
 "seconds" is the median time. "peak_bytes" is the peak memory of the measured program without

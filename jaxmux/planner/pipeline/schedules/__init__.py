@@ -3,10 +3,11 @@
 A generator takes a `Workload`, the stream of microbatches with their times on every stage, and
 returns a `PipelineSchedule`:
 
-    microbatches = round_robin_microbatches(tasks=4, steps=10) workload =
-    uniform_workload(microbatches, forward=[1] * 4, backward=[1] * 4) schedule =
-    one_forward_one_backward(workload) validate(schedule) print(schedule,
-    simulate_lockstep(schedule, workload).bubble_ratio())
+    microbatches = round_robin_microbatches(tasks=4, steps=10)
+    workload = uniform_workload(microbatches, forward=[1] * 4, backward=[1] * 4)
+    schedule = one_forward_one_backward(workload)
+    validate(schedule)
+    print(schedule, simulate_lockstep(schedule, workload).bubble_ratio())
 """
 
 from .generators import (
