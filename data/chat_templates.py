@@ -1,5 +1,6 @@
-"""The templates that render chats: the tokenizer's, or `Source.chat_template`. Also the time that
-templates read, a limit on the time that they take, and a record of how a task's data was rendered.
+"""The templates that render chats: the tokenizer's, or `Source.chat_template`. This module also has
+the time that templates read, a limit on the time that they take, and a record of how a task's data
+was rendered.
 
 The text of records may spell a special token of the tokenizer, such as "<|im_end|>": `SpecialText`
 counts or escapes such text.

@@ -26,7 +26,7 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
     cache."""
     from huggingface_hub.constants import ENDPOINT
 
-    # Importing datasets takes seconds, so the hub is asked at the same time.
+    # Importing `datasets` takes seconds; meanwhile, the hub is asked.
     hub_answers = (lambda: True) if Path(name).exists() else ask_hub(ENDPOINT)
     try:
         import datasets

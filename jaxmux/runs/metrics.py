@@ -346,7 +346,7 @@ class _Lines:
         self._file.truncate(length)
 
     def since(self, step: int) -> list[dict[str, Any]]:
-        """The lines at the end of the file from the first line of round `step` on."""
+        """The file's last lines, from the first line of round `step` on."""
         if not (end := self._file.seek(0, os.SEEK_END)):
             return []
         lines: list[dict[str, Any]] = []

@@ -92,8 +92,8 @@ class ServerDirectory:
             say(f"{path}: its sizes cannot be recorded ({e.strerror}); training goes on")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Releases the lock of the folder. The lock file then records `error`, which ends the
-        server."""
+        """Releases the lock of the folder. If an `error` ends the server, the lock file records
+        this error."""
         self._lock.close(error=error)
 
     def __enter__(self) -> "ServerDirectory":

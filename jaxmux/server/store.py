@@ -179,7 +179,8 @@ class Store(Protocol):
         ...
 
     def retry(self) -> None:
-        """Tries again to keep adapters that could not be kept, if that was some time ago."""
+        """Tries again to write adapters that could not be written, if the last attempt was some
+        time ago."""
         ...
 
     def wait(self) -> None:

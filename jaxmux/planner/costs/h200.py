@@ -46,8 +46,8 @@ LINK_BYTES_PER_SECOND = 2 * 3 / 4 * 2**26 / 0.27e-3
 
 
 def _gemm_fit() -> tuple[float, float]:
-    """FLOP/s of a GEMM with many tokens, and the number of tokens that explains the lower rate of
-    short GEMMs if it is added to their tokens."""
+    """FLOP/s of a GEMM with many tokens, and a number of tokens: a short GEMM takes as long as if
+    it had this many tokens more."""
     (m, fast), (n, slow) = _GEMMS
     extra = (fast - slow) / (slow / n - fast / m)
     return fast * (m + extra) / m, extra

@@ -77,8 +77,8 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
 
 def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
     """Chooses the remat policies of all stages' layers. Each stage gets the policies of a stage
-    with the most layers; if it has fewer layers, it omits the first of these, which recompute
-    most."""
+    with the most layers. A stage with fewer layers omits the first of these policies, which
+    recompute most."""
     fullest = fill_layers(sizes, max(layers), room)
     return tuple(policy for count in layers for policy in fullest[len(fullest) - count :])
 

@@ -258,9 +258,9 @@ def _longest_first(sizes: Sequence[int]) -> list[int]:
 
 
 # The samples of a row are cut into the shortest spans that together take no more chunks than the
-# row, because a short span can fill a gap beside the spans of other tasks. Two spans of more than
-# half a row never share a row. If such a span has several samples, the row is therefore cut more
-# finely, as long as this takes few of the row's empty chunks. A task that trains alone still needs
+# row, because a short span can fill a gap beside the spans of other tasks. But two spans of more
+# than half a row never share a row. A row that has such a span with several samples is therefore
+# cut more finely, if this takes few of the row's empty chunks. A task that trains alone still needs
 # no more rows. A finer cut takes at most this fraction of additional chunks: with a larger
 # fraction, rounds of many different lengths lose more chunks than other rounds gain.
 _MOST_FURTHER_CHUNKS = 0.2

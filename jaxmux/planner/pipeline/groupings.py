@@ -180,8 +180,8 @@ class _Layer(NamedTuple):
 
 
 def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
-    """Returns the division of least variance into as many parts, with no sum above `limit`. It runs
-    a dynamic program over sets, for at most about 16 items."""
+    """Returns the division with the least variance of sums, by a dynamic program over sets for at
+    most about 16 items. It has as many parts as `parts`, and no sum is above `limit`."""
     # The program fills one part after another. Each part holds the largest item that is left, so
     # every division comes up once. The variance of the given division bounds the search: if a part
     # is at distance d from the mean, all other parts together are at a total distance of at least

@@ -46,7 +46,8 @@ class AcceptedTasks:
         return iter(list(self._tasks))
 
     def __getitem__(self, name: str) -> Task:
-        """The task as the tenant's file specifies it, with its name there and relative paths."""
+        """The task as the tenant's file specifies it, with the file's name for the task and with
+        relative paths."""
         return self._tasks[name]
 
     def copies(self, name: str) -> Path:

@@ -155,7 +155,8 @@ class DirectoryWatcher:
         ended = {status.name for status in live.statuses() if status.state in ENDED}
         self._accepted = AcceptedTasks(folder, origins, origins.keys() - ended)
         self._watched = {_place_of(name): WatchedTask(name) for name in origins}
-        # A task that the server has forgotten would look like one that it never knew.
+        # The server remembers tasks of the directory, because a forgotten task would look like a
+        # new one.
         live.know_while(lambda name: name in self._accepted and _place_of(name) in self._watched)
         self._intake = Intake(directory, self._accepted, limits)
         self._stopped = threading.Event()
@@ -263,7 +264,7 @@ class DirectoryWatcher:
         if status and status.state not in ENDED:
             self._command(place, watched, status)
         elif watched.error and watched.waits:
-            # The task has ended before a command was written to the table.
+            # The task has ended while a command for it waited.
             watched.error = None
             self._check_change(place, watched, status)
         return False
