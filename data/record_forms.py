@@ -81,8 +81,7 @@ class RenderedText(NamedTuple):
 
 
 def detect_form(record: Record, forms: Sequence[Form] = tuple(REQUIRED_FIELDS)) -> Form:
-    """The first of these forms whose required fields the record has. Raises DataError if there is
-    none."""
+    """The first of these forms whose required fields the record has; DataError if there is none."""
     for form in forms:
         if all(name in record.fields for name in REQUIRED_FIELDS[form]):
             return form
@@ -188,9 +187,9 @@ def _history(record: Record) -> Iterator[tuple[str, str]]:
 
 
 def unread_fields(record: Record, form: Form, rendered: RenderedText) -> list[str]:
-    """The names of fields that look like text or give models context, but are not in the rendered
-    text: fields that the form does not have, and parts of messages that the chat template does not
-    render.
+    """The names of fields that look like text or give models context, but are missing from the
+    rendered text: fields that the form does not have, and parts of messages that the chat template
+    does not render.
 
     A field is not listed if the rendered text contains all texts of the field. A field that is not
     in `CONTEXT_FIELDS` is also not listed if one of its texts contains all texts of the form's

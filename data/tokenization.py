@@ -357,8 +357,8 @@ def load_samples(
         decides what happens to longer samples.
       vocab_size: rows of the model's embedding. A token id that is not below this number is an
         error; None skips the check.
-      part: the part of the records that is loaded; None means all.
-      tokens: the file to which the tokens are appended; None means a new file.
+      part: the part of the records that is loaded; None for all of them.
+      tokens: the file to which the tokens are appended; None for a new one.
 
     Raises:
       DataError: the source cannot be read, a record cannot be trained on (the message names its
@@ -541,8 +541,7 @@ def _tokenize_group(
     rendered: Sequence[tuple[Record, RenderedText]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[Record, Sample | None]]:
     """The untruncated sample of each rendered record; None for a record without target tokens."""
-    # All records of a source have the same form, so either all texts have special tokens or none
-    # has.
+    # All records of a source have the same form, so either all texts have special tokens or none.
     adds_special_tokens = not rendered[0][1].has_special_tokens
     encoded = encode(
         tokenizer, [text for _, (text, *_) in rendered], is_rendered=not adds_special_tokens

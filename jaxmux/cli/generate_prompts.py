@@ -83,7 +83,7 @@ def _of_file(
                 f"'conversations'; found fields: {field_names(record)}"
             )
         yield prompt
-        # Records may have other texts, such as the expected answers; these are reported as unread.
+        # Records may have other texts, such as the expected answers; they are reported as unread.
         names = unread_fields(record, form, RenderedText(prompt.texts[0], None))
         unread.update(set(names).intersection(CONTEXT_FIELDS))
     for name, count in unread.most_common():
