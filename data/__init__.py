@@ -1,4 +1,4 @@
-"""The way of training data from the records of a source to the arrays of a microbatch.
+"""Turns the records of a source of training data into the arrays of a microbatch.
 
 `read_records` yields the records of a `Source`. `load_samples` renders them as text and tokenizes
 them into `Samples`, whose tokens are in a `TokenFile`. `GlobalBatches` draws the global batches of
@@ -38,7 +38,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    # That module imports JAX, which is too slow to import for help texts.
+    # The module `batches` imports JAX, which is too slow to import for help texts.
     if name in ("GlobalBatches", "Microbatch", "fill_microbatch"):
         return getattr(import_module(f"{__name__}.batches"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

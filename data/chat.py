@@ -25,7 +25,7 @@ from .sources import Form, LossOn, Record
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Words with which answers begin. Most tokenizers join them with a space before them.
+# Words with which answers begin. Most tokenizers join such a word with a space before it.
 _FIRST_WORDS = ("I", "The", "a", "is")
 
 _GENERATION_BLOCK = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -37,13 +37,9 @@ def read_chat(
     form: Form,
     source_template: ChatTemplate | None = None,
 ) -> tuple[ChatTemplate, Messages, Tools | None]:
-    """The template that renders a record, and the record's messages and tools. Arguments are as for
-    `render_chat`.
-
-    Raises:
-      DataError: the messages or tools are malformed, there is no template, or it does not render
-        tools or roles that they contain.
-    """
+    """The template that renders a record, and the record's messages and tools, with arguments as
+    for `render_chat`. Raises DataError if the messages or tools are malformed, there is no
+    template, or the template does not render tools or roles that they contain."""
     tools = read_tools(record, form)
     template = source_template or template_of(tokenizer, tools, record.where)
     if tools and "tools" not in template.text:
@@ -63,14 +59,15 @@ def render_chat(
     treated: Callable[[Record], Record] = lambda record: record,
     source_template: ChatTemplate | None = None,
 ) -> RenderedText:
-    """Renders a record with messages. The target ranges are the parts that the assistant generates.
+    """Renders a record with messages. The target ranges are the parts of the text that the
+    assistant generates.
 
     If the template marks these parts with `{% generation %}`, the marks are used. Without marks,
     the range of an assistant message begins where the rendering of the earlier messages with the
     generation prompt ends, and ends where the rendering of all messages up to and including this
     one ends. Such a range includes the template's end-of-turn token. Assistant messages whose
-    weight is 0 are no targets. If the template writes a generation prompt behind the last message
-    of the assistant, although none was asked for, this prompt is cut off.
+    weight is 0 are not targets. If the template writes a generation prompt after the last message
+    of the assistant, although none was requested, this prompt is cut off.
 
     Args:
       record: a record whose field "messages" is a list of {"role", "content"} objects, or a
@@ -78,11 +75,11 @@ def render_chat(
       tokenizer: a tokenizer with a chat template, unless `source_template` is given.
       loss_on: as in `Source`; "all" makes the whole text one target range, without the messages
         whose weight is 0.
-      limit: time limit of each call of the template; None for no limit.
+      limit: time limit for each call of the template; None for no limit.
       form: "messages" or "sharegpt".
-      treated: function that is applied to the record before it is rendered, and after the JSON
-        texts in it have been parsed.
-      source_template: the template of the source; None for the tokenizer's.
+      treated: applied to the record after the JSON texts in it have been parsed and before it is
+        rendered.
+      source_template: the template of the source; None means the tokenizer's.
 
     Raises:
       DataError: the messages are malformed, the tokenizer has no chat template, the template
@@ -123,10 +120,10 @@ def chat_of(
 
 
 def joined_prompt(tokenizer: "PreTrainedTokenizerBase", rendering: Rendering) -> str:
-    """The last line of a template's generation prompt, if the tokenizer joins its end with the
-    beginning of the answer, as most do with a space. Generated answers then begin with other tokens
-    than those of the samples. Empty if the tokenizer does not join them, if there are no chats, or
-    if the template refuses a short test chat."""
+    """The last line of a template's generation prompt, if the tokenizer joins the end of this line
+    with the beginning of the answer, as most tokenizers do with a space. Generated answers then
+    begin with other tokens than the answers of the samples. Empty if the tokenizer does not join
+    them, there are no chats, or the template refuses a short test chat."""
     if not rendering.chat_templates:
         return ""
     render = partial(
@@ -156,11 +153,11 @@ class Chat(NamedTuple):
     tools: Tools | None
     weights: Sequence[float]
     limit: TimeLimit | None
-    # The texts that were rendered, by number of messages and whether a generation prompt was added.
+    # The rendered texts, by number of messages and by whether a generation prompt was added.
     texts: dict[tuple[int, bool], str]
 
     def rendered(self, number: int | None = None, add_generation_prompt: bool = False) -> str:
-        """The text of the first `number` messages; None for all of them."""
+        """The text of the first `number` messages; None means all messages."""
         number = len(self.messages) if number is None else number
         key = number, add_generation_prompt
         if key not in self.texts:
@@ -179,13 +176,13 @@ class Chat(NamedTuple):
             )
 
     def _unprompted(self, text: str, number: int) -> str:
-        """Cuts off the generation prompt at the end of the text of the first `number` messages, if
-        the template writes one behind every chat."""
+        """Cuts the generation prompt off the end of the text of the first `number` messages, if the
+        template writes a generation prompt after every chat."""
         messages = self.messages[:number]
         if number < 2 or messages[-1]["role"] != ASSISTANT:
             return text
-        # Such a template ignores `add_generation_prompt`. It writes the prompt before the answer
-        # too, and the text ends differently when the user's next message follows.
+        # Such a template ignores `add_generation_prompt`. It also writes the prompt before the
+        # answer, and the text ends differently when the user's next message follows.
         before = self.rendered(number - 1)
         if before != self.rendered(number - 1, True) or not text.startswith(before):
             return text
@@ -193,8 +190,8 @@ class Chat(NamedTuple):
             longer = self._render([*messages, {"role": "user", "content": "?"}], False)
         except DataError:
             return text
-        # The prompt begins at `start` or later, because the message before the answer may end in
-        # the same text as the answer, and at `end` at the latest.
+        # The prompt begins between `start` and `end`. It may begin after `start`, because the
+        # message before the answer may end in the same text as the answer.
         end = len(commonprefix([text, longer]))
         same = len(commonprefix([text[::-1], before[::-1]]))
         said = (messages[-1].get("content") or "").strip()
@@ -202,7 +199,7 @@ class Chat(NamedTuple):
         start = max(len(text) - same, said_until)
         if end == len(text) or start > end:
             return text
-        # The token that ends a turn is a part of the answer, and so is the white space behind it.
+        # The token that ends a turn belongs to the answer, and so does the white space after it.
         special = re.compile("|".join(map(re.escape, self._ends_of_turns(text))) or "(?!)")
         if match := special.search(text, start, end):
             start = match.end()
@@ -211,8 +208,8 @@ class Chat(NamedTuple):
         return text[:start]
 
     def _ends_of_turns(self, text: str) -> list[str]:
-        """The special tokens that may end a turn, the longest first. The token with which turns
-        begin is left out."""
+        """The special tokens that may end a turn, longest first, without the token that begins
+        turns."""
         tokens = self.tokenizer.convert_ids_to_tokens(list(ends_of_turns(self.tokenizer)))
         tokens = sorted(set(tokens), key=len, reverse=True)
         heading = text.partition(self.messages[0].get("content") or text)[0]
@@ -221,15 +218,15 @@ class Chat(NamedTuple):
         return [token for token in tokens if token != first]
 
     def marked(self, number: int | None = None) -> tuple[str, list[TextRange]]:
-        """The text of the first `number` messages (None for all) and its generation blocks."""
-        # `apply_chat_template(return_assistant_tokens_mask=True)` uses this function too. But if a
-        # block ends in a character that the tokenizer drops, that mask extends to the end of the
-        # chat. The ranges of characters are exact.
+        """The text of the first `number` messages (None means all) and its generation blocks."""
+        # `apply_chat_template(return_assistant_tokens_mask=True)` uses this function too. But its
+        # mask extends to the end of the chat if a block ends in a character that the tokenizer
+        # drops. The ranges of characters are exact.
         from transformers.utils.chat_template_utils import render_jinja_template
 
         with self._template_errors():
             (text,), (blocks,) = render_jinja_template(
-                # As in `apply_chat_template`, keys whose value is None are left out.
+                # Like `apply_chat_template`, leave out keys whose value is None.
                 conversations=[
                     [
                         {k: v for k, v in message.items() if v is not None}
@@ -267,7 +264,7 @@ class Chat(NamedTuple):
 def _ranges(
     chat: Chat, spoken: Sequence[int], wanted: Sequence[int]
 ) -> tuple[str, tuple[TextRange, ...]]:
-    """The text of a chat, and the ranges of the messages with the numbers `wanted`. `spoken` are
+    """The text of a chat, and the ranges of the messages with the numbers `wanted`. `spoken` has
     the numbers of all of the assistant's messages."""
     if not _GENERATION_BLOCK.search(chat.template.text):
         text = chat.rendered()
@@ -286,7 +283,8 @@ def _ranges(
 def _blocks_of(
     chat: Chat, text: str, blocks: Sequence[TextRange], number: int
 ) -> Sequence[TextRange]:
-    """The generation blocks of one message: the blocks that it adds to the earlier messages'."""
+    """The generation blocks of one message: those that the message adds to the blocks of earlier
+    messages."""
     before = len(chat.marked(number)[1]) if number else 0
     shorter, shorter_blocks = chat.marked(number + 1)
     added = blocks[before : len(shorter_blocks)]
@@ -322,7 +320,7 @@ def _range_by_prefix(chat: Chat, text: str, number: int) -> TextRange:
 
 
 def _outside(text: str, excluded: Sequence[TextRange]) -> tuple[TextRange, ...]:
-    """The parts of a text outside of some ranges, which are in ascending order."""
+    """The parts of a text outside some ranges, which are in ascending order."""
     starts = [0, *(part.end for part in excluded)]
     ends = [*(part.start for part in excluded), len(text)]
     return tuple(TextRange(s, e) for s, e in zip(starts, ends, strict=True) if s < e)

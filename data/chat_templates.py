@@ -1,8 +1,9 @@
-"""The templates that render chats: the tokenizer's, or `Source.chat_template`. The time that they
-read, a limit of the time that they take, and a record of what rendered a task's data.
+"""The templates that render chats: the tokenizer's, or `Source.chat_template`. This module also has
+the time that templates read, a limit on the time that they take, and a record of how a task's data
+was rendered.
 
-Text of records may spell a special token of the tokenizer, such as "<|im_end|>": `SpecialText`
-counts or escapes it.
+The text of records may spell a special token of the tokenizer, such as "<|im_end|>": `SpecialText`
+counts or escapes such text.
 """
 
 import ctypes
@@ -28,29 +29,24 @@ if TYPE_CHECKING:
 _SUFFIX = ".jinja"
 _BYTE_ORDER_MARK = "\ufeff"
 # If a tokenizer has several templates, transformers takes the first name for chats with tools, and
-# the second one for others.
+# the second name for other chats.
 _FOR_TOOLS, _DEFAULT = "tool_use", "default"
 
 
 class ChatTemplate(NamedTuple):
-    """A chat template.
-
-    Attributes:
-      text: the template, in Jinja.
-      name: the name of the template in error messages.
-    """
+    """A chat template: its text in Jinja, and its name in error messages."""
 
     text: str
     name: str
 
 
 class Rendering(NamedTuple):
-    """How records became text. An adapter that was trained on them expects such prompts.
+    """How records became text. An adapter that was trained on them expects prompts of this kind.
 
     Attributes:
       texts: whether some of the records are not chats, so that no template rendered them.
       chat_templates: the different templates that rendered chats, in the order of the sources; None
-        stands for the tokenizer's template. Empty if there are no chats.
+        means the tokenizer's template. Empty if there are no chats.
       date: the time that a template has read, in ISO 8601; empty if no template has read it.
     """
 
@@ -71,7 +67,6 @@ class Rendering(NamedTuple):
 
     @classmethod
     def together(cls, parts: Iterable["Rendering"]) -> "Rendering":
-        """The rendering of several sources together."""
         parts = list(parts)
         templates = dict.fromkeys(template for part in parts for template in part.chat_templates)
         date = next((part.date for part in parts if part.date), "")
@@ -86,22 +81,22 @@ class Rendering(NamedTuple):
 
 class TemplateClock:
     """Stops the time that chat templates read in this thread, for example by `strftime_now`. The
-    same templates then render the same chats alike at any time.
+    same templates then always render the same chats in the same way.
 
     Attributes:
       date: the time that templates read, without a time zone.
-      was_read: whether a template has read it since the clock was entered.
+      was_read: whether a template has read the time since the clock was entered.
     """
 
     def __init__(self, date: datetime | None = None):
-        """Makes a stopped clock. None for `date` takes the time of the clock that was entered
-        before this one, or the present time if there is none."""
+        """Makes a stopped clock. If `date` is None, it has the time of the clock that was entered
+        before it, or the present time if there is none."""
         around = _CLOCK.get()
         self.date = date or (around.date if around else datetime.now())
         self.was_read = False
 
     def __enter__(self) -> "TemplateClock":
-        # transformers gives templates one function that reads the time; it asks this class.
+        # transformers gives templates a function that reads the time from this class.
         from transformers.utils import chat_template_utils
 
         chat_template_utils.datetime = _TemplateTime
@@ -116,7 +111,7 @@ _CLOCK: ContextVar[TemplateClock | None] = ContextVar("chat template clock", def
 
 
 class _TemplateTime(datetime):
-    """Reads the time of the clock that was entered last, or the present time."""
+    """Reads the time of the clock that was entered last, or the present time if there is none."""
 
     @classmethod
     def now(cls, tz=None):
@@ -133,12 +128,12 @@ class TimeLimitExceeded(Exception):
 class TimeLimit:
     """Raises `TimeLimitExceeded` in the thread that takes too long between two calls of `restart`.
 
-    It can stop Python code only, for example the code that Jinja makes of a template. Use it as a
+    It can stop only Python code, for example the code that Jinja makes from a template. Use it as a
     context manager, any number of times, in the thread that runs the code.
     """
 
     def __init__(self, seconds: float):
-        """Sets the longest time from one call of `restart` to the next, or to the end."""
+        """`seconds` is the longest time from one call of `restart` to the next, or to the end."""
         self.seconds = seconds
         self._lock = threading.Lock()
 
@@ -153,7 +148,6 @@ class TimeLimit:
             self._ended.set()
 
     def restart(self) -> None:
-        """Begins a new period."""
         self._deadline = time.monotonic() + self.seconds
 
     def _watch(self, ended: threading.Event) -> None:
@@ -167,7 +161,7 @@ class TimeLimit:
 
 
 def template_file(source: Source) -> str | None:
-    """The file that `Source.chat_template` names; None if it is the text of a template, or None."""
+    """The file that `Source.chat_template` names; None if it is None or the text of a template."""
     template = source.chat_template
     if template is None or template.endswith(_SUFFIX):
         return template
@@ -180,15 +174,15 @@ def template_file(source: Source) -> str | None:
 def own_template(
     source: Source, tokenizer: "PreTrainedTokenizerBase | None" = None
 ) -> ChatTemplate | None:
-    """The template that `Source.chat_template` gives or names among several ones of the tokenizer;
-    None to use the tokenizer's default template.
+    """The template that `Source.chat_template` gives, or names among several templates of the
+    tokenizer; None means the tokenizer's default template.
 
     Args:
       source: only its `path` and `chat_template` are used.
       tokenizer: the tokenizer; None if it has no templates that a source can name.
 
     Raises:
-      DataError: the file cannot be read, or the text is no Jinja template. The message names the
+      DataError: the file cannot be read, or the text is not a Jinja template. The message names the
         line.
     """
     if source.chat_template is None:
@@ -206,8 +200,8 @@ def own_template(
 
 def _without_mark(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
     """The tokenizer's template without its byte order mark, which editors do not show and
-    transformers would render; None if it has none. Like a template of the source, it is written
-    beside the adapter."""
+    transformers would render; None if it has no such mark. Like a template of the source, it is
+    written beside the adapter."""
     text = tokenizer.chat_template
     if not isinstance(text, str) or not text.startswith(_BYTE_ORDER_MARK):
         return None
@@ -215,7 +209,7 @@ def _without_mark(tokenizer: "PreTrainedTokenizerBase") -> ChatTemplate | None:
 
 
 def named_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatTemplate | None:
-    """The template of this name, if a tokenizer has several templates; None if there is none."""
+    """The template of this name, if the tokenizer has several templates; None if there is none."""
     templates = tokenizer.chat_template
     if not isinstance(templates, dict) or name not in templates:
         return None
@@ -224,11 +218,9 @@ def named_template(tokenizer: "PreTrainedTokenizerBase", name: str) -> ChatTempl
 
 
 def read_template(file: str | Path) -> ChatTemplate:
-    """Reads a Jinja template from a file, without a byte order mark at its beginning.
-
-    Raises:
-      DataError: the file cannot be read, or holds no Jinja template. The message names the line.
-    """
+    """Reads a Jinja template from a file, without a byte order mark at its beginning. Raises
+    DataError if the file cannot be read or does not hold a Jinja template; the message names the
+    line."""
     try:
         return compiled(ChatTemplate(Path(file).read_text(encoding="utf-8-sig"), str(file)))
     except (OSError, UnicodeDecodeError) as error:
@@ -237,7 +229,7 @@ def read_template(file: str | Path) -> ChatTemplate:
 
 def compiled(template: ChatTemplate) -> ChatTemplate:
     """Returns the template if it compiles as Jinja and can be written to a file. Otherwise raises
-    DataError, which names the line."""
+    DataError; the message names the line."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:
@@ -257,10 +249,10 @@ def template_of(
 
     Args:
       tools: the tools of a chat, for which the tokenizer may have a separate template.
-      where: the record or file that needs the template, for the message; may be empty.
+      where: the record or file that needs the template, for error messages; may be empty.
 
     Raises:
-      DataError: the tokenizer has no chat template, or several templates without a default one.
+      DataError: the tokenizer has no chat template, or has several templates without a default one.
     """
     before = where and f"{where}: "
     if tokenizer.chat_template is None:
@@ -286,7 +278,7 @@ def template_of(
 
 def line_of(error: BaseException) -> str:
     """The line of a template in which compiling or rendering it raised an error, in words; empty if
-    it is not known."""
+    unknown."""
     line = getattr(error, "lineno", None)
     for frame, number in traceback.walk_tb(error.__traceback__):
         if frame.f_code.co_filename == "<template>":
@@ -295,8 +287,8 @@ def line_of(error: BaseException) -> str:
 
 
 def special_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """The text of every special token of a tokenizer, by id, with those that only chat templates
-    use, such as the end of a turn."""
+    """The text of every special token of a tokenizer, by id, including tokens that only chat
+    templates use, such as the end of a turn."""
     added = tokenizer.added_tokens_decoder.items()
     by_id = {number: token.content for number, token in added if token.special}
     return by_id | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
@@ -309,7 +301,7 @@ def ends_of_turns(tokenizer: "PreTrainedTokenizerBase") -> set[int]:
 
 
 class SpecialText:
-    """Counts or escapes text that spells a special token, by `Source.special_tokens`.
+    """Counts or escapes text that spells a special token, depending on `Source.special_tokens`.
 
     Attributes:
       first: the first special token in the text of a record; empty if there is none.
@@ -324,7 +316,8 @@ class SpecialText:
         self._pattern = re.compile("|".join(map(re.escape, spelt)) if spelt else r"(?!)")
 
     def treated(self, record: Record) -> Record:
-        """Counts and returns a record, which is not rendered yet; escaped if the source says so."""
+        """Counts and returns a record that is not rendered yet; the record is escaped if the source
+        says so."""
         if self._escape:
             return record._replace(fields=self._escaped(record.fields))
         if spelt := self._search(record.fields):

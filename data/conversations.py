@@ -14,7 +14,7 @@ Messages = list[dict[str, Any]]
 Tools = list[dict[str, Any]]
 
 ASSISTANT = "assistant"
-# The roles that chat templates of public models use. Messages of the assistant are targets.
+# The roles that chat templates of public models use. Only messages of the assistant are targets.
 ROLES = ("system", "developer", "user", ASSISTANT, "tool", "function", "ipython")
 _OTHER_NAMES = {"human": "user", "gpt": ASSISTANT, "bot": ASSISTANT, "model": ASSISTANT}
 
@@ -35,19 +35,19 @@ _FUNCTION_CALL = "function_call"
 
 
 def read_tools(record: Record, form: Form) -> Tools | None:
-    """The descriptions of functions that the assistant may call, from the field "tools". OpenAI's
-    old form has the field "functions" instead, which holds descriptions without {"type":
-    "function", "function": …} around them. Descriptions may be JSON texts, as in columnar files.
+    """The descriptions of functions that the assistant may call, from the field "tools", or from
+    the field "functions" of OpenAI's old form. Descriptions may be JSON texts, as in columnar
+    files. Descriptions in "functions", and many in ShareGPT records, lack {"type": "function",
+    "function": …} around them; it is then added, because templates expect it.
 
     Args:
-      form: "messages" or "sharegpt". In the latter, descriptions often lack {"type": "function",
-        "function": …} around them, which templates expect and which is then added.
+      form: "messages" or "sharegpt".
 
     Returns:
-      The descriptions, as transformers' `apply_chat_template` takes them. None if there are none.
+      The descriptions, as transformers' `apply_chat_template` takes them; None if there are none.
 
     Raises:
-      DataError: the field is no list of objects, its text is not JSON, or there are both fields.
+      DataError: the field is not a list of objects, its text is not JSON, or there are both fields.
     """
     by_field = {name: _described(record, name) for name in ("tools", "functions")}
     if all(by_field.values()):
@@ -84,11 +84,10 @@ def read_messages(record: Record, form: Form, template: str) -> Messages:
     """The messages of a record, each with a role that the template knows.
 
     Arguments of tool calls that are JSON texts become objects, as transformers recommends. Fields
-    that are null are left out, because in columnar files every message has the fields of all
-    messages, and some templates would print these nulls. Null content of a message with tool calls
-    is kept.
+    that are null are left out: in columnar files every message has the fields of all messages, and
+    some templates would print these nulls. Null content of a message with tool calls is kept.
 
-    The record may have its system prompt in a field "system". Messages of OpenAI's old form are
+    The record may have its system prompt in the field "system". Messages of OpenAI's old form are
     rewritten: "function_call" becomes "tool_calls", and the role "function" becomes "tool" unless
     the template compares roles with "function".
 
@@ -130,9 +129,9 @@ def _insert_system(record: Record, form: Form, messages: Messages) -> None:
 
 
 def _rename_functions(record: Record, messages: Messages, template: str) -> None:
-    """Renames the role "function" to "tool", its successor, unless the template knows
+    """Renames the role "function" to its successor "tool", unless the template handles
     "function"."""
-    # A template that compares no role prints every role, so it tells nothing about "tool".
+    # A template that compares no role prints every role, so it says nothing about "tool".
     is_old = record.fields.get("functions") or any("tool_calls" in message for message in messages)
     if (is_old or _compares(template, "tool")) and not _compares(template, "function"):
         for message in messages:
@@ -227,7 +226,7 @@ def _valid_calls(record: Record, number: int, calls: Any) -> list[dict[str, Any]
 
 
 def _valid_call(record: Record, name: str, call: Any) -> dict[str, Any]:
-    """A call {"type": "function", "function": {"name", "arguments"}}, or the inner object alone,
+    """A call {"type": "function", "function": {"name", "arguments"}}, or only its inner object,
     which some templates expect."""
     if not isinstance(call, Mapping):
         raise DataError(f"{record.where}: {name} must be an object, found {type(call).__name__}")

@@ -4,5 +4,5 @@ from jaxmux.errors import InputError
 
 
 class DataError(InputError):
-    """Training data, a prompt or a tokenizer cannot be used. The message tells the problem and, if
-    a record is at fault, its file and line."""
+    """Training data, a prompt or a tokenizer cannot be used. The message describes the problem and,
+    if a record is at fault, names its file and line."""

@@ -1,8 +1,8 @@
 """Readers of files: JSONL, JSON arrays, CSV, TSV, Parquet, compressed files, and patterns of names.
 
-A reader yields the location of each record and its fields. For a malformed line it yields the error
-instead of the fields, so that the line can be left out. It raises the error if the rest of the file
-cannot be read.
+A reader yields the location of each record and its fields. For a malformed line, it yields the
+error instead of the fields, so that the line can be left out. If the rest of the file cannot be
+read, it raises the error.
 """
 
 import csv
@@ -27,24 +27,24 @@ JSONL_SUFFIXES = (".jsonl", ".json")
 _PARQUET = ".parquet"
 _ZSTD = ".zst"
 _COMPRESSED = (".gz", _ZSTD)
-# A JSON array must begin within this number of bytes, apart from white space.
+# A JSON array must begin within this number of bytes.
 _HEAD = 2**16
-# Maximum number of bytes of a line, and of characters of a field of a CSV file. The csv module's
-# default, 2**17, is too small for text.
+# Maximum number of bytes of a line, and of characters of a field of a CSV file. The default of the
+# csv module, 2**17, is too small for text.
 _LONGEST = 2**26
-# Rows of a Parquet file, and bytes of its buffer, that are read at once.
+# Number of rows of a Parquet file, and of bytes of its buffer, that are read at the same time.
 _ROWS = 512
 _BUFFER = 2**20
 
 
 def is_pattern(path: str) -> bool:
-    """Whether a path is a pattern with "*" or "?", and not the path of an existing file."""
+    """Whether a path is a pattern with "*" or "?" and not the path of an existing file."""
     return ("*" in path or "?" in path) and not Path(path).exists()
 
 
 def files_of(path: str) -> list[str]:
     """The files that a path names: the path itself, or the files that match a pattern, sorted by
-    name. "*" stands for any characters but "/", and "?" for one."""
+    name. "*" matches any characters but "/", and "?" matches one."""
     if not is_pattern(path):
         return [path]
     # Brackets are common in names, so they match themselves.
@@ -52,12 +52,8 @@ def files_of(path: str) -> list[str]:
 
 
 def read_file(path: Path) -> Rows:
-    """Reads a file, whose suffixes tell its kind.
-
-    Raises:
-      DataError: the file is missing, unreadable or of an unknown kind, or the optional package that
-        reads this kind is not installed.
-    """
+    """Reads a file, whose suffixes determine its kind. Raises DataError if the file is missing,
+    unreadable or of an unknown kind, or the optional package for this kind is not installed."""
     is_compressed = path.suffix in _COMPRESSED
     kind = Path(path.stem).suffix if is_compressed else path.suffix
     if kind not in _READERS and (is_compressed or kind != _PARQUET):
@@ -130,7 +126,7 @@ def _parse_object(line: bytes, where: str) -> Mapping[str, Any] | DataError:
 
 
 def _read_json(stream: BinaryIO, path: Path) -> Rows:
-    """Reads a .json file, which holds one object per line, or an array of objects."""
+    """Reads a .json file, which holds one object per line or an array of objects."""
     is_array = begins_array(stream.read(_HEAD))
     stream.seek(0)
     if is_array:
@@ -139,9 +135,9 @@ def _read_json(stream: BinaryIO, path: Path) -> Rows:
 
 
 def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
-    # This limit is global to the process.
+    # This limit applies to the whole process.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST))
-    # Lines end with LF or CRLF only; the csv module refuses other carriage returns outside quotes.
+    # Lines end only with LF or CRLF; the csv module refuses other carriage returns outside quotes.
     lines = TextIOWrapper(stream, encoding="utf-8-sig", newline="\n")
     rows = csv.reader(lines, delimiter=delimiter, strict=True)
     header: list[str] = []
@@ -174,19 +170,20 @@ def _read_table(stream: BinaryIO, path: Path, delimiter: str) -> Rows:
 
 
 def nested_columns(schema: Any) -> dict[str, Any]:
-    """The Arrow types of the columns of a schema that hold objects or lists, by name."""
+    """The Arrow types, by name, of the columns of a schema that hold objects or lists."""
     from pyarrow import types
 
     return {column.name: column.type for column in schema if types.is_nested(column.type)}
 
 
 def without_padding(fields: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Removes the nulls that Arrow adds to a record of a columnar file, as far as possible.
+    """Removes the nulls that Arrow adds to a record of a columnar file, as far as this can be
+    determined.
 
     All objects in a column have the same keys, so an object has null for keys that only other
     objects have. These nulls are left out, at any depth. A key whose value is null in every object
-    of the file stays, because somebody must have written it. Columns that are null stay too. Maps
-    become objects.
+    of the file stays, because its author must have written it. Columns that are null also stay.
+    Maps become objects.
 
     Args:
       fields: the values by column, as Arrow gives them.

@@ -12,7 +12,7 @@ from .errors import DataError
 if TYPE_CHECKING:
     import datasets
 
-# The hub counts as out of reach if it does not answer one request in this time. Its own library
+# The hub counts as unreachable if it does not answer one request within this time. Its own library
 # tries for half a minute.
 _SECONDS = 2.0
 _GRACE = 0.5
@@ -20,16 +20,13 @@ _GRACE = 0.5
 
 def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | datasets.DatasetDict":
     """Loads one split of a data set on the hub, or a whole folder that `save_to_disk` wrote. If the
-    hub cannot be reached, a data set of the hub is loaded from the local cache. `where` is the name
-    of the source in error messages.
-
-    Raises:
-      DataError: the package datasets is missing, the data set cannot be loaded, or the hub cannot
-        be reached and the data set is not in the local cache.
-    """
+    hub cannot be reached, loads a data set of the hub from the local cache. `where` is the name of
+    the source in error messages. Raises DataError if the package datasets is missing or the data
+    set cannot be loaded, or if the hub cannot be reached and the data set is not in the local
+    cache."""
     from huggingface_hub.constants import ENDPOINT
 
-    # Importing datasets takes seconds, so the hub is asked at the same time.
+    # Importing `datasets` takes seconds; meanwhile, the hub is asked.
     hub_answers = (lambda: True) if Path(name).exists() else ask_hub(ENDPOINT)
     try:
         import datasets
@@ -59,7 +56,6 @@ def load_data_set(name: str, split: str, where: str) -> "datasets.Dataset | data
 
 
 def is_saved_data_set(folder: Path) -> bool:
-    """Whether `save_to_disk` wrote this folder."""
     return any((folder / marker).is_file() for marker in ("state.json", "dataset_dict.json"))
 
 
@@ -67,9 +63,9 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
     """Sends one request to a hub, for example "https://huggingface.co".
 
     Returns:
-      A function that waits for the answer, at most a few seconds after the request, and returns
-      whether it came. It returns False too if an environment variable such as HF_HUB_OFFLINE keeps
-      the hub's library from sending requests.
+      A function that waits for the answer, until a few seconds after the request, and returns
+      whether it came. The function also returns False if an environment variable such as
+      HF_HUB_OFFLINE keeps the hub's library from sending requests.
     """
     # This client uses the same proxy and certificates as later requests.
     from huggingface_hub import get_session
@@ -79,7 +75,7 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
     def ask() -> None:
         try:
             get_session().head(endpoint, timeout=_SECONDS)
-        except Exception:  # the client depends on the version of the library
+        except Exception:  # the exceptions of the client depend on the version of the library
             return
         answered.set()
 
@@ -88,8 +84,8 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
     asking.start()
 
     def answers() -> bool:
-        # An import in the main thread may have kept the asking thread from running, so that thread
-        # gets at least `_GRACE` seconds from now.
+        # An import in the main thread may have kept the asking thread from running, so the asking
+        # thread gets at least `_GRACE` seconds from now.
         asking.join(max(_GRACE, asked + _SECONDS - time.monotonic()))
         return answered.is_set()
 
@@ -98,7 +94,7 @@ def ask_hub(endpoint: str) -> Callable[[], bool]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Keeps the hub's libraries from sending requests within this context. They read the
+    """Within this context, keeps the hub's libraries from sending requests. They read the
     environment variable HF_HUB_OFFLINE only when they are imported, so their constants are
     changed."""
     import datasets

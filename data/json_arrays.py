@@ -8,7 +8,7 @@ from typing import Any, TextIO
 
 from .errors import DataError
 
-# Number of characters that are read at once, and most characters of one element.
+# Number of characters that are read at once, and the most characters of one element.
 _CHUNK = 2**20
 _LONGEST = 2**26
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -21,12 +21,10 @@ def begins_array(head: bytes) -> bool:
 
 
 def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any] | DataError]]:
-    """The location and the fields of each object of an array, or an error instead of the fields for
-    an element that is no object. `path` is for messages, in which elements are numbered from 1.
-
-    Raises:
-      DataError: the text is no JSON array, or an element has more than 64 Mi characters.
-    """
+    """Yields the location and the fields of each object of an array, or an error instead of the
+    fields if an element is not an object. Messages begin with `path` and the number of the element,
+    from 1. Raises DataError if the text is not a JSON array, or an element has more than 64 Mi
+    characters."""
     array = _Array(text)
     array.take()
     number, separator = 0, ""
@@ -53,7 +51,7 @@ def read_array(text: TextIO, path: Path) -> Iterator[tuple[str, Mapping[str, Any
 
 
 class _Array:
-    """The text of an array, a part of which is in memory."""
+    """The text of an array, of which a part is in memory."""
 
     def __init__(self, text: TextIO):
         self._text = text
@@ -62,7 +60,8 @@ class _Array:
         self.next_character()
 
     def next_character(self) -> str:
-        """The next character that is not white space; empty at the end of the text."""
+        """The next character that is not white space, without advancing; empty at the end of the
+        text."""
         while True:
             self._at = _BLANK.match(self._buffer, self._at).end()
             if self._at < len(self._buffer):
@@ -71,12 +70,12 @@ class _Array:
                 return ""
 
     def take(self) -> str:
-        """Returns the next character and advances behind it."""
+        """Returns the next character and advances past it."""
         self._at += 1
         return self._buffer[self._at - 1]
 
     def element(self, where: str) -> Any:
-        """Returns the next element and advances behind it."""
+        """Returns the next element and advances past it."""
         while True:
             try:
                 value, end = self._decoder.raw_decode(self._buffer, self._at)
@@ -88,13 +87,14 @@ class _Array:
                     raise DataError(problem) from error
                 continue
             length = end - self._at
-            # An element such as a number that ends where the buffer ends may continue in the file.
+            # An element that ends where the buffer ends, such as a number, may continue in the
+            # file.
             if end < len(self._buffer) or not self._read_on():
                 self._at += length
                 return value
 
     def _read_on(self) -> bool:
-        """Reads as much as is in memory already, so that long elements are decoded only few
+        """Reads as much as is already in memory, so that a long element is decoded only a few
         times."""
         rest = self._buffer[self._at :]
         chunk = self._text.read(max(_CHUNK, len(rest)))

@@ -1,7 +1,7 @@
-"""Record forms: the fields of a record, and how they become one text with its target ranges.
+"""Record forms: the fields of a record, and how they become one text with target ranges.
 
-`Columns` renames fields that have other names than those of a form (`Source.columns`), and `hint`
-suggests the setting.
+If the fields of records have other names than those of a form, `Columns` renames them
+(`Source.columns`); `hint` suggests this setting.
 """
 
 import json
@@ -37,13 +37,15 @@ CONTEXT_FIELDS = (
     "audios",
     "chat_template_kwargs",
 )
-# Other fields look like text if they contain a text of at least this many words. Labels have fewer.
+# A field that is not in `CONTEXT_FIELDS` looks like text if it contains a text of at least this
+# many words. Labels have fewer.
 _WORDS = 3
 # Keys of messages whose values are rewritten before they are rendered.
 _PARTS_OF_CALLS = ("tool_calls", "function_call")
-# Keys of messages with which other trainers select what counts in the loss, as `weight` does here.
+# Keys of messages with which other training programs select what counts in the loss, as `weight`
+# does here.
 _LOSS_KEYS = ("train", "training", "train_detail", "training_detail", "loss", "mask", "masked")
-# The names that other data sets give to a form's fields, by field.
+# For each field of a form, the names that other data sets give it.
 _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "query", "input", "instruction", "problem", "request", "user"),
     "completion": ("answer", "response", "output", "reply", "solution", "assistant"),
@@ -53,7 +55,7 @@ _SYNONYMS: Mapping[str, tuple[str, ...]] = {
     "conversations": ("conversation", "messages", "dialogue", "dialog", "chat", "turns"),
     "text": ("content", "body", "document", "article"),
 }
-# The order in which forms are tried for hints; the first one that fits is named.
+# The order in which forms are tried for hints; the first form that fits is named.
 _ORDER: Sequence[Form] = ("messages", "sharegpt", "alpaca", "prompt_completion", "text")
 
 
@@ -68,9 +70,9 @@ class RenderedText(NamedTuple):
     """The text of one record.
 
     Attributes:
-      target_ranges: the parts of the text that the model learns to predict; None for the whole
+      target_ranges: the parts of the text that the model learns to predict; None means the whole
         text.
-      has_special_tokens: True if the text contains its BOS and EOS tokens, as texts of chat
+      has_special_tokens: whether the text contains its BOS and EOS tokens, as texts of chat
         templates do. If False, they are added when the text is tokenized.
     """
 
@@ -92,10 +94,10 @@ def detect_form(record: Record, forms: Sequence[Form] = ANSWER_FORMS) -> Form:
 
 
 def render(record: Record, form: Form, loss_on: LossOn, eos: str = "") -> RenderedText:
-    """Renders a record of any form except `CHAT_FORMS`, which `chat.render_chat` renders.
+    """Renders a record of any form but `CHAT_FORMS`, which `chat.render_chat` renders.
 
     Args:
-      form: "prompt_completion", "alpaca" or "text"; ValueError for others.
+      form: "prompt_completion", "alpaca" or "text"; others raise ValueError.
       loss_on: as in `Source`; "last_turn" excludes the answers in an Alpaca record's history.
       eos: text of the tokenizer's EOS token, which ends these answers.
 
@@ -118,7 +120,7 @@ def render(record: Record, form: Form, loss_on: LossOn, eos: str = "") -> Render
 
 
 def required_field(record: Record, form: Form, name: str) -> Any:
-    """The value of a field; DataError if it is missing or null."""
+    """The value of a field. Raises DataError if the field is missing or null."""
     if (value := record.fields.get(name)) is None:
         problem = f"null in field {name!r}" if name in record.fields else f"no field {name!r}"
         raise DataError(
@@ -129,12 +131,13 @@ def required_field(record: Record, form: Form, name: str) -> Any:
 
 
 def string_field(record: Record, form: Form, name: str) -> str:
-    """The text of a field; DataError if it is missing or not a valid string."""
+    """The text of a field. Raises DataError if the field is missing or not a valid string."""
     return valid_text(record, f"field {name!r}", required_field(record, form, name))
 
 
 def valid_text(record: Record, name: str, value: Any) -> str:
-    """Returns `value`; DataError, which names `name`, if it is not a string of valid Unicode."""
+    """Returns `value`. Raises DataError, with `name` in the message, if it is not a string of valid
+    Unicode."""
     if not isinstance(value, str):
         raise DataError(f"{record.where}: {name} must be a string, found {type(value).__name__}")
     try:
@@ -146,8 +149,8 @@ def valid_text(record: Record, name: str, value: Any) -> str:
 
 def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
     """Renders the system prompt, the history and the instruction, in the order of LLaMA-Factory's
-    template "alpaca". The answers in the history are targets, as they are there."""
-    # In public data sets unused fields are missing, null or empty.
+    template "alpaca". As in this template, the answers in the history are targets."""
+    # In public data sets, unused fields are missing, null or empty.
     text, ranges = "", []
     if record.fields.get("system") not in (None, ""):
         text = string_field(record, "alpaca", "system") + "\n\n"
@@ -167,7 +170,7 @@ def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
 
 
 def _history(record: Record) -> Iterator[tuple[str, str]]:
-    """The earlier instructions of an Alpaca record, and their answers."""
+    """Yields the earlier instructions of an Alpaca record, and their answers."""
     history = record.fields.get("history") or ()
     if isinstance(history, str | Mapping) or not isinstance(history, Sequence):
         raise DataError(
@@ -190,8 +193,8 @@ def unread_fields(record: Record, form: Form, rendered: str) -> list[str]:
     does not render.
 
     A field is not listed if the rendered text contains all texts of the field. A field that is not
-    in `CONTEXT_FIELDS` is not listed either if one of its texts contains all texts of the form's
-    required fields, because it then holds the rendered record.
+    in `CONTEXT_FIELDS` is also not listed if one of its texts contains all texts of the form's
+    required fields, because then it holds the rendered record.
     """
     known = fields_of(form)
     # The record of a prompt for generation has no answer.
@@ -256,7 +259,7 @@ def _texts(value: Any) -> Iterator[str]:
 
 
 class Columns:
-    """Renames the fields of records to those of their form, by `Source.columns`."""
+    """Renames the fields of records to those of their form, as `Source.columns` says."""
 
     def __init__(self, source: Source):
         self._source = source
@@ -265,14 +268,14 @@ class Columns:
         self._required = {name for name, _ in source.columns} - optional
 
     def see(self, record: Record) -> None:
-        """Notes which optional fields a record has, as it comes from its source, for
-        `refuse_unseen`."""
+        """Notes, for `refuse_unseen`, which optional fields a record has in its source."""
         for name, field in list(self._unseen.items()):
             if field in record.fields:
                 del self._unseen[name]
 
     def renamed(self, record: Record) -> Record:
-        """The record with the fields of its form. DataError if a required field is missing."""
+        """The record with the fields of its form. Raises DataError if a required field is
+        missing."""
         if not self._source.columns:
             return record
         fields: dict[str, Any] = {}
@@ -304,8 +307,8 @@ def field_names(record: Record) -> str:
 
 
 def hint(record: Record, forms: Sequence[Form]) -> str:
-    """The setting with which a record that fits no permitted form could be trained on, for the end
-    of an error message; empty if there is none."""
+    """The setting with which a record that fits no permitted form could be used, for the end of an
+    error message; empty if there is none."""
     fields = record.fields
     if {"chosen", "rejected"} <= fields.keys():
         return (
@@ -331,7 +334,7 @@ def _chosen(fields: Mapping[str, Any], forms: Sequence[Form]) -> str:
 
 
 def _columns(fields: Mapping[str, Any], form: Form) -> dict[str, str]:
-    """The columns that make a record fit a form; empty if there are none."""
+    """The columns with which a record fits a form; empty if there are none."""
     by_name = {name: _found(fields, name) for name in fields_of(form)}
     if any(by_name[name] is None for name in REQUIRED_FIELDS[form]):
         return {}
@@ -339,7 +342,7 @@ def _columns(fields: Mapping[str, Any], form: Form) -> dict[str, str]:
 
 
 def _found(fields: Mapping[str, Any], name: str) -> str | None:
-    """The field of a record that holds the values which a form calls `name`."""
+    """The field of a record that holds the values that a form calls `name`."""
     by_lower_case = {field.lower(): field for field in fields if _may_be(fields[field], name)}
     names = (name, *_SYNONYMS.get(name, ()))
     return next((by_lower_case[similar] for similar in names if similar in by_lower_case), None)

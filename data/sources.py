@@ -1,4 +1,5 @@
-"""Reads the records of files and Hugging Face datasets; their forms, and which are held out."""
+"""Reads the records of files and Hugging Face datasets, defines their forms, and selects the
+records that are held out."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
@@ -64,7 +65,6 @@ def fields_of(form: Form) -> tuple[str, ...]:
 
 
 def all_fields() -> list[str]:
-    """The fields of all forms, each once."""
     return list(dict.fromkeys(name for form in REQUIRED_FIELDS for name in fields_of(form)))
 
 
@@ -184,8 +184,8 @@ class Source:
 class SplitPart(NamedTuple):
     """The held-out records of a source, or all others.
 
-    Whether a record is held out depends only on its index and the other fields here. The records
-    that a smaller fraction holds out are among those of a larger one.
+    Whether a record is held out depends only on its index and on the fields here. The records that
+    a smaller fraction holds out are a part of those that a larger fraction holds out.
 
     Attributes:
       fraction: average fraction of the records that is held out.
@@ -227,19 +227,18 @@ class Record(NamedTuple):
 def read_records(
     source: Source, skip: Callable[[DataError], None] | None = None
 ) -> Iterator[Record]:
-    """Yields the records of a source in their order, without rendering or tokenizing them.
-
-    Errors are raised while the result is iterated, not by the call itself.
+    """Yields the records of a source in order, without rendering or tokenizing them. Errors are
+    raised while the result is iterated, not by the call itself.
 
     Args:
       source: only its `path`, `split`, `on_bad_record` and `max_samples` are used.
-      skip: function that is called with the error of every malformed line that is left out, with
-        `on_bad_record="skip"`.
+      skip: with `on_bad_record="skip"`, called with the error of every malformed line that is left
+        out.
 
     Raises:
       DataError: the source is missing, empty, unreadable or of an unknown kind; it has no such
-        split; a line is not a JSON object; or the optional package that reads this kind of source
-        is not installed.
+        split; a line is not a JSON object; or the optional package for this kind of source is not
+        installed.
     """
     index, count = -1, 0
     for index, (where, fields) in enumerate(_open_rows(source)):
@@ -280,7 +279,7 @@ def _require_no_split(source: Source) -> None:
 def _read_hugging_face(source: Source) -> Rows:
     name = source.path.removeprefix(HUGGING_FACE_PREFIX)
     data_set = load_data_set(name, source.split, source.path)
-    # If a folder holds several splits, the result is a dict of them.
+    # If a folder holds several splits, the result is a dict of splits.
     if isinstance(data_set, dict):
         if source.split not in data_set:
             names = ", ".join(map(repr, data_set))

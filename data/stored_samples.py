@@ -1,5 +1,5 @@
 """Tokenized samples, the unit of global batches and packing, and a temporary file that stores them.
-Only the position of each one in the file is in memory."""
+Memory holds only the position of each sample in the file."""
 
 import errno
 import os
@@ -15,7 +15,8 @@ from jaxtyping import Bool, Int, UInt32
 
 from .errors import DataError
 
-# Tokens that are kept in memory before they are written, 4 bytes each. Small data need no file.
+# This many tokens, 4 bytes each, are kept in memory before they are written. Small data need no
+# file.
 _TOKENS_IN_MEMORY = 2**20
 _TOKEN = np.dtype(np.int32)
 # This many open files, or a quarter of the limit if that is less, are left for other purposes.
@@ -26,7 +27,7 @@ class Sample(NamedTuple):
     """One tokenized training example.
 
     The model reads `input_ids[:-1]` and predicts `input_ids[1:]`, so a sample of n tokens takes n -
-    1 positions of a microbatch. Each virtual token before them takes a position too.
+    1 positions of a microbatch, and a further position for each virtual token.
 
     Attributes:
       input_ids: int32, n at least 2.
@@ -59,14 +60,13 @@ class Sample(NamedTuple):
 
 
 class TokenFile:
-    """The tokens of samples, one after the other, in a temporary file without a name.
+    """The tokens of samples, one sample after another, in a temporary file without a name.
 
     A token that counts in the loss is stored as its id, and any other token as -1 - id. The last
     tokens, up to a million, are in memory. The operating system removes the file when nothing
-    refers to this object any more, also when the process is killed.
-
-    The file lies in the folder that the environment variable TMPDIR names, otherwise in /var/tmp,
-    because /tmp is in memory on many systems.
+    refers to this object any more, or when the process is killed. The file lies in the folder that
+    the environment variable TMPDIR names, otherwise in /var/tmp, because /tmp is in memory on many
+    systems.
     """
 
     def __init__(self):
@@ -75,8 +75,8 @@ class TokenFile:
         self._tail = bytearray()
 
     def append(self, sample: Sample) -> int:
-        """Appends the tokens of a sample; returns the number of tokens before them. DataError if
-        the file cannot be written, or if the process has too many open files."""
+        """Appends the tokens of a sample; returns the number of tokens before them. Raises
+        DataError if the file cannot be written, or if the process has too many open files."""
         begin = (self._written + len(self._tail)) // _TOKEN.itemsize
         stored = np.where(sample.target_mask, sample.input_ids, ~sample.input_ids)
         self._tail += stored.astype(_TOKEN).tobytes()
@@ -85,13 +85,14 @@ class TokenFile:
         return begin
 
     def read(self, begin: int, length: int) -> Int[np.ndarray, " length"]:
-        """The stored values of `length` tokens that have `begin` tokens before them. Several
-        threads may call it after the last `append`. DataError if the file cannot be read."""
+        """The stored values of `length` tokens, of which the first has `begin` tokens before it.
+        Several threads may call it after the last `append`. Raises DataError if the file cannot be
+        read."""
         begin, size = begin * _TOKEN.itemsize, length * _TOKEN.itemsize
         if begin >= self._written:
             begin -= self._written
             return np.frombuffer(bytes(self._tail[begin : begin + size]), _TOKEN)
-        # A mapped file would count as memory of the process once it was read.
+        # A mapped file would count as memory of the process after it was read.
         content = os.pread(self._file.fileno(), size, begin)
         if len(content) != size:
             raise DataError(f"the temporary file of the tokens ends before byte {begin + size}")
@@ -119,11 +120,11 @@ class TokenFile:
 
 
 def _unnamed_file(folder: str) -> BinaryIO:
-    """Creates a file without a name. Fails if few open files are left, because checkpoints and
-    other data need some."""
+    """Creates a file without a name. Raises OSError if few open files are left, because checkpoints
+    and other data need some."""
     file = tempfile.TemporaryFile(dir=folder, buffering=0)
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # A new file gets the lowest free number, so its number tells how many files are open.
+    # A new file gets the lowest free number, so the number shows how many files are open.
     if most != resource.RLIM_INFINITY and file.fileno() >= most - min(_OTHER_FILES, most // 4):
         file.close()
         raise OSError(errno.EMFILE, f"{os.strerror(errno.EMFILE)} (the limit is {most})")
@@ -138,7 +139,8 @@ def temporary_folder() -> str:
 
 
 class StoredSamples(Sequence[Sample]):
-    """A sequence of samples whose tokens are in a `TokenFile`, with 20 bytes of memory for each.
+    """A sequence of samples whose tokens are in a `TokenFile`. Each sample takes 20 bytes of
+    memory.
 
     Attributes:
       stream_lengths: int32 [samples], `Sample.stream_length` of each.
@@ -155,7 +157,7 @@ class StoredSamples(Sequence[Sample]):
         sample_ids: UInt32[np.ndarray, " samples"],
         virtual_tokens: int = 0,
     ):
-        """Describes samples that are in the file already.
+        """Describes samples that are already in the file.
 
         Args:
           begins: number of tokens before each sample in the file.
@@ -175,7 +177,7 @@ class StoredSamples(Sequence[Sample]):
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
         stored = self._tokens.read(int(self._begins[index]), int(self._lengths[index]))
-        # Computes the complement of negative values without a branch.
+        # Compute the complement of negative values without a branch.
         ids = stored ^ (stored >> 31)
         return Sample(ids, stored >= 0, int(self.sample_ids[index]), self._virtual_tokens)
 
@@ -205,7 +207,7 @@ class StoredSamples(Sequence[Sample]):
         )
 
     def with_ids_shifted(self, by: int) -> "StoredSamples":
-        """The samples with `by`, modulo 2**32, added to their ids."""
+        """The samples with `by` added to their ids, modulo 2**32."""
         ids = ((self.sample_ids.astype(np.uint64) + by) % 2**32).astype(np.uint32)
         return StoredSamples(
             self._tokens,
@@ -228,8 +230,6 @@ class StoredSamples(Sequence[Sample]):
 
 
 class SampleWriter:
-    """Appends samples to a `TokenFile`, and collects their positions in it."""
-
     def __init__(self, tokens: TokenFile):
         self._tokens = tokens
         self._begins, self._lengths = array("q"), array("i")
@@ -239,7 +239,6 @@ class SampleWriter:
         return len(self._begins)
 
     def append(self, sample: Sample) -> None:
-        """Appends a sample without virtual tokens."""
         self._begins.append(self._tokens.append(sample))
         self._lengths.append(len(sample.input_ids))
         self._targets.append(sample.target_tokens)
@@ -291,7 +290,8 @@ def stream_lengths(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
 
 
 def token_counts(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
-    """Number of tokens of each sample but virtual ones, without reading samples from a file."""
+    """Number of tokens of each sample, without virtual tokens and without reading samples from a
+    file."""
     if isinstance(samples, StoredSamples):
         return samples.token_counts
     return np.array([len(sample.input_ids) for sample in samples], np.int32)

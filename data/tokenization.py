@@ -34,12 +34,12 @@ from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Without this, transformers warns when it is imported that torch is missing, which tokenizers do
-# not need. Only functions import transformers, because that takes seconds.
+# Otherwise transformers warns, when it is imported, that torch is missing; tokenizers do not need
+# torch. Only functions import transformers, because the import takes seconds.
 os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
-# Maximum number of records, and of their characters, that are tokenized in one call, so that few
-# are in memory at once: tokens and offsets take up to 280 bytes for each character.
+# At most this many records, and this many of their characters, are tokenized in one call: tokens
+# and offsets take up to 280 bytes of memory for each character.
 _RECORDS_PER_CALL, _CHARACTERS_PER_CALL = 1024, 2**18
 
 # One call of a chat template takes milliseconds, unless the template loops.
@@ -62,15 +62,16 @@ _PROBES = (
 
 
 class Samples(NamedTuple):
-    """The samples (tokenized examples) of one source, and counts of what was cut and left out.
+    """The samples (tokenized examples) of one source, and counts of the records that were cut or
+    left out.
 
     Attributes:
       samples: at least one sample, in the order of the source.
       read: number of records read; equals `len(samples) + dropped + skipped`. A pair is one record
         and two samples.
       truncated: number of samples that were cut to the maximum length.
-      dropped: number of records that are too long and are left out because of
-        `Source.overlong="drop"`, or because truncation leaves no token that counts in the loss.
+      dropped: number of records that are too long and are left out, because of
+        `Source.overlong="drop"` or because truncation leaves no token that counts in the loss.
       skipped: number of records that cannot be trained on, with `Source.on_bad_record="skip"`.
       first_skipped: the error of the first skipped record; empty if there is none.
       target_tokens: number of tokens that count in the loss, before records are cut or dropped.
@@ -84,8 +85,8 @@ class Samples(NamedTuple):
       equal_answers: number of pairs whose answers are the same tokens.
       joined_prompt: the result of `chat.joined_prompt` for the template of the chats.
       rendering: how the records became text.
-      unread_fields: number of records by name of a field that looks like text but is not read by
-        the form of the records.
+      unread_fields: for each field that looks like text but that the form of the records does not
+        read, the number of records that have it.
     """
 
     samples: StoredSamples
@@ -107,11 +108,8 @@ class Samples(NamedTuple):
 
 
 class Skipped:
-    """Counts records that are left out, and keeps the first error.
-
-    Attributes:
-      first: the error of the first record; empty if there is none.
-    """
+    """Counts records that are left out, and keeps the first error. `first` is the error of the
+    first record; empty if there is none."""
 
     def __init__(self):
         self.count, self.first = 0, ""
@@ -126,15 +124,15 @@ def load_tokenizer(folder: str | Path) -> "PreTrainedTokenizerBase":
 
     If the folder has a tokenizer.json, its normalizer, pre-tokenizer, vocabulary, added tokens,
     decoder and post-processor are used as they are. `AutoTokenizer` would replace some of them by
-    those of a class that belongs to the model's type; a warning is logged once if that class gives
+    those of a class that belongs to the model's type; a warning is logged once if this class gives
     other tokens or texts. tokenizer_config.json adds the names of special tokens and the chat
     templates. Its `add_bos_token` and `add_eos_token` change nothing, as in transformers 5; a
     warning is logged once if `add_bos_token` contradicts tokenizer.json.
 
     Raises:
       DataError: the folder is missing, holds no tokenizer that can be loaded, or its tokenizer is
-        not "fast". Only fast tokenizers return the character offsets of tokens, by which the tokens
-        that count in the loss are found.
+        not "fast". Only fast tokenizers return the character offsets of tokens, with which the
+        tokens that count in the loss are found.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -166,7 +164,8 @@ def _tokenizer_of_class(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
-    """The tokenizer of a folder's tokenizer.json. Warns if transformers' class differs from it."""
+    """The tokenizer of a folder's tokenizer.json. Warns if the class of transformers gives other
+    results."""
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
@@ -195,8 +194,8 @@ def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
         tokenizer = PreTrainedTokenizerFast.from_pretrained(
             str(folder), local_files_only=True, **names
         )
-    # Transformers adds special tokens again, and may change which white space they absorb. Here the
-    # file's own settings are restored.
+    # transformers adds special tokens again, and may change which white space they absorb. Restore
+    # the settings of the file.
     tokenizer.backend_tokenizer.add_tokens(
         [AddedToken(**{k: v for k, v in token.items() if k != "id"}) for token in added]
     )
@@ -216,19 +215,14 @@ def _tokenizer_of_file(folder: Path) -> "PreTrainedTokenizerBase":
 
 
 def _around_added_tokens(added: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """Texts with all added tokens, 64 in each, because some tokenizers have thousands."""
+    """Texts that contain all added tokens, 64 in each, because some tokenizers have thousands."""
     for group in batched((token["content"] for token in added), 64):
         yield "".join(f"a {token} b{token}c\n{token}" for token in group)
 
 
 class _Probe(NamedTuple):
-    """The tokens of a text, and the text of these tokens.
-
-    Attributes:
-      ids: the tokens of the text, without tokens that are added around it.
-      all_ids: the tokens with those that are added.
-      decoded: the text of `ids`.
-    """
+    """The tokens of a text (`ids`), these tokens together with the tokens that the tokenizer adds
+    (`all_ids`), and the text of `ids` (`decoded`)."""
 
     ids: list[int]
     all_ids: list[int]
@@ -247,8 +241,8 @@ def _probed(tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str]) -> list[
 def _difference(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], by_class: Sequence[_Probe]
 ) -> str:
-    """Describes the first difference between a tokenizer's tokens or texts and those of a class;
-    empty if there is none."""
+    """Describes the first difference between the tokens or texts of a tokenizer and those of a
+    class; empty if there is none."""
     for text, of_file, of_class in zip(texts, _probed(tokenizer, texts), by_class, strict=True):
         for ids, others in ((of_file.ids, of_class.ids), (of_file.all_ids, of_class.all_ids)):
             if ids == others:
@@ -271,8 +265,9 @@ def _difference(
 
 
 def _other_first_token(folder: Path, tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Describes how `add_bos_token` of tokenizer_config.json contradicts tokenizer.json; empty if
-    it does not. `add_eos_token` is not compared: samples always end with EOS, and prompts never."""
+    """Describes how `add_bos_token` in tokenizer_config.json contradicts tokenizer.json; empty if
+    it does not. `add_eos_token` is not compared, because samples always end with EOS and prompts
+    never do."""
     try:
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -294,12 +289,8 @@ def _warn(text: str) -> None:
 
 
 class Encoded(NamedTuple):
-    """The tokens of a text.
-
-    Attributes:
-      offsets: for each token, its range of characters, start included and end excluded; empty for
-        tokens that are added.
-    """
+    """The tokens of a text. `offsets` has the range of characters of each token, start included and
+    end excluded; empty ranges for added tokens."""
 
     ids: list[int]
     offsets: list[tuple[int, int]]
@@ -308,16 +299,16 @@ class Encoded(NamedTuple):
 def encode(
     tokenizer: "PreTrainedTokenizerBase", texts: Sequence[str], *, is_rendered: bool
 ) -> list[Encoded]:
-    """Tokenizes texts, in the way in which training samples begin and prompts are made.
+    """Tokenizes texts in the same way for training samples and for prompts.
 
     Tokens that the tokenizer's post-processor puts before a text, such as BOS, are added, unless
     the text begins with them or `is_rendered` says that a chat template has added all special
-    tokens. Tokens that it puts behind a text are not added: a prompt is to be continued, and
+    tokens. Tokens that it puts after a text are not added: a prompt is to be continued, and
     `load_samples` itself ends samples with EOS.
     """
     if not texts:
         return []
-    # Not verbose, because the tokenizer would warn of long texts, which callers cut or refuse.
+    # Not verbose, because the tokenizer would warn of long texts; callers cut or refuse these.
     encoded = tokenizer(
         list(texts),
         add_special_tokens=False,
@@ -332,7 +323,6 @@ def encode(
 
 
 def _first_tokens(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The tokens that the tokenizer adds before every text."""
     inner, whole = (
         tokenizer(_PROBES[0], add_special_tokens=added)["input_ids"] for added in (False, True)
     )
@@ -362,8 +352,8 @@ def load_samples(
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
     A token counts in the loss if some of its characters belong to the part of the text that
-    `source.loss_on` selects, so a token across the border of prompt and completion counts. A BOS
-    token is added if the tokenizer adds one. An EOS token, which counts in the loss, ends every
+    `source.loss_on` selects, so a token that contains the border of prompt and completion counts. A
+    BOS token is added if the tokenizer adds one. An EOS token, which counts in the loss, ends every
     text except the texts that a chat template renders.
 
     Args:
@@ -390,7 +380,7 @@ def load_samples(
     samples = SampleWriter(tokens or TokenFile())
     skipped = Skipped()
     special = SpecialText(source, tokenizer)
-    # Some tokenizers use the EOS token, which ends each sample, as the unknown token too.
+    # Some tokenizers also use the EOS token, which ends each sample, as the unknown token.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
     dropped = truncated = targets = cut = unknown = endless = equal = 0
     ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
@@ -653,7 +643,7 @@ def _tokenize_group(
 
 
 def _is_blank(text: str, ranges: Sequence[TextRange] | None) -> bool:
-    """Whether the targets are white space only."""
+    """Whether the targets are only white space."""
     return not any(text[start:end].strip() for start, end in ranges or ((0, len(text)),))
 
 
@@ -695,8 +685,8 @@ def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sam
 
 
 def _groups[Item](items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:
-    """Divides records, or what was rendered of them, into groups for one call of the tokenizer. A
-    record with more characters than a call may have is a group of its own."""
+    """Divides records, or their rendered texts, into groups for one call of the tokenizer. A record
+    with more characters than a call may have is a separate group."""
     group: list[Item] = []
     total = 0
     for item in items:
@@ -711,7 +701,7 @@ def _groups[Item](items: Iterable[Item], characters: Callable[[Item], int]) -> I
 
 
 def _characters(value: Any) -> int:
-    """Number of characters of all texts in the fields of a record."""
+    """Number of characters in all texts of a record's fields."""
     try:
         match value:
             case str():

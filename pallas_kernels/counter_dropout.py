@@ -102,8 +102,8 @@ def keep_threshold(rate: Float[Array, "*rates"]) -> Int[Array, "*rates"]:
 
 
 def salts(counters: UInt32[Array, "*tokens"]) -> UInt32[Array, "*tokens"]:
-    """A second hash of every token. Without it, if the counters of two tokens differ by a multiple
-    of the step between groups, they would have the same draws at different columns."""
+    """A second hash of every token. Without it, two tokens whose counters differ by a multiple of
+    the step between groups would have the same draws at different columns."""
     return (counters ^ (counters >> 15)) * jnp.uint32(0xC2B2AE35)
 
 

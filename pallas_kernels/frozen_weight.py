@@ -49,8 +49,8 @@ class FrozenWeight:
         shape described there. A `jax.ShapeDtypeStruct` in abstract weights.
       scales: the numbers besides the values that decoding needs; None if the format has none.
       format: name of the number format, one of `FORMATS`.
-      rounding: dtype to which decoded weights are rounded before any other conversion, as the
-        library rounds them that has encoded them; None for none.
+      rounding: dtype to which decoded weights are rounded before any other conversion, like in the
+        library that encoded them; None for no rounding.
     """
 
     values: Any

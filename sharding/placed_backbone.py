@@ -50,12 +50,12 @@ class PlacedBackbone:
     """A frozen backbone in parts, each on the devices of a stage. `load_placed_backbone` makes it.
 
     Attributes:
-      parts: the parts, together all layers.
+      parts: the parts, which together have all layers.
       homes: the mesh of each part. A mesh that holds several parts occurs several times.
       weights: for each part, its weights like `Backbone.weights`: its own layers, stacked, and only
         those of embed_tokens, norm and lm_head that it uses. The last part also has embed_tokens if
-        the head is tied to it. Parts on devices of other processes have shapes and dtypes in
-        place of arrays.
+        the head is tied to it. Parts on devices of other processes have shapes and dtypes in place
+        of arrays.
       name_or_path, fingerprint: as in `Backbone`.
     """
 
@@ -103,8 +103,8 @@ def load_placed_backbone(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> PlacedBackbone:
-    """Loads a Hugging Face checkpoint folder, each part, together all layers, onto its home. Other
-    arguments and errors are those of `load_backbone`.
+    """Loads a Hugging Face checkpoint folder, each part onto its home. Together, the parts have all
+    layers. Other arguments and errors are those of `load_backbone`.
 
     Of each tensor, this process reads only the rows that its devices keep, and copies them to the
     devices piece by piece. A linear in a format that is no dtype is read as a whole, one layer at a
@@ -128,7 +128,8 @@ def load_placed_backbone(
 def place_backbone(
     backbone: Backbone, parts: Sequence[Part], homes: Sequence[StageMesh]
 ) -> PlacedBackbone:
-    """Copies the parts of a backbone, together all of its layers, to the mesh of each."""
+    """Copies each part of a backbone to its mesh in `homes`. Together, the parts have all
+    layers."""
     weights = []
     for part, home in zip(parts, homes, strict=True):
         of_part = home.divisible_weights(_part_of(backbone.weights, part))

@@ -1,7 +1,7 @@
 """The devices of a pipeline stage as a mesh, and how arrays are divided among them.
 
-A thread can do the same work as an engine within `only_compiling`, on shapes with shardings in
-place of arrays. This compiles the programs that meshes would run, while the engine itself trains.
+Within `only_compiling`, a thread can do the work of an engine on shapes with shardings in place of
+arrays. It then compiles the programs that the meshes would run, while the engine itself trains.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ DP = "dp"
 KEY_MODULES = ("self_attn.k_proj", "self_attn.v_proj")
 # The axes along which devices train different samples.
 DATA = (DP, FSDP)
-# All axes of a mesh, the innermost last: neighbouring devices communicate most.
+# All axes of a mesh. Devices that are neighbours along the last axis communicate most.
 AXES = (*DATA, TP)
 
 _only_compiling: ContextVar[bool] = ContextVar("only_compiling", default=False)
@@ -113,8 +113,8 @@ class StageMesh:
         return cls(Mesh(np.asarray(devices).reshape(sizes), AXES), weights)
 
     def device_config(self, config: BackboneConfig, layers: int) -> BackboneConfig:
-        """The configuration of a model of the size that one device computes. If every device has
-        all keys, this is one key head: the one with which the device's queries attend."""
+        """The configuration of a model that is as large as one device's share. If every device has
+        all keys, the model has one key head: the one to which the device's queries attend."""
         tp = self.weights.tp
         return dataclasses.replace(
             config,
@@ -126,8 +126,9 @@ class StageMesh:
         )
 
     def device_adapters(self, adapters: Any, specs: Any, config: BackboneConfig) -> Any:
-        """Shapes of the adapters that suit `device_config`, from shapes of the adapters that one
-        device has, by kind, and a tree of their `LeafSpec` with the names of linears as keys."""
+        """The shapes of one device's adapters, changed to suit `device_config`. `adapters` has the
+        shapes by kind, and `specs` is a tree of `LeafSpec` like it, in which names of linears are
+        keys."""
 
         def shape_of(path: tuple[Any, ...], spec: LeafSpec, leaf: Any) -> jax.ShapeDtypeStruct:
             module = _module(path)
@@ -160,8 +161,9 @@ class StageMesh:
         return put(tree, self.shardings(specs))
 
     def move(self, tree: Any, target: "StageMesh", spec: P) -> Any:
-        """Copies arrays from this mesh to `target`, which is this mesh or has no device of it. On
-        both meshes all arrays are divided by `spec`: P(), or P(DATA) for an axis of data shards."""
+        """Copies arrays from this mesh to `target`, which is this mesh itself or has other devices
+        only. On both meshes all arrays are divided by `spec`: P(), or P(DATA) for an axis of data
+        shards."""
         if compiles_only():
             return shapes_of(tree, target.shardings(spec))
         return move(tree, self.mesh, target.mesh, spec)

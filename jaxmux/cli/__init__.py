@@ -1,1 +1,1 @@
-"""The command lines, and the display of plans as tables, a picture and a trace."""
+"""The commands of jaxmux, and the display of plans as tables, a picture and a trace."""

@@ -26,14 +26,14 @@ _FORMATS = ("float8", "int8", "nf4")
 
 DEMO_CONFIG = "jaxmux:configs/demo.gin"
 DEMO_SERVER_CONFIG = "jaxmux:configs/demo_server.gin"
-# The network interface of a run's page by default: this machine alone.
+# The default network interface of a run's page: only this machine.
 _HOST = "127.0.0.1"
-# Rounds of a plan if --rounds is not given and no global batch is large.
+# Number of rounds of a plan if --rounds is not given and no global batch is large.
 DEFAULT_ROUNDS = 8
 
 
 def train_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the training command; `bindings` has the config's parameters as NAME=VALUE."""
+    """`bindings` of the result has the config's parameters as NAME=VALUE."""
     parser = command_parser(prog, help_texts.TRAIN, epilog=help_texts.CONFIG)
     add_config(parser)
     parser.add_argument(
@@ -91,7 +91,7 @@ def is_one_of_several(options: argparse.Namespace) -> bool:
 
 
 def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
-    """Exits with a message if the options of several processes contradict each other."""
+    """Exits with a message if the options for several processes contradict each other."""
     values = [options.coordinator, options.processes, options.process]
     if None in values and any(value is not None for value in values):
         parser.error("--coordinator, --processes and --process belong together")
@@ -110,7 +110,7 @@ def _check_processes(parser: argparse.ArgumentParser, options: argparse.Namespac
 
 
 def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the planning command; `bindings` has the config's parameters as NAME=VALUE."""
+    """`bindings` of the result has the config's parameters as NAME=VALUE."""
     parser = command_parser(prog, help_texts.PLAN)
     add_config(parser)
     parser.add_argument(
@@ -159,7 +159,7 @@ def plan_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the command that shows data; `bindings` has the config's parameters."""
+    """`bindings` of the result has the config's parameters as NAME=VALUE."""
     parser = command_parser(prog, help_texts.DATA)
     add_config(parser)
     parser.add_argument("--task", action="append", help="may be repeated; default: all tasks")
@@ -178,7 +178,6 @@ def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the profiling command."""
     parser = command_parser(prog, help_texts.PROFILE)
     backbone = parser.add_mutually_exclusive_group(required=True)
     backbone.add_argument(
@@ -236,7 +235,6 @@ def profile_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the command that completes prompts."""
     parser = command_parser(prog, help_texts.GENERATE)
     add_generate_options(parser)
     parser.add_argument(
@@ -253,7 +251,6 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the command that evaluates adapters."""
     parser = command_parser(prog, help_texts.EVAL)
     parser.add_argument("--run_dir", metavar="DIR", help="run directory of `jaxmux train`")
     parser.add_argument(
@@ -304,7 +301,6 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the command that exports adapters."""
     parser = command_parser(
         prog, "Writes Hugging Face PEFT adapters from the checkpoints of training."
     )
@@ -354,11 +350,10 @@ def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 
 def ui_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
-    """Options of the command that shows a training run."""
     parser = command_parser(prog, help_texts.UI)
     parser.add_argument("run_dir", metavar="RUN_DIR", help="run directory of `jaxmux train`")
     _add_address(parser)
-    # Given only by `jaxmux train --ui`.
+    # Only `jaxmux train --ui` gives this option.
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     return parse_options(parser, arguments)
 
@@ -378,8 +373,8 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
     )
 
 
-# By command, one line of help and the function that parses its options, which takes the arguments
-# and the name of the program that the help shows.
+# For each command, one line of help, and the function that parses its options. The function takes
+# the arguments and the program name that the help shows.
 COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace]]] = {
     "train": ("train the tasks of a config together and export their adapters", train_options),
     "plan": ("show a plan for training a config on devices that need not exist", plan_options),
@@ -392,5 +387,6 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
 }
 
 
-# On a smaller device, the memory that JAX and the engine use besides training would take all of it.
+# On a smaller device, the memory that JAX and the engine use besides training would take
+# everything.
 _device_gib = in_range(float, 2, 1e6, "a size in GiB of at least 2")

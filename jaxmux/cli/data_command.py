@@ -21,7 +21,7 @@ from .report_console import report_console, say_if_demo
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     gin_bindings.parse([resolve_path(file) for file in options.gin_file], options.bindings)
     config = gin_bindings.run_config()
     chosen = _tasks(config, options.task)
@@ -49,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _tasks(config: RunConfig, names: Sequence[str] | None) -> list[Task]:
-    """The tasks with these names, or all tasks without names. A sweep stands for the tasks of its
-    configurations."""
+    """The tasks with these names, or all tasks if there are no names. A sweep is replaced by the
+    tasks of its configurations."""
     tasks = expanded(config.tasks)
     check_names(tasks)
     known = {task.name: task for task in tasks}

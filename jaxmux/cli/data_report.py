@@ -1,4 +1,4 @@
-"""Descriptions of the data of a config's tasks as values: counts, lengths, samples and rows."""
+"""Describes the data of a config's tasks as values: counts, lengths, samples and rows."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ class ShownSample:
       source: path of its source.
       number: number of the sample in its source, from 1.
       tokens: ids of its tokens.
-      targets: by token, whether it counts in the loss.
+      targets: for each token, whether it counts in the loss.
       parts: its text in parts, each with whether its tokens count in the loss.
       at_max_length: whether it has `max_length` tokens, so that it may have been cut.
     """
@@ -46,10 +46,10 @@ class SourceReport:
       path: its path.
       records: number of records read.
       epoch_samples: number of samples in an epoch, including repeated ones.
-      share: `epoch_samples` divided by that of all sources together.
-      epoch_tokens: tokens of these samples.
+      share: `epoch_samples` divided by the number for all sources together.
+      epoch_tokens: number of tokens in these samples.
       target_share: fraction of these tokens that counts in the loss.
-      truncated, dropped, bad_records: as `truncated`, `dropped` and `skipped` of `Samples`.
+      truncated, dropped, bad_records: `truncated`, `dropped` and `skipped` of `Samples`.
       first_bad_record: the error of the first bad record; empty if there is none.
       unknown_targets: fraction of the tokens counting in the loss that the tokenizer does not know.
       cut_targets: fraction of the tokens counting in the loss that truncation removes.
@@ -74,18 +74,15 @@ class TaskReport:
     """Description of a task's training data.
 
     Attributes:
-      name: its name.
       samples: number of samples in an epoch.
       held_out: number of held-out samples.
-      batch_size, steps: of the task.
       epochs: number of epochs in these steps.
       max_length: most tokens of a sample.
-      longest: tokens of the longest sample, including held-out samples.
+      longest: tokens of the longest sample, held-out samples included.
       context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch).
-      sources: its sources.
       template_date: the time that a chat template has read, in ISO 8601; empty if none has read it.
-        Training takes the time at which the run begins.
+        In training, templates read the time at which the run begins.
       warnings: the warnings of training about the texts of the records.
       shown: the first samples of each source.
     """
@@ -111,12 +108,11 @@ class PackingReport:
     """The positions of the first global batches of all tasks in microbatches.
 
     Attributes:
-      shape: rows, tokens of a row and tokens of a chunk.
       microbatches: number of microbatches of the first round.
       rows_used: number of their rows that hold samples.
       padding: fraction of the tokens of these rows that is padding. Rows without samples do not
         count, because training chooses microbatches that have few of them.
-      rows: by row of the first microbatch that holds samples, its samples in their order: name of
+      rows: the samples of each row of the first microbatch that holds samples, in order: name of
         the task, offset in the row, and stream length.
     """
 
@@ -130,7 +126,7 @@ class PackingReport:
 def report_task(
     task: Task, data: TaskData, config: BackboneConfig, tokenizer: Any, count: int
 ) -> TaskReport:
-    """Describes the data of a task, showing the first `count` samples of each source."""
+    """Describes the data of a task, with the first `count` samples of each source."""
     samples = data.samples.samples
     lengths = token_counts(samples)
     held_out = token_counts(data.eval_samples)
@@ -168,11 +164,11 @@ def report_packing(
     Args:
       data: by name of the task, its data.
       tokens: most tokens of a microbatch, rounded up to whole rows.
-      row_len: tokens of a row; None for the shortest rows that hold every sample.
-      chunk_len: tokens of a chunk; None for the shortest.
+      row_len: tokens of a row; None means the shortest rows that hold every sample.
+      chunk_len: tokens of a chunk; None means the shortest.
 
     Raises:
-      PlanningError: a sample is longer than `row_len`, or a length is no power of two.
+      PlanningError: a sample is longer than `row_len`, or a length is not a power of two.
     """
     names = list(data)
     parts = [
@@ -200,7 +196,6 @@ def report_packing(
 
 
 def to_json(tasks: Sequence[TaskReport], packing: PackingReport) -> dict[str, Any]:
-    """The reports as a JSON object."""
     fields = {"tasks": {report.name: dataclasses.asdict(report) for report in tasks}}
     shape = {name: getattr(packing.shape, name) for name in ("rows", "row_len", "chunk_len")}
     return fields | {
@@ -251,8 +246,8 @@ def _report_source(path: str, data: Any, of_all: int) -> SourceReport:
 
 
 def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
-    """Numbers of samples in at most `_BINS` ranges of equal width (least tokens, most tokens,
-    number), from the shortest to the longest sample."""
+    """Numbers of samples in at most `_BINS` ranges of equal width, from the shortest to the longest
+    sample, as (least tokens, most tokens, number)."""
     low, high = int(lengths.min()), int(lengths.max())
     width = -(-(high - low + 1) // _BINS)
     counts = np.bincount((lengths - low) // width)
@@ -267,7 +262,7 @@ def _shown(sample: Sample, path: str, number: int, tokenizer: Any, max_length: i
     borders = [0, *(np.flatnonzero(np.diff(sample.target_mask)) + 1).tolist(), len(ids)]
     parts, before = [], ""
     for start, end in zip(borders, borders[1:], strict=False):
-        # Decoded alone, a part would lose the space before its first word in some tokenizers.
+        # If a part were decoded alone, some tokenizers would lose the space before its first word.
         whole = tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False)
         if whole.startswith(before):
             text = whole[len(before) :]

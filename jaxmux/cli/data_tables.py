@@ -1,4 +1,4 @@
-"""Reports of data as tables and lines of text for a terminal."""
+"""Shows reports about data as tables and lines of text on a terminal."""
 
 from collections.abc import Iterator, Sequence
 from string import ascii_lowercase
@@ -12,7 +12,7 @@ from jaxmux.printable import escaped
 from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
 from .plan_tables import NumberTable
 
-# Without colours, these enclose text that counts in the loss.
+# Without colours, these marks enclose text that counts in the loss.
 MARKS = "⟦", "⟧"
 _STYLE = "bold green"
 _BAR = 40
@@ -21,8 +21,8 @@ _MOST_ROWS = 8
 
 
 def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str]:
-    """The tables and lines that describe the data of a task, in the order of the report.
-    `colours` tells whether text may have colours."""
+    """The tables and lines that describe the data of a task, in the order of the report. Text may
+    have colours if `colours` is True."""
     line = [f"{report.samples:,} samples in an epoch", f"{report.held_out:,} held out"]
     line += [
         f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.2f} epochs",
@@ -89,8 +89,8 @@ def _microbatches(count: int) -> str:
 
 
 def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len: int) -> str:
-    """A row as a line. A sample is a series of its task's letter, in lower and upper case
-    alternately; a dot is padding."""
+    """A row as a line. A sample is a series of its task's letter, alternately in lower and upper
+    case; a dot is padding."""
     width = min(_ROW, row_len)
     line = ["."] * width
     for number, (name, offset, tokens) in enumerate(row):

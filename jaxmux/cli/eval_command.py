@@ -36,15 +36,15 @@ _KEYS = ("backbone", "limit", "results")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     if options.out:
         require_output(options.out, "evaluation", partial(holds_object, keys=_KEYS))
     folder, dtype, form, adapters = (_of_run if options.run_dir else _of_options)(options)
     backbone, tokenizer = load_backbone(folder, dtype, form), load_tokenizer(folder)
     base = checkpoint_tensors(folder, backbone.compute_dtype, form)
-    # Chat templates that write the date write the date of training.
+    # Chat templates that write the date use the date of training.
     begun = begun_of(read_record(Path(options.run_dir))) if options.run_dir else datetime.now()
-    # By tokenizer, the data that has been read.
+    # The data that has been read, by tokenizer.
     cases, loaded = [], defaultdict(Loaded)
     for task, adapter in adapters:
         spec, weights = import_adapter(
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> int:
         adapted_tokenizer = adapter_tokenizer(adapter, tokenizer)
         has_own_tokens = tokenizer_key(adapted_tokenizer)[0] != tokenizer_key(tokenizer)[0]
         if adapted_tokenizer is not tokenizer and (options.data or has_own_tokens):
-            # A source with a template would be refused for records that are not chats.
+            # If a source named a template, its records that are not chats would be refused.
             task, reader = _with_template(task, None), adapted_tokenizer
         elif adapted_tokenizer is not tokenizer:
             task = _with_template(task, adapted_tokenizer.chat_template)
@@ -77,7 +77,8 @@ _Adapters = Sequence[tuple[Task, Path]]
 
 
 def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapters]:
-    """The backbone's folder, dtype and format, and the adapters with their tasks."""
+    """The backbone's folder, dtype and format, and the adapters with their tasks, from a run
+    directory."""
     run_dir = Path(options.run_dir)
     record = read_record(run_dir)
     folders = {name: run_dir / "adapters" / name for name in record["tasks"]}
@@ -103,13 +104,13 @@ def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapter
             raise RunDirectoryError(
                 f"{run_dir / 'run.json'}: damaged (task {name!r}: {e})"
             ) from None
-        # The adapter in the folder is evaluated, not the one with which training began.
+        # Evaluate the adapter in the folder, not the one with which training began.
         adapters.append((dataclasses.replace(task, resume_from=None), folder))
     return record["backbone"], record["dtype"], record.get("backbone_format"), adapters
 
 
 def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapters]:
-    """The same, from --backbone and --adapter."""
+    """Like `_of_run`, from --backbone and --adapter."""
     adapters = []
     for adapter in options.adapter:
         # Names of folders may have characters that names of tasks must not have.
@@ -121,8 +122,8 @@ def _of_options(options: argparse.Namespace) -> tuple[str, str, str | None, _Ada
 
 
 def _with_template(task: Task, template: str | None) -> Task:
-    """Sets the chat template of the sources that use the template of the training data.
-    `template` is the one in the adapter's folder; None removes it. The file that the task names may
+    """Sets the chat template of the sources that use the template of the training data. `template`
+    is the one in the adapter's folder; None removes the template. The file that the task names may
     have changed since training."""
     named = next((source.chat_template for source in task.sources if source.chat_template), None)
 
@@ -153,7 +154,7 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
         )
 
 
-# Fields of a source that limit or repeat its samples in training, reset for evaluation.
+# Fields of a source that limit or repeat its samples in training; reset for evaluation.
 _WHOLE_FILE = {"split": "train", "max_samples": None, "repeat": None, "weight": None}
 # Fields of a task that are only permitted with `eval_every`.
 _UNSET = {"keep_best": False, "patience": None, "validation_seed": None}

@@ -24,9 +24,9 @@ TASK_FAILED, REFUSED, BROKE = 1, 2, 3
 
 
 def exit_code_of(run: Callable[[], int]) -> int:
-    """Runs a command, a function that returns its exit code. Turns an exception into one line on
-    standard error and an exit code; an exception that is a fault of jaxmux keeps its traceback."""
-    # Characters that the terminal cannot show are replaced, instead of raising an error.
+    """Runs a command, a function that returns its exit code. Turns an exception into an exit code
+    and one line on standard error; an exception that is a fault of jaxmux keeps its traceback."""
+    # Replace characters that the terminal cannot show, instead of raising an error.
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")

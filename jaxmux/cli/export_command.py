@@ -28,12 +28,12 @@ from jaxmux.printable import STOPPED_EARLY
 from jaxmux.runs import RunDirectoryError, Summary, notes_of_record, read_record, read_task
 from jaxmux.runs.run_directory import LockState, lock_state
 
-# Files of backbones; every checkpoint folder has at least one of them.
+# Files of backbones; every checkpoint folder has at least one of these.
 _OF_BACKBONES = {"config.json", "model.safetensors", "model.safetensors.index.json"}
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     run_dir, out = options.run_dir, options.out
     record = read_record(run_dir)
     names = options.task or list(record["tasks"])
@@ -104,7 +104,7 @@ def run(options: argparse.Namespace) -> int:
 
 @contextmanager
 def _damage(run_dir: Path, what: str) -> Iterator[None]:
-    """Turns errors of missing entries of run.json, or of their types, into a RunDirectoryError."""
+    """Turns errors about missing or wrong entries of run.json into a RunDirectoryError."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError) as e:
@@ -136,7 +136,7 @@ def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> No
         if folder.exists() and not folder.is_dir():
             raise RunDirectoryError(f"{folder}: is no folder; choose another --out")
         present = sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-        # A killed export leaves this folder.
+        # A killed export leaves this folder behind.
         present = [name for name in present if name != ".partial"]
         if options.merge and folder.exists():
             raise RunDirectoryError(f"{folder}: exists already; choose another --out")
@@ -163,7 +163,7 @@ def _refuse_existing(folders: Sequence[Path], options: argparse.Namespace) -> No
 
 
 def _refuse_unmergeable(specs: Mapping[str, Any]) -> None:
-    """Raises AdapterError if any task's adapter cannot be merged, before one is written."""
+    """Raises AdapterError if any task's adapter cannot be merged, before any adapter is written."""
     apart = {name: kind.name for name, spec in specs.items() if not (kind := kind_of(spec)).merged}
     if apart:
         which = ", ".join(f"{name!r} (kind {kind!r})" for name, kind in apart.items())
@@ -175,7 +175,7 @@ def _refuse_unmergeable(specs: Mapping[str, Any]) -> None:
 
 
 def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
-    """Number of steps that a task trains; None if that is known only when training has ended."""
+    """Number of steps that a task trains; None if this is known only when training has ended."""
     if (steps := record["tasks"][name].get("steps")) is not None:
         return steps
     summary = Summary.load(run_dir / "summary.json")
@@ -184,7 +184,6 @@ def _steps(run_dir: Path, record: Mapping[str, Any], name: str) -> int | None:
 
 
 def _state(progress: TaskProgress, steps: int | None, process: LockState) -> str:
-    """The state of a task that has not succeeded."""
     done = numbered(progress.step, "step")
     if progress.status == "failed":
         return f"failed after {done} ({progress.error})"

@@ -45,7 +45,7 @@ def fit_tables(fits: "Fits") -> Iterator[Table | str]:
 
 
 def _task(fits: "Fits") -> str:
-    """The contents of a slot, such as `LoRA of rank 16 on 7 linears, with adamw`."""
+    """The contents of a slot, for example `LoRA of rank 16 on 7 linears, with adamw`."""
     pool = fits.pool
     adapters = [kind.kind for kind in pool.others]
     if pool.modules:
@@ -55,7 +55,7 @@ def _task(fits: "Fits") -> str:
 
 
 def _sources(fits: "Fits") -> Iterator[str]:
-    """The origin of the costs and, if there are several, the formats of each."""
+    """The origin of the costs and, if there are several origins, the formats of each."""
     names: dict[tuple[str, str], list[str]] = {}
     for name, source in fits.sources.items():
         names.setdefault((source.kind, source.text), []).append(name)
@@ -68,7 +68,7 @@ def _sources(fits: "Fits") -> Iterator[str]:
 def _memory(fits: "Fits") -> Table:
     columns = [numbered(tasks, "task") for tasks in _tasks(fits)]
     table = NumberTable("linears,\nweights", "tokens", *columns)
-    # These settings make room for a fifth number of tasks in 80 columns.
+    # With these settings, five numbers of tasks fit into 80 columns.
     table.pad_edge, table.columns[0].no_wrap = False, True
     for name, cells in fits.cells.items():
         table.add_section()
@@ -83,7 +83,7 @@ def _tasks(fits: "Fits") -> list[int]:
 
 
 def _need(cell: FitCell) -> str:
-    """The text of a cell: `20.1 lean`, or `no 31.2` if it does not fit."""
+    """The text of a cell: `20.1 lean`, or `no 31.2` if the cell does not fit."""
     gib = cell.peak_bytes / 2**30
     digits = 2 if gib < 1 else 1 if gib < 100 else 0
     size = f"{gib:.{digits}f}"

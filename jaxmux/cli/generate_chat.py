@@ -26,11 +26,10 @@ def chat(
     """Reads messages of the user, and prints the answers of each adapter in turn. Every adapter has
     a separate conversation with its own answers.
 
-    Messages that do not come from a terminal are printed too, so that the output can be read.
+    Messages that do not come from a terminal are also printed, so that the output is complete.
 
     Args:
-      generator: computes the answers.
-      system: the system's message, or None.
+      system: the system's message; None for none.
       answering: objects with the fields of `Answering`. Their tokenizers have chat templates.
       settings: keyword arguments of `Generator.stream`.
     """
@@ -64,7 +63,7 @@ def chat(
 
 def _answer(generator, conversations, answering, settings) -> list[str]:
     """Prints the answers to the last messages and returns them. If the user stops them, returns the
-    parts that have been printed."""
+    parts that were printed."""
     requests = [
         Request(conversation.prompt(), each.spec, each.adapter, True, each.stops, each.tokenizer)
         for conversation, each in zip(conversations, answering, strict=True)

@@ -30,17 +30,17 @@ from .generate_output import CompletionFile, holds_completions, print_completion
 from .generate_prompts import read_prompts
 
 BASE = "base"
-# Maximum number of names of adapters in a hint.
+# A hint names at most this many adapters.
 _MOST_HINTED = 3
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     if options.out:
         require_output(options.out, "file of completions", holds_completions)
     folders = _adapter_folders(options)
     record = read_record(Path(options.run_dir)) if options.run_dir else {}
-    # Chat templates that write the date write the date of training, the same in all prompts.
+    # Chat templates that write the date use the date of training, the same in all prompts.
     with TemplateClock(begun_of(record)):
         return _answer(options, folders, record)
 
@@ -83,7 +83,7 @@ def _answer(
 
 
 class Answering(NamedTuple):
-    """The backbone or an adapter, as it answers prompts.
+    """The backbone, or the backbone with an adapter, as it answers prompts.
 
     Attributes:
       label: name that is shown beside the answers.
@@ -101,8 +101,8 @@ class Answering(NamedTuple):
 
 
 def _hint_at_kind(are_chats: bool, folders: Mapping[str, Path]) -> str:
-    """A line that names the option which gives adapters the kind of prompts on which they were
-    trained; empty if they already get that kind, or their folders do not tell the kind."""
+    """A line that names the option with which adapters get the kind of prompts on which they were
+    trained; empty if they already get this kind, or their folders do not record the kind."""
     expected = "texts" if are_chats else "chats"
     names = [label for label, folder in folders.items() if trained_on(folder) == expected]
     if not names:
@@ -119,8 +119,8 @@ def _hint_at_kind(are_chats: bool, folders: Mapping[str, Path]) -> str:
 def _tokenizers(
     options: argparse.Namespace, backbone: str, folders: Mapping[str, Path]
 ) -> dict[str, Any]:
-    """By label, the tokenizers of the backbone, if it answers, and of the adapters. Equal ones,
-    with the same tokens and chat template, are one object."""
+    """By label, the tokenizers of the backbone, if it answers, and of the adapters. Tokenizers with
+    the same tokens and chat template are one object."""
     tokenizer = load_tokenizer(backbone)
     if name := options.chat_template:
         template = named_template(tokenizer, name) or read_template(name)
@@ -158,7 +158,6 @@ def _answering(
 
 
 def _adapter_folders(options: argparse.Namespace) -> dict[str, Path]:
-    """By label, the folders of all adapters."""
     folders: dict[str, Path] = {}
     for option in options.adapter:
         name, is_named, path = option.partition("=")

@@ -9,7 +9,6 @@ _top_k = in_range(int, 0, 2**31, "an integer of at least 0")
 
 
 def add_generate_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that only this command has."""
     parser.add_argument(
         "--backbone",
         metavar="DIR",

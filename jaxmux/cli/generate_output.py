@@ -13,8 +13,8 @@ from .generate_prompts import PromptText
 
 
 def in_order(pieces: Iterable[Piece], requests: int) -> Iterator[Piece]:
-    """Reorders the pieces of `requests` requests so that one request follows the other. Pieces of
-    later requests are held back, and then yielded as a single piece."""
+    """Reorders the pieces of `requests` requests so that each request follows the one before.
+    Pieces of later requests are held back, and then yielded as a single piece."""
     held: dict[int, Piece] = {}
     current = 0
     for piece in pieces:
@@ -33,13 +33,9 @@ def in_order(pieces: Iterable[Piece], requests: int) -> Iterator[Piece]:
 def print_completions(
     pieces: Iterable[Piece], prompts: Sequence[PromptText], labels: Sequence[str]
 ) -> None:
-    """Prints every prompt with its completions while they are generated.
-
-    Args:
-      pieces: the pieces of all requests; each prompt has one request per label, in this order.
-      prompts: the prompts.
-      labels: names of the backbone and the adapters that complete the prompts.
-    """
+    """Prints every prompt with its completions while they are generated. `pieces` are those of all
+    requests; each prompt has one request per label, in order. `labels` name the backbone and the
+    adapters that complete the prompts."""
     try:
         _print_in_order(pieces, prompts, labels)
     except KeyboardInterrupt:
@@ -83,7 +79,7 @@ def holds_completions(path: Path) -> bool:
 
 class CompletionFile:
     """A JSON-lines file with the completions, each with its prompt and its label. If the command is
-    stopped, the file keeps the completions that are complete."""
+    stopped, the file keeps the complete ones."""
 
     def __init__(self, path: Path, prompts: Sequence[PromptText], labels: Sequence[str]):
         """Creates the file. `prompts` and `labels` are as for `print_completions`."""

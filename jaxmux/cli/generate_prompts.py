@@ -25,7 +25,7 @@ class PromptText(NamedTuple):
     """A prompt.
 
     Attributes:
-      texts: the text that the model reads, for each of the tokenizers.
+      texts: for each tokenizer, the text that the model reads.
       is_rendered: whether chat templates have rendered the texts.
       fields: the user's input: "prompt", or "messages" and perhaps "tools".
     """
@@ -44,16 +44,9 @@ class PromptText(NamedTuple):
 
 
 def read_prompts(options: argparse.Namespace, tokenizers: Sequence[Any]) -> list[PromptText]:
-    """All prompts of the command, in their order.
-
-    Args:
-      options: options of the command.
-      tokenizers: for each backbone or adapter that answers, the tokenizer whose chat template
-        renders messages.
-
-    Raises:
-      DataError: a file cannot be read, has no prompts, or a template refuses them.
-    """
+    """All prompts of the command, in order. `tokenizers` has, for each backbone or adapter that
+    answers, the tokenizer whose chat template renders messages. Raises DataError if a file cannot
+    be read or has no prompts, or a template refuses them."""
     prompts = [_of_text(text, options, tokenizers) for text in options.prompt]
     for path in options.prompts:
         prompts += _of_file(path, options, tokenizers)
@@ -102,7 +95,7 @@ def _of_chat(
     record: Record, form: Form, options: argparse.Namespace, tokenizers: Sequence[Any]
 ) -> PromptText:
     """The chat of a record, without the answer at its end that training data has."""
-    # Many adapters share a tokenizer, so each is used once.
+    # Many adapters share a tokenizer, so each tokenizer is used once.
     texts: dict[int, str] = {}
     fields: dict[str, Any] = {}
     for tokenizer in tokenizers:

@@ -1,7 +1,7 @@
 """gin at the entry point: the names that configs may set, and configs that can run no code.
 
-Library code knows nothing of gin. Only what is listed here can be configured, and a config that
-imports a module is refused: importing runs whatever the module holds.
+Library code does not know gin. Only the classes listed here can be configured. A config that
+imports a module is refused, because importing runs the module's code.
 """
 
 import contextlib
@@ -35,11 +35,11 @@ from .gin_messages import ConfigError, config_error, parameter_like, syntax_mess
 
 @checked_dataclass(kw_only=True)
 class RunConfig(RunOptions):
-    """What a config says about a training run. Configs call it `fine_tune`.
+    """The part of a config about a training run. Configs call it `fine_tune`.
 
     Attributes:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
-      tasks: what to train; a `Sweep` stands for the tasks of all its configurations.
+      tasks: the tasks to train; a `Sweep` stands for the tasks of all its configurations.
     """
 
     backbone: SkipValidation[str]
@@ -48,7 +48,7 @@ class RunConfig(RunOptions):
 
 @checked_dataclass(kw_only=True)
 class ServeConfig(ServerOptions):
-    """What a config says about a server. Configs call it `serve`.
+    """The part of a config about a server. Configs call it `serve`.
 
     Attributes:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer.
@@ -57,7 +57,7 @@ class ServeConfig(ServerOptions):
     backbone: SkipValidation[str]
 
 
-# By the name that configs use.
+# The classes that configs may set, by the name that configs use.
 _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
     part.__name__: part
     for part in (
@@ -74,8 +74,8 @@ _CONFIGURABLE = {"fine_tune": RunConfig, "serve": ServeConfig} | {
 }
 
 
-# By binding, the scopes that it refers to: "billing" for @billing/LoRA(); and the scopes to which
-# bindings have referred that later ones replaced. Like gin's own state, both are global.
+# For each binding, the scopes to which it refers: "billing" for @billing/LoRA(). `_REPLACED` has
+# the scopes of bindings that later bindings replaced. Like gin's own state, both are global.
 _REFERENCES: dict[tuple[str, str, str], set[str]] = {}
 _REPLACED: set[str] = set()
 _FIELDS = {
@@ -85,10 +85,8 @@ _FIELDS = {
 
 def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
     """Reads config files, then single bindings (`Task.max_length=512`), into gin's global state.
-
-    Raises:
-      ConfigError: a file is missing or malformed, sets an unknown name, or imports a module.
-    """
+    Raises ConfigError if a file is missing or malformed, sets an unknown name, or imports a
+    module."""
     gin.clear_config()
     _REFERENCES.clear()
     _REPLACED.clear()
@@ -109,7 +107,7 @@ def parse(files: Sequence[str], bindings: Sequence[str]) -> None:
                 f"is, such as {parameter_like(name.strip(), value, _FIELDS)}"
             )
     try:
-        # gin itself would keep byte order marks, and end lines at carriage returns.
+        # gin itself would keep byte order marks, and would end lines at carriage returns.
         for text in checked:
             gin.parse_config(text)
         gin.finalize()
@@ -121,8 +119,8 @@ def run_config(backbone: str | None = None, tasks: Sequence[Task | Sweep] = ()) 
     """The training run of the config, with its tasks and their parts built.
 
     Args:
-      backbone: the backbone in place of the config's; None for that of the config.
-      tasks: the tasks if the config sets none; empty if it has to.
+      backbone: replaces the config's backbone; None keeps it.
+      tasks: used if the config sets no tasks; if empty, the config has to set them.
 
     Raises:
       ConfigError: a parameter without a default is not given, or a value is refused.
@@ -146,12 +144,9 @@ def run_config(backbone: str | None = None, tasks: Sequence[Task | Sweep] = ()) 
 
 
 def serve_config() -> tuple[ServeConfig, TenantLimits]:
-    """The server of the config, and the limits of its tenants.
-
-    Raises:
-      ConfigError: the backbone is not given, a value is refused, or the config has tasks.
-      PlanningError: an option is outside its range.
-    """
+    """The server of the config, and the limits of its tenants. Raises ConfigError if the backbone
+    is not given, a value is refused, or the config has tasks, and PlanningError if an option is
+    outside its range."""
     arguments = _bindings("serve")
     if "backbone" not in arguments:
         raise ConfigError("the config does not set serve.backbone, which --watch needs")
@@ -170,7 +165,7 @@ def serve_config() -> tuple[ServeConfig, TenantLimits]:
 
 
 def resolved_config() -> str:
-    """A config of a training run that sets the same, with the defaults of everything that was
+    """A config of a training run with the same settings, and the defaults of everything that was
     built."""
     own = [field for field in dataclasses.fields(RunConfig) if field.name in ("backbone", "tasks")]
     lines = _resolved("fine_tune", (*own, *dataclasses.fields(RunOptions)))
@@ -178,7 +173,7 @@ def resolved_config() -> str:
 
 
 def resolved_serve_config() -> str:
-    """A config of a server that sets the same, with all defaults."""
+    """A config of a server with the same settings, and all defaults."""
     own = [field for field in dataclasses.fields(ServeConfig) if field.name == "backbone"]
     lines = _resolved("serve", (*own, *dataclasses.fields(ServerOptions)))
     lines += ["", *_resolved("TenantLimits", dataclasses.fields(TenantLimits))]
@@ -186,11 +181,8 @@ def resolved_serve_config() -> str:
 
 
 def _bindings(name: str) -> dict[str, Any]:
-    """The parameters that the config sets, with what they refer to.
-
-    Raises:
-      ConfigError: what they refer to cannot be built.
-    """
+    """The parameters that the config sets, with the objects to which they refer. Raises ConfigError
+    if these objects cannot be built."""
     try:
         return gin.get_bindings(name)
     except RecursionError:
@@ -205,8 +197,8 @@ def _resolved(name: str, fields: Sequence[dataclasses.Field]) -> list[str]:
 
 
 def _refuse_unknown_scopes() -> None:
-    """A binding in a scope in which nothing was built is a typo, `moood/LoRA.rank`, unless a later
-    binding has replaced the reference to the scope."""
+    """Raises ConfigError for a binding in a scope in which nothing was built: it is a typo such as
+    `moood/LoRA.rank`, unless a later binding has replaced the reference to the scope."""
     built = {scope for scope, _ in gin.config._OPERATIVE_CONFIG}
     replaced, found = set(), set(_REPLACED)
     while found - replaced:
@@ -226,27 +218,23 @@ def _refuse_unknown_scopes() -> None:
 
 
 class _Text(StringIO):
-    """Text of a config, whose lines end in LF or CRLF only.
-
-    Attributes:
-      text: the text.
-      name: its file, for gin's error messages; None for an argument.
-    """
+    """Text of a config, whose lines end only in LF or CRLF. `name` is its file, for gin's error
+    messages; None for an argument."""
 
     def __init__(self, text: str, name: str | None = None):
         super().__init__(text, newline="\n")
         self.text, self.name = text, name
 
     def part(self, begin: int, end: int | None) -> "_Text":
-        """The lines from `begin` to before `end`, counted from 1, which keep their numbers; None
-        for all others."""
+        """The lines from `begin` to before `end`, counted from 1, with the same line numbers. `end`
+        None means all lines from `begin` on."""
         lines = self.text.split("\n")
         return _Text("\n" * (begin - 1) + "\n".join(lines[begin - 1 : end and end - 1]), self.name)
 
 
 def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) -> list[_Text]:
-    """Looks through a file, and all it includes, before gin acts on any of it. Returns what gin
-    shall read, in its order: includes divide the text of a file."""
+    """Checks a file, and all files that it includes, before gin acts on any of them. Returns the
+    texts that gin must read, in order; includes divide the text of a file."""
     if file in within:
         raise ConfigError(f"{file}: includes itself")
     try:
@@ -260,13 +248,13 @@ def _look_through_file(file: Path, noted: "_Noted", within: tuple[Path, ...]) ->
 
 
 def _without_returns(text: str, file: Path) -> str:
-    """A text without carriage returns that end no line. They may stand in comments; Python, which
-    reads values, would end a line at others."""
+    """A text in which carriage returns that end no line are replaced. They may occur in comments,
+    but Python, which reads values, would end a line at them."""
     blank = re.sub(r"\r(?!\n)", " ", text)
     if blank == text:
         return text
     comments = {}
-    # What is no text of Python is refused with more words where gin reads it.
+    # Text that is not Python is refused with a better message when gin reads it.
     with contextlib.suppress(SyntaxError, tokenize.TokenError):
         for token in tokenize.generate_tokens(_Text(blank).readline):
             if token.type == tokenize.COMMENT:
@@ -283,8 +271,8 @@ def _without_returns(text: str, file: Path) -> str:
 def _look_through(
     text: _Text, where: str, noted: "_Noted", within: tuple[Path, ...]
 ) -> list[_Text]:
-    """Notes what a text refers to, and refuses what gin should not act on. Returns what gin shall
-    read, in its order."""
+    """Notes the references in a text, and refuses statements on which gin must not act. Returns the
+    texts that gin must read, in order."""
     checked, begin = [], 1
     try:
         parser = config_parser.ConfigParser(text, noted)
@@ -319,11 +307,11 @@ def _look_through(
 
 
 class _Noted(config_parser.ParserDelegate):
-    """Takes references and macros for what they are: nothing is looked up yet.
+    """Notes references and macros without looking anything up.
 
     Attributes:
       macros: names of the macros that are used.
-      classes: references without parentheses, which stand for a class and not for an object.
+      classes: references without parentheses, which mean a class and not an object.
     """
 
     def __init__(self) -> None:
@@ -332,7 +320,6 @@ class _Noted(config_parser.ParserDelegate):
         self.classes: list[str] = []
 
     def take(self) -> set[str]:
-        """The scopes since the last call."""
         scopes, self._scopes = self._scopes, set()
         return scopes
 

@@ -1,4 +1,4 @@
-"""gin's errors in the words of a user who does not know gin."""
+"""Translates gin's errors for users who do not know gin."""
 
 import re
 import shlex
@@ -8,21 +8,17 @@ from jaxmux.errors import InputError
 from jaxmux.field_checks import why_left_out
 from jaxmux.similar_names import did_you_mean
 
-# By name of a class that configs may set, its fields.
+# For each class that configs may set, by name, its fields.
 Fields = Mapping[str, Iterable[str]]
 
 
 class ConfigError(InputError):
-    """A gin config cannot be used; the message names the file, the line or the parameter."""
+    """A gin config cannot be used. The message names the file, the line or the parameter."""
 
 
 def config_error(error: Exception, fields: Fields) -> ConfigError:
-    """gin's error as one of ours: on one line, with the place of the config at fault before it.
-
-    Args:
-      error: the error.
-      fields: what configs may set.
-    """
+    """A ConfigError for gin's error: one line that begins with the place of the config at fault.
+    `fields` has the fields that configs may set."""
     message, *call = str(error).split("\n  In call to configurable", maxsplit=1)
     message, _, place = message.partition("\n  In ")
     where = _where(place)
@@ -54,7 +50,8 @@ def config_error(error: Exception, fields: Fields) -> ConfigError:
 
 
 def _where(place: str) -> str:
-    """The file and line, or the argument, at which gin found an error; empty if it says none."""
+    """The file and line, or the argument, at which gin found an error; empty if gin does not
+    say."""
     if found := re.match(r'file "(.*)", line (\d+)', place):
         return f"{found[1]}:{found[2]}: "
     if found := re.match(r"bindings string line \d+\n\s*(.*)", place):
@@ -68,26 +65,18 @@ def _hint(name: str, known: Iterable[str], otherwise: str) -> str:
 
 
 def parameter_like(name: str, value: str, fields: Fields) -> str:
-    """An argument that sets a parameter, for one that names no owner, such as `--gin.steps=3`.
-
-    Args:
-      name: the name that is set.
-      value: its value, as the user wrote it.
-      fields: what configs may set.
-    """
+    """An argument that sets a parameter, as a hint for an argument without an owner, such as
+    `--gin.steps=3`. `value` is as the user wrote it; `fields` has the fields that configs may
+    set."""
     owners = [owner for owner, own in fields.items() if name in own]
     setting = f"{owners[0]}.{name}={value}" if owners else "Task.steps=100"
     return shlex.quote(f"--gin.{setting}")
 
 
 def with_quotes(error: SyntaxError, argument: bool) -> str:
-    """The line at which gin found a syntax error, with the quotes that its value lacks. Empty if
-    the value does not look like a string without quotes.
-
-    Args:
-      error: gin's error.
-      argument: True for a binding, which is returned as an argument in a shell.
-    """
+    """The line at which gin found a syntax error, with the quotes that its value lacks; empty if
+    the value does not look like a string without quotes. With `argument`, the line is a binding,
+    and is returned as an argument for a shell."""
     word = re.search(r"Failed to parse token '(\w+)'", error.msg)
     name, _, value = (error.text or "").partition(" #")[0].partition("=")
     value = value.strip()
@@ -101,7 +90,7 @@ def with_quotes(error: SyntaxError, argument: bool) -> str:
 
 
 def syntax_message(message: str) -> str:
-    """gin's message about a line that it cannot read, in other words where they say more."""
+    """gin's message about a line that it cannot read, replaced by a clearer one if there is one."""
     return _SYNTAX.get(message.rstrip("."), message.rstrip("."))
 
 

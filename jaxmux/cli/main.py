@@ -18,7 +18,7 @@ from jaxmux.similar_names import did_you_mean
 from .arguments import COMMANDS, is_one_of_several
 from .exit_codes import REFUSED, TASK_FAILED, exit_at_once, exit_code_of
 
-# If one of these variables is set, jaxmux leaves the GPU's memory settings alone.
+# If one of these variables is set, jaxmux does not change the GPU's memory settings.
 _MEMORY_SETTINGS = {
     "XLA_PYTHON_CLIENT_MEM_FRACTION",
     "XLA_PYTHON_CLIENT_PREALLOCATE",
@@ -31,7 +31,6 @@ _NEW_OBJECTS = 20_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs `jaxmux COMMAND …`; returns its exit code."""
     words = sys.argv[1:] if arguments is None else list(arguments)
     parser = _parser()
     if not words:
@@ -45,7 +44,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run_module(command: str) -> int:
-    """Runs `python -m jaxmux.COMMAND …`; returns its exit code."""
     return run_command(command, sys.argv[1:], prog=f"python -m jaxmux.{command}")
 
 
@@ -69,14 +67,14 @@ def run_command(command: str, arguments: Sequence[str], prog: str) -> int:
     finally:
         sys.meta_path.remove(finder)
     if code not in (0, TASK_FAILED) and is_one_of_several(options):
-        # Otherwise JAX would wait for the other processes, which may wait for this one.
+        # Otherwise JAX would wait for the other processes, which may be waiting for this one.
         exit_at_once(code)
     return code
 
 
 def _open_standard_streams() -> None:
     """Opens the null device for closed standard streams (`>&-`). Otherwise printing would raise an
-    error, and the next file to be opened would receive the output of libraries."""
+    error, and the output of libraries would go to the next file that is opened."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(number)
@@ -89,8 +87,8 @@ def _open_standard_streams() -> None:
 
 class _TransformersWithoutTorch(MetaPathFinder):
     """Imports transformers as if torch were not installed: importing torch takes eight seconds, and
-    no command uses it. Other packages look for torch too, so it is hidden only during the import.
-    """
+    no command uses it. Other packages look for torch too, so it is hidden only during this
+    import."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != "transformers" or "torch" in sys.modules:
@@ -113,8 +111,8 @@ def _imported(command: str) -> ModuleType:
     """The module of a command.
 
     Objects created by the first import live as long as the process, so the garbage collector pauses
-    meanwhile and ignores them later. Afterwards it runs less often than by default, because tracing
-    programs creates many long-lived objects.
+    during the import and ignores these objects later. Afterwards it runs less often than by
+    default, because tracing programs creates many long-lived objects.
     """
     name = f"{__package__}.{command}_command"
     if name in sys.modules or not gc.isenabled():

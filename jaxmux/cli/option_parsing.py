@@ -16,8 +16,8 @@ from jaxmux.similar_names import did_you_mean
 def command_parser(
     prog: str, description: str, epilog: str | None = None
 ) -> argparse.ArgumentParser:
-    """A parser without options. The help shows the name `prog`, the description before the options
-    and `epilog` after them."""
+    """A parser without options. Its help shows `prog`, the description before the options and
+    `epilog` after them."""
     width = min(100, shutil.get_terminal_size().columns)
     return argparse.ArgumentParser(
         prog=prog,
@@ -36,7 +36,6 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
 
 
 def add_config(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that name a config and set its parameters."""
     parser.add_argument(
         "--gin_file", action="append", metavar="FILE", help="a config; may be repeated"
     )
@@ -52,7 +51,7 @@ def add_config(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> argparse.Namespace:
-    """The options of a command without a config. Exits with a message at an unknown option."""
+    """The options of a command without a config. Exits with a message if an option is unknown."""
     options, others = parser.parse_known_args(arguments)
     if others:
         _refuse(parser, others[0], "--help lists the options")
@@ -63,7 +62,7 @@ def parse_with_bindings(
     parser: argparse.ArgumentParser, arguments: Sequence[str]
 ) -> argparse.Namespace:
     """The options of a command with a config; `bindings` has the config's parameters as NAME=VALUE.
-    Exits with a message at an unknown option."""
+    Exits with a message if an option is unknown."""
     options, others = parser.parse_known_args(arguments)
     if unknown := [a for a in others if not a.startswith("--gin.") or "=" not in a]:
         _refuse(parser, unknown[0], "a parameter is set by --gin.NAME=VALUE")
@@ -81,8 +80,8 @@ def _refuse(parser: argparse.ArgumentParser, argument: str, hint: str) -> NoRetu
 
 
 def in_range(kind: type, least: float, most: float, expected: str) -> Callable[[str], int | float]:
-    """An argparse type for numbers in [least, most]. `expected` describes these numbers in
-    the error message."""
+    """An argparse type for numbers in [least, most]. The error message describes these numbers by
+    `expected`."""
 
     def parse(text: str) -> int | float:
         try:

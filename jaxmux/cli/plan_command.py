@@ -55,7 +55,7 @@ from .report_console import report_console, say_if_demo
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
-# Plans of larger global batches than this cover fewer rounds than `DEFAULT_ROUNDS`, so that
+# If a global batch is larger than this, a plan covers fewer than `DEFAULT_ROUNDS` rounds, so that
 # planning takes seconds.
 _LARGE_BATCH = 512
 _MILLISECOND = 1e-3
@@ -63,7 +63,7 @@ _PLAN = "plan.json"
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     if options.fits:
         return plan_fits.run(options)
     console = report_console()
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
         _refuse_foreign_pictures(options.out, run.deployment)
     inputs = _read_inputs(run, device, options.rounds)
     if len(inputs.deployment.replicas) > 1:
-        # Imported here because a plan of one replica does not use the solvers of deployments.
+        # Imported here because a plan of one replica does not use the deployment solvers.
         from jaxmux.planner.replicas import make_deployment_plan
 
         several = make_deployment_plan(
@@ -119,13 +119,12 @@ def _is_plan(path: Path) -> bool:
 
 
 def _pictures(folder: Path, replica: int | None = None) -> tuple[Path, Path]:
-    """The paths of the picture and the trace of a plan, or of one replica's plan."""
     end = "" if replica is None else f"_replica{replica}"
     return folder / f"schedule{end}.png", folder / f"trace{end}.json"
 
 
 def _refuse_foreign_pictures(folder: Path, deployment: Deployment) -> None:
-    """Raises InputError if a file would be replaced that does not belong to a plan."""
+    """Raises InputError if a file that does not belong to a plan would be replaced."""
     count = len(deployment.replicas)
     for replica in range(count) if count > 1 else (None,):
         for path in _pictures(folder, replica):
@@ -162,12 +161,10 @@ class _Inputs(NamedTuple):
 
     Attributes:
       tasks: the tasks that train at the same time, with whole global batches.
-      request: limits of the shape class.
-      deployment: the replicas.
       shapes: for each kind of replica, the shape class that training chooses.
-      costs: the costs of each kind of replica.
+      costs: for each kind of replica, its costs.
       source: origin of the costs.
-      training: the behaviour of training, for the report.
+      training: facts about training, for the report.
       rounds: number of rounds that the plan covers.
     """
 
@@ -234,7 +231,7 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
         for replica in deployment.counts
     }
     first, *_ = costs.values()
-    # Kinds of replicas have different collectives, whose costs may be estimated.
+    # Kinds of replicas use different collectives, whose costs may be estimated.
     notes = tuple(dict.fromkeys(note for each in costs.values() for note in each.source.notes))
     if device and device.profile:
         notes += (
@@ -263,8 +260,9 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
 
 
 def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
-    """The plan of a single replica, and smaller microbatches that would be faster, if any. The plan
-    is that of the first data shard, which has at least as many samples as any other."""
+    """The plan of a single replica, and smaller microbatches that would be faster, if there are
+    any. The plan is that of the first data shard, which has at least as many samples as any
+    other."""
     (costs,), (shape,) = inputs.costs.values(), inputs.shapes.values()
     tasks = [
         task._replace(batches=PartOfBatches(task.batches, costs.replica.shards))
@@ -275,9 +273,9 @@ def _plan_replica(inputs: _Inputs) -> tuple[Plan, SmallerMicrobatches | None]:
 
 
 def _choose_rounds(asked: int | None, tasks: Sequence[TaskLoad], shards: int) -> int:
-    """Number of rounds to plan: `asked`, or one that depends on the largest global batch of a data
-    shard. It is at least 2, so that the plan shows how the second round waits for the updates of
-    the first."""
+    """Number of rounds to plan: `asked`, or a number that depends on the largest global batch of a
+    data shard. It is at least 2, so that the plan shows how the second round waits for the updates
+    of the first."""
     largest = max(-(-len(task.batches[0]) // shards) for task in tasks)
     rounds = asked or max(2, min(DEFAULT_ROUNDS, DEFAULT_ROUNDS * _LARGE_BATCH // largest))
     if largest > _LARGE_BATCH:
@@ -287,8 +285,8 @@ def _choose_rounds(asked: int | None, tasks: Sequence[TaskLoad], shards: int) ->
 
 
 def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded) -> PreparedTask:
-    """Reads and tokenizes the task's data. The result has no initial adapter, because weights are
-    not read."""
+    """Reads and tokenizes the task's data. The result has no initial adapter, because no weights
+    are read."""
     targets, size = adapter_sizes(task, config)
     data = read_data(task, config, tokenizer, loaded)
     return PreparedTask(
@@ -304,7 +302,6 @@ def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded)
 
 
 def _load(prepared: PreparedTask) -> TaskLoad:
-    """The task in the form that planning takes."""
     task = prepared.task
     return TaskLoad(
         name=task.name,

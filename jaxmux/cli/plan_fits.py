@@ -37,10 +37,10 @@ from .main import MEMORY_SHARE
 from .plan_inputs import H200, adapter_sizes, on_device, planned_device
 from .report_console import report_console, say_if_demo
 
-# Rows and columns of the table, besides the values of the config.
+# Rows and columns of the table, in addition to the values of the config.
 _TOKENS = (1024, 2048, 4096, 8192, 16384)
 _TASKS = (1, 4, 16, 64)
-# The task of a config without tasks. Its data is not read.
+# The task that is used if a config has no tasks. Its data is not read.
 _TASK = Task("task", "none.jsonl", LoRA(rank=16), AdamW(), steps=1)
 _FITS = "fits.json"
 
@@ -52,7 +52,7 @@ class Fits(NamedTuple):
       backbone: name of the architecture.
       layers: number of layers of the backbone.
       device_gib: memory of the device in GiB.
-      memory_bytes: bytes of it that training may use.
+      memory_bytes: bytes of this memory that training may use.
       sources: for each format, the origin of the predictions; all are for the same device.
       pool: sizes of the pool, with the contents of a slot.
       row_len: tokens of a row, which holds at most `max_sequences` samples.
@@ -85,7 +85,7 @@ class Fits(NamedTuple):
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command with `--fits`; returns its exit code, 0. Raises `InputError` for unusable
+    """Runs the command with `--fits`; returns its exit code, 0. Raises InputError for unusable
     input."""
     console = report_console()
     say_if_demo(options, console)
@@ -106,10 +106,10 @@ def run(options: argparse.Namespace) -> int:
 
 
 def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
-    """Predicts what fits on one device. No weights and no data are read.
+    """Predicts what fits on one device, without reading weights or data.
 
     Args:
-      run: the config. Each slot of the table's tasks has room for the largest of its tasks.
+      run: the config. Each slot has room for the largest of its tasks.
       device_gib: memory of the device in GiB. JAX and the engine leave a part of it unused, as they
         do in training; `run.memory_gib` is a further limit.
       device: the kind of device.
@@ -153,7 +153,8 @@ def find_fits(run: RunConfig, device_gib: float, device: PlannedDevice) -> Fits:
 def _costs(
     run: RunConfig, pool: PoolSpec, device: PlannedDevice
 ) -> tuple[dict[str, RunCosts], dict[str, str]]:
-    """By format, the costs, or the reason for having none. The checkpoint's format comes first."""
+    """For each format, the costs, or the reason why there are none. The checkpoint's format comes
+    first."""
     folder = resolve_backbone(run.backbone)
     measured = device.profile and read_profile(device.profile).backbone.backbone_format
     costs: dict[str, RunCosts] = {}

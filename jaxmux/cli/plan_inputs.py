@@ -14,19 +14,14 @@ from jaxmux.tasks import Task, TaskError
 
 from .gin_bindings import RunConfig
 
-# The device of tables of what fits, if no other is named.
+# The device of tables of what fits, unless another device is named.
 H200 = PlannedDevice(h200.NAME)
 
 
 def planned_device(profile: str | None) -> PlannedDevice | None:
-    """The kind of device that `--profile` asks for; None without it.
-
-    Args:
-      profile: a file, or the beginning of the name of a profile that ships with jaxmux: "h200".
-
-    Raises:
-      ProfileError: there is no such file or profile, or it cannot be read.
-    """
+    """The kind of device that `--profile` asks for; None without the option. `profile` is a file,
+    or the beginning of the name of a profile that ships with jaxmux, for example "h200". Raises
+    ProfileError if there is no such file or profile, or it cannot be read."""
     if profile is None:
         return None
     ship = {path.name.partition("_")[0]: path for path in _shipped()}
@@ -39,12 +34,9 @@ def planned_device(profile: str | None) -> PlannedDevice | None:
 
 
 def on_device(run: RunConfig, device: PlannedDevice) -> RunConfig:
-    """The settings of a training run on another device than this machine's: a dtype "auto" becomes
-    a definite one, and the memory is that of such a device unless the config limits it.
-
-    Raises:
-      ProfileError: the profile has another dtype than the config.
-    """
+    """The settings of a training run for a device that need not be this machine's: the dtype "auto"
+    becomes a definite dtype, and the memory is that of such a device, unless the config limits it.
+    Raises ProfileError if the profile has another dtype than the config."""
     profile = device.profile and read_profile(device.profile)
     measured = profile.dtype if profile else "bfloat16"
     dtype = measured if run.dtype == "auto" else run.dtype
@@ -70,10 +62,7 @@ def adapter_sizes(
     task: Task, config: BackboneConfig
 ) -> tuple[dict[str, LayerMask], KindSize | None]:
     """The fields `targets` and `size` of the task's `PreparedTask`, without reading its data.
-
-    Raises:
-      TaskError: the task's adapter does not suit the backbone.
-    """
+    Raises TaskError if the task's adapter does not suit the backbone."""
     try:
         targets = dict(kind_of(task.adapter).targets(task.adapter, config))
         return targets, size_of_adapter(task.adapter, config)

@@ -17,9 +17,9 @@ _COLORS = (
     *("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#7F7F7F"),
     *("#8C6BB1", "#A6761D", "#66C2A5", "#E7298A"),
 )
-# Height of a lane, where neighbouring lanes are 1 apart.
+# Height of a lane; neighbouring lanes are 1 apart.
 _LANE = 0.84
-# Boxes are numbered if the narrowest of them is at least this many inches wide.
+# Boxes are numbered if the narrowest box is at least this many inches wide.
 _NUMBER_WIDTH = 0.17
 # Colour of a lane without passes.
 _IDLE = "#ECECEC"
@@ -36,16 +36,9 @@ def draw_schedule(
     """Draws the simulated schedule to a PNG file.
 
     A box is a pass of a microbatch: forward passes are solid, backward passes lighter and hatched.
-    The colour shows the bucket, the number the index of the microbatch. The grey of the lane is
-    idle time. With several stages, the title ends with the bubble ratio.
-
-    Args:
-      schedule: the schedule.
-      simulation: the times at which its passes run.
-      path: file to write.
-      title: title of the picture.
-      labels: by bucket, its name in the legend.
-      time_unit: unit of the simulation's times, for the axis.
+    The colour shows the bucket, the number is the index of the microbatch. Grey is idle time. With
+    several stages, the title ends with the bubble ratio. `labels` has the name of each bucket for
+    the legend; `time_unit` is the unit of the simulation's times, for the axis.
     """
     passes = (
         (simulation.forward_start, simulation.forward_end),

@@ -1,4 +1,4 @@
-"""A plan as tables and lines of text for a terminal."""
+"""Shows a plan as tables and lines of text on a terminal."""
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +17,7 @@ from jaxmux.printable import Name
 if TYPE_CHECKING:
     from jaxmux.planner.replicas import DeployedPlans
 
-# Explanations of the tables' words, of one or two lines each on a terminal of 80 columns.
+# Explanations of the words in the tables, of one or two lines each on a terminal of 80 columns.
 _WORDS = {
     "round": "one global batch of every task, after which the tasks are updated",
     "tokens": "in the first table as max_length counts them; then places in rows, n - 1 for a "
@@ -38,7 +38,7 @@ _WORDS = {
 _OF_PIPELINES = ("bubble ratio", "1F1B per task", "batch everything")
 _OF_ONE_STAGE = ("one task at a time",)
 _OF_REPLICAS = ("round", "tokens", "microbatch", "shape class")
-# An hTask with more tasks than this is shown with half as many names.
+# If an hTask has more tasks than this, only half as many names are shown.
 _NAMES = 8
 
 
@@ -48,7 +48,7 @@ class TrainingFacts(NamedTuple):
     Attributes:
       device: kind of the devices. If the plan's costs are for another kind, no times are shown.
       memory_is_known: whether training refuses tasks that do not fit into memory.
-      choices: the lines with which training reports the shape of its microbatches.
+      choices: the lines in which training reports the shape of its microbatches.
     """
 
     device: str
@@ -70,10 +70,8 @@ def plan_tables(
     that must not be wrapped, because it contains a path.
 
     Args:
-      plan: the plan.
       smaller: smaller microbatches that would be faster; None if there are none.
       dropped: by name of the task, the number of records without a sample.
-      training: facts about training.
     """
     yield from _heading(plan, plan.replica, training)
     if (shards := plan.replica.shards) > 1:
@@ -104,7 +102,7 @@ def plan_tables(
 def deployment_tables(
     several: "DeployedPlans", dropped: Mapping[str, int], training: TrainingFacts
 ) -> Iterator[Table | Text | str]:
-    """The tables and lines that describe the plans of several replicas; as `plan_tables`."""
+    """Like `plan_tables`, for the plans of several replicas."""
     plan = next(plan for plan in several.plans if plan)
     yield from _heading(plan, several.deployment, training)
     yield _tasks(plan)
@@ -126,7 +124,6 @@ def deployment_tables(
 
 
 def _legend(words: Iterable[str]) -> Table:
-    """The explanations of these words."""
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
@@ -237,8 +234,8 @@ def _buckets(plan: Plan) -> Table:
 
     for i, bucket in enumerate(plan.buckets):
         htasks = [_fused([plan.tasks[slot].name for slot in plan.htasks[h]]) for h in bucket]
-        # The bucket's microbatches may also hold samples of the next bucket. So tokens are counted
-        # by slot, and padding by microbatch.
+        # The bucket's microbatches may also hold samples of the next bucket. Tokens are therefore
+        # counted by slot, and padding by microbatch.
         counted = sum(slot_tokens[slot] for h in bucket for slot in plan.htasks[h])
         add_row(str(i), ", ".join(htasks), counted, tokens[buckets == i])
     if len(plan.buckets) > 1:
@@ -257,7 +254,7 @@ def _shape(plan: Plan) -> str:
 
 
 def _predictions(plan: Plan, training: TrainingFacts) -> Table:
-    """The plan and its baselines; with bubble ratios if there is a pipeline."""
+    """The plan and its baselines, with bubble ratios if there is a pipeline."""
     bubbles, times = plan.replica.pp > 1, training.has_times(plan)
     # Headings of several lines leave room for the method in 80 columns.
     table = NumberTable(
@@ -296,8 +293,8 @@ def _memory(plan: Plan, training: TrainingFacts) -> str:
 
 
 class NumberTable(Table):
-    """A table whose first columns hold text and whose other columns hold numbers. If it is too
-    wide, only text is wrapped."""
+    """A table whose first columns hold text and whose other columns hold numbers. If the table is
+    too wide, only text is wrapped."""
 
     def __init__(self, *columns: str, texts: int = 1):
         super().__init__(box=box.SIMPLE_HEAD)
@@ -321,7 +318,7 @@ def _duration(seconds: float) -> str:
 
 
 def bucket_labels(plan: Plan) -> dict[int, str]:
-    """By bucket, the names of at most three of its tasks, for the legend of a picture."""
+    """For each bucket, the names of at most three of its tasks, for the legend of a picture."""
     labels = {}
     for i, slots in enumerate(plan.groups):
         names = [plan.tasks[slot].name for slot in slots]

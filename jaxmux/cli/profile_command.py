@@ -36,7 +36,7 @@ from .report_console import report_console
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, 0. Raises `InputError` for unusable input."""
+    """Runs the command; returns its exit code, 0. Raises InputError for unusable input."""
     console = report_console()
     config = _config(options)
     if options.check and options.out:
@@ -138,7 +138,7 @@ def _line(measurement: Measurement) -> str:
 
 def _layer_times(profile: Profile) -> Iterator[Table | str]:
     """The measured times of layers and those of the fitted model, in 80 columns. A line above the
-    table gives the usual values of all fields; a row names only the fields that differ."""
+    table gives the usual values of all fields; each row names only the fields that differ."""
     times = fit_time_model(profile)
     measured = profile.of(LayerPoint)
     fields = [dataclasses.asdict(point) for point, _ in measured]

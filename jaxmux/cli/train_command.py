@@ -23,10 +23,8 @@ from .exit_codes import TASK_FAILED, exit_at_once, exit_code_of
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code, as `jaxmux train --help` describes it.
-
-    Raises `InputError` for input that cannot be used.
-    """
+    """Runs the command; returns its exit code, as `jaxmux train --help` describes it. Raises
+    InputError for unusable input."""
     if options.watch:
         with _page(options):
             _serve(options)
@@ -110,7 +108,8 @@ def _serve(options: argparse.Namespace) -> NoReturn:
 
 
 def _require_folder(watched: Path) -> None:
-    """Raises InputError if the watched directory does not exist: its name may be misspelt."""
+    """Raises InputError if the watched directory does not exist, because its name may be
+    misspelt."""
     if watched.is_dir():
         return
     siblings = watched.absolute().parent.glob("*/")
@@ -126,7 +125,8 @@ def _parse(files: Sequence[str], options: argparse.Namespace) -> str | Path:
 
 
 def _keep_compiled_programs() -> None:
-    """Makes JAX store compiled programs in the user's cache folder if no other folder is set."""
+    """Makes JAX store compiled programs in the user's cache folder, unless another folder is
+    set."""
     if jax.config.jax_compilation_cache_dir is None:
         jax.config.update("jax_compilation_cache_dir", str(cache_folder("jax")))
     if "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS" not in os.environ:

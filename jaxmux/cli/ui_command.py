@@ -6,10 +6,8 @@ from jaxmux.ui.serving import serve_run
 
 
 def run(options: argparse.Namespace) -> int:
-    """Runs the command; returns its exit code.
-
-    Raises `InputError` for a directory or a port that cannot be used.
-    """
+    """Runs the command; returns its exit code. Raises InputError for an unusable directory or
+    port."""
 
     def say(text: str) -> None:
         print(text, flush=True)

@@ -1,4 +1,4 @@
-"""The choice of sequences that are computed together, and of the row of the batch for each."""
+"""Chooses the sequences that are computed together, and the row of the batch that each one gets."""
 
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -8,8 +8,9 @@ from jaxmux.planner.numbers import power_of_two
 
 from .requests import Prompt
 
-# Number of tokens of prompts, with padding, that are read in one pass through the layers. For fewer
-# than the least, reading the weights takes longer than multiplying by them. The most limits memory.
+# Least and most tokens of prompts, with padding, that one pass through the layers reads. With fewer
+# tokens, reading the weights takes longer than multiplying by them; more tokens need too much
+# memory.
 _LEAST_READ, _MOST_READ = 2**8, 2**16
 _LEAST_LENGTH = 16
 # Free rows are filled when they are this fraction of the batch.
@@ -38,14 +39,14 @@ class Batch:
 
     When a sequence ends, its row becomes free for the next one (continuous batching: Orca, Yu et
     al. 2022; vLLM, Kwon et al. 2023). Rows are divided into chunks of equal size, and a chunk
-    belongs to one slot, because its rows are multiplied by the same adapter. If none of its
-    sequences continues and none waits for its slot, the chunk passes to the slot for which most
+    belongs to one slot, because its rows are multiplied by the same adapter. When no sequence of a
+    chunk continues and none waits for the chunk's slot, the chunk passes to the slot for which most
     sequences wait.
 
     The longest sequences come first, so that later ones need a cache with fewer positions. Prompts
-    are read in groups of one size, and their lengths are rounded up to powers of two. So few
-    programs are compiled, and the shapes with which a prompt is read do not depend on other
-    prompts.
+    are read in groups of one size, and their lengths are rounded up to powers of two. This way, the
+    number of compiled programs stays small, and the shapes with which a prompt is read do not
+    depend on other prompts.
 
     Attributes:
       requests: the index of the request of each row; None for a free row.
@@ -65,9 +66,9 @@ class Batch:
         if len(prompts) <= max_batch:
             if len(prompts) == 1:
                 # In a batch of one row, XLA splits products with the weights into multiplications
-                # and sums, which write the products to memory. So an empty row is added. It has
-                # another slot, because the low-rank products of two rows of one slot are more
-                # programs on a GPU.
+                # and sums, and writes the products to memory. So an empty row is added. It has
+                # another slot, because a GPU would run more programs for the low-rank products of
+                # two rows that share a slot.
                 counts[_another(slots[0])] = 0
             rows_of_chunk = _rows_of_chunk(list(counts.values()))
             chunks_of_slot = {
@@ -105,7 +106,7 @@ class Batch:
 
     @property
     def fewest(self) -> int:
-        """The number of continuing sequences at which enough rows are free to be filled."""
+        """The number of continuing sequences at which `fill` gives free rows to waiting ones."""
         return max(0, self.live - self._enough + len(self._next()[0])) if self.waiting else 0
 
     def free(self, row: int) -> None:
@@ -140,8 +141,8 @@ class Batch:
         return min(self._least_free, self.waiting)
 
     def _next(self) -> tuple[list[tuple[int, int]], list[int]]:
-        """The free rows that waiting sequences can get, each with its slot, and the slot of every
-        chunk after that."""
+        """The free rows that waiting sequences can get, each with its slot, and the slot that every
+        chunk then has."""
         left = {slot: len(queue) for slot, queue in self._waiting.items()}
         plan, slots, most = [], list(self.slots), self._most - self.live
         for chunk in range(len(slots)):
@@ -167,8 +168,8 @@ def _another(slot: int) -> int:
 
 
 def _rows_of_chunk(counts: Sequence[int]) -> int:
-    """The number of rows in a chunk for which the number of rows and chunks is least in total. The
-    factors of a chunk are about as large as the cache of a row."""
+    """The number of rows per chunk for which the total of rows and chunks is least. Both take
+    memory: the factors of a chunk are about as large as the cache of a row."""
 
     def cost(rows: int) -> int:
         chunks = sum(-(-count // rows) for count in counts)

@@ -67,7 +67,7 @@ def end_of_turn(tokenizer: Any) -> list[int]:
         return []
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _PROBE}]
     try:
-        # Of several templates, the one for chats with tools may be the only one.
+        # The only template of a tokenizer may be the one for chats with tools.
         template = template_of(tokenizer, tools=[]).text
         text = tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False)
     except Exception:  # the template needs other messages, so the end of a turn is not known

@@ -51,7 +51,7 @@ class TextStream:
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        """Begins behind the tokens of a prompt, without virtual tokens."""
+        """Begins behind a prompt; `prompt` has its tokens without virtual tokens."""
         self._tokenizer = tokenizer
         self._tokens = list(prompt[-_CONTEXT:])
         # The text of the tokens before `_read` has been returned, and `_shown` characters behind
@@ -103,9 +103,9 @@ class Generator:
           tokenizer: the backbone's tokenizer, from `load_tokenizer`, for requests without one.
           max_batch: most sequences that are computed together; fewer if the device has no memory
             for their keys and values. When a completion ends, the next request takes its row.
-          keep_backbone: whether `backbone` can be used afterwards. If so, the weights of its layers
-            are copied, or if the device has no memory for that, read from their stacks, which takes
-            up to three times as long. False moves them.
+          keep_backbone: whether `backbone` can be used afterwards. True copies the weights of its
+            layers; if the device has no memory for a copy, completions read the weights from their
+            stacks, which takes up to three times as long. False moves the weights.
         """
         self._config: BackboneConfig = backbone.config
         self._dtype = backbone.compute_dtype

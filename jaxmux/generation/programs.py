@@ -114,7 +114,7 @@ def begin_sequences(
     Args:
       sequences: the sequences; their arrays are overwritten.
       prompts: keys and values of all tokens of each prompt except the last one.
-      rows: the row of each prompt; prompts with numbers behind the last row are ignored.
+      rows: the row of each prompt; a prompt whose number is behind the last row is ignored.
       last: the last token of each prompt.
       place: the position of this token.
     """

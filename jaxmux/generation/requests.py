@@ -87,8 +87,8 @@ def read_prompt(
 def distinct_adapters(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
     """A request for each different adapter object, and for every request the index of its adapter.
 
-    There are at least two; the second one may be the bare backbone, because `Batch` needs two
-    slots.
+    There are at least two requests, because `Batch` needs two slots; the second may be one for the
+    bare backbone.
     """
     index_of: dict[int, int] = {}
     firsts: list[Request] = []

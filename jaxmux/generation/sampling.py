@@ -12,16 +12,16 @@ from jaxmux.field_checks import EXACT, Natural, checked_dataclass
 
 @checked_dataclass
 class Sampling:
-    """How tokens are chosen. The logits are divided by `temperature`; of the most likely tokens,
-    first `top_k` are kept and of those the `top_p`; one of these is drawn.
+    """How tokens are chosen. The logits are divided by `temperature`. The `top_k` most likely
+    tokens are kept, then those of them that `top_p` admits, and one of the kept tokens is drawn.
 
     What is drawn for a sequence depends on its own seed and on the places of its tokens, not on
     other sequences or on their number.
 
     Attributes:
       temperature: 0 takes the most likely token.
-      top_p: the most likely tokens are kept whose probabilities before the last of them add up to
-        less than this number (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
+      top_p: the most likely tokens are kept, up to the token at which the sum of their
+        probabilities reaches this number (nucleus sampling, Holtzman et al. 2020); 1 keeps all.
       top_k: number of tokens that are kept; 0 keeps all. Tokens as likely as the last are kept too.
       seed: seed of the first request's draws; request i has the seed `seed + i`, modulo 2^32.
 

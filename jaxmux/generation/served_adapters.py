@@ -91,8 +91,9 @@ def adapters_of_chunks(
 def stacked_pools(
     requests: Sequence[Request], config: BackboneConfig
 ) -> Iterator[tuple[str, Iterator[tuple[str, Any, Any]]]]:
-    """Yields the name of every kind in use, with the points of its pool: name, `LeafSpec`s, and
-    NumPy arrays with the adapter of request i in slot i. The low-rank kind is always included."""
+    """Yields the name of every kind in use, with an iterator over the points of its pool. For each
+    point, this yields the point's name, its `LeafSpec`s, and NumPy arrays with the adapter of
+    request i in slot i. The low-rank kind is always included."""
     trees = [kind_of(r.spec).in_pools(r.adapter) if r.spec else {} for r in requests]
     for name in sorted({LOW_RANK_KIND, *(name for tree in trees for name in tree)}):
         specifications = [r.spec for r, tree in zip(requests, trees, strict=True) if name in tree]

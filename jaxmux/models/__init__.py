@@ -1,6 +1,5 @@
 """The frozen backbone: Llama-family decoders as pure functions of their weights, and Hugging Face
-checkpoints.
-"""
+checkpoints."""
 
 from .adapted_linears import Adapters
 from .adapter_ops import AdapterOp, matmul_of_chunks

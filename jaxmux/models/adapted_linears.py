@@ -1,8 +1,8 @@
 """Applies the frozen linears together with their adapters (MuxTune 3.2: Dispatch, then BaseOp and
 Adapter, then Aggregate).
 
-Every linear of the backbone that can carry an adapter is applied by `adapted_linears`. Linears that
-read the same input are applied in one call, so that one read of the input can serve them all.
+`adapted_linears` applies every linear of the backbone that can carry an adapter. Linears with the
+same input are applied in one call, so that the input is read only once.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from .weight_sharding import TP, UNDIVIDED, WeightSharding, first_column, leave
 # The checkpoint names of products that a layer may keep.
 _KEPT = {"mlp.gate_proj": GATE, "mlp.up_proj": UP}
 
-# For linears that have no adapters besides low-rank ones.
+# For linears whose only adapters are low-rank ones.
 NO_OTHERS = LayerAdapters((), {}, 1)
 
 # Factors, or gradient accumulators, by module path. Modules that no live task adapts are absent.
@@ -40,8 +40,8 @@ Adapters = Mapping[str, Factors]
 
 
 class Dispatch(NamedTuple):
-    """Owners and dropout of a stream's tokens, the same for every layer; `dropout` is None if no
-    live task uses it."""
+    """Owners and dropout of a stream's tokens, the same for every layer. `dropout` is None if no
+    live task uses dropout."""
 
     routing: Routing
     dropout: Dropout | None
@@ -63,22 +63,22 @@ def adapted_linears(
     """Applies linears that all read `x`, with the adapters that they carry.
 
     Args:
-      block: weights of the sub-block (attention or MLP) that holds the modules, in all layers, by
+      block: weights, in all layers, of the sub-block (attention or MLP) that holds the modules, by
         the last component of the module path.
       adapters: factors of all layers and slots.
-      accumulators: gradient accumulators of the factors, threaded through, see
-        `grouped_lora_linear`; None if no gradients are wanted.
+      accumulators: gradient accumulators of the factors, which are passed through and returned (see
+        `grouped_lora_linear`); None if no gradients are wanted.
       modules: paths of the linears.
       residual: added to the output; allowed only with a single module.
       others: the adapters of the layer that are not low-rank.
 
     Returns:
       The output of each module, in the dtype of `x`, and the accumulators. For a row-parallel
-      linear, this device's part of the output, without residual, for `joined`. It has the bias only
-      if adapters touch the linear.
+      linear, the output is this device's summand, without residual, for `joined`; it includes the
+      bias only if adapters change the linear.
     """
     if len(modules) > 1 and any(m in others.scales or others.change_input(m) for m in modules):
-        # The linears no longer read the same input, or have different scales.
+        # The linears do not read the same input, or have different scales.
         outputs = []
         for module in modules:
             (y,), accumulators = adapted_linears(
@@ -137,7 +137,7 @@ def adapted_linears(
         if accumulators is not None:
             accumulators = {**accumulators, **dict(zip(adapted, of_adapted, strict=True))}
     outputs = {
-        # Adapters that scale the product need it to compute their gradients.
+        # Adapters that scale the product need the unscaled product to compute their gradients.
         m: others.apply("product", m, checkpoint_name(y, _KEPT.get(m, SCALED)))
         if others.change_product(m)
         else y
@@ -162,7 +162,7 @@ def adapted_linears(
 
 
 def _bias_of_one(bias: Float[Array, " n"]) -> Float[Array, " n"]:
-    """The bias on one tensor-parallel device and 0 on the others. The devices' outputs are summed
+    """The bias on one tensor-parallel device, and 0 on the others: the devices' outputs are summed
     after the adapters."""
     return jnp.where(jax.lax.axis_index(TP) == 0, bias, 0)
 
@@ -174,12 +174,13 @@ def joined(
     layer: Int[Array, ""] | int,
     sharding: WeightSharding,
 ) -> Float[Array, "N d"]:
-    """The residual stream after attention or the MLP, from the residual stream before and the
-    output `y` of `adapted_linears` or `adapted_mlp`; the sub-block's output if `residual` is None.
+    """The residual stream after attention or the MLP, from `residual`, the residual stream before,
+    and `y`, the output of `adapted_linears` or `adapted_mlp`. If `residual` is None, the
+    sub-block's output.
 
-    On one tensor-parallel device this is `y`, which has residual and bias already. Otherwise the
-    devices' parts are summed, and residual and bias are added to the sum. `bias`, of all layers, is
-    None if the last linear has none or `y` has it already.
+    On one tensor-parallel device the result is `y`, which already includes residual and bias.
+    Otherwise the devices' summands are added up, and residual and bias are added to the sum.
+    `bias`, of all layers, is None if the last linear has no bias or `y` already includes it.
     """
     if sharding.tp == 1:
         return y
@@ -199,11 +200,12 @@ def adapted_mlp(
     sharding: WeightSharding = UNDIVIDED,
     others: LayerAdapters = NO_OTHERS,
 ) -> tuple[Float[Array, "N d"], Adapters | None]:
-    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. Each
-    of several tensor-parallel devices returns its part of the product, for `joined`.
+    """`residual + down(silu(gate(x)) * up(x))`; the arguments are those of `adapted_linears`. If
+    there are several tensor-parallel devices, each returns its summand of the product, for
+    `joined`.
 
-    The fused op computes it if it can serve the call; otherwise each linear is computed separately.
-    The choice and its reason are logged once.
+    The fused op computes the result if it can serve the call; otherwise each linear is computed
+    separately. The choice and its reason are logged once.
     """
     modules = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
     divided = sharding.tp > 1
@@ -245,7 +247,7 @@ def adapted_mlp(
             others=others,
         )
         (gate, up), threaded = apply(x, accumulators=accumulators, modules=modules[:2])
-        # Products that adapters scale have been given their checkpoint names before scaling.
+        # Products that adapters scale got their checkpoint names before scaling.
         gate, up = (
             y if others.change_product(module) else checkpoint_name(y, _KEPT[module])
             for module, y in zip(modules[:2], (gate, up), strict=True)

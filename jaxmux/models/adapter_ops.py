@@ -1,11 +1,11 @@
 """The operations of adapter kinds at the points of a decoder layer (MuxTune 3.2: Adapter,
 Aggregate).
 
-Low-rank adapters of linears are part of the frozen products, see `adapted_linears`. Every other
+Low-rank adapters of linears are part of the frozen products (see `adapted_linears`). Every other
 kind has an `AdapterOp`. A *point* is a linear ("self_attn.q_proj"), a norm ("input_layernorm",
 "post_attention_layernorm", or "norm" after the last layer), a sub-block ("self_attn" or "mlp"), the
-embedding ("embed_tokens"), the head ("lm_head"), or both of the last two if they are one table
-("tied_embedding"). The arrays of a kind lie under the points that it changes.
+embedding ("embed_tokens"), the head ("lm_head"), or embedding and head together if they are one
+table ("tied_embedding"). The arrays of a kind are stored by the points that the kind changes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -23,15 +23,15 @@ from jaxmux.pallas_kernels.slot_values import rows_of_tokens, values_of_chunks
 
 # The kind whose arrays are the factors of linears.
 LOW_RANK_KIND = "lora"
-# Name of an array of kinds that have low-rank factors: float32 [L, T], the scale of their product.
+# Name of an array in kinds that have low-rank factors: float32 [L, T], the scale of their product.
 SCALE = "scale"
-# Keys that lie beside the arrays at the head of kinds with low-rank factors, if tasks have dropout:
-# the `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
+# If tasks have dropout, these keys lie beside the arrays at the head of kinds with low-rank
+# factors: the `token_counters` [chunks, l] of the tokens, and the rate of dropout, [chunks].
 COUNTERS, RATE = "counters", "rate"
-# Key of the owner slot of every chunk, beside arrays of all slots (`AdapterOp.of_slots`).
+# Key of the owner slot of every chunk. It lies beside arrays of all slots (`AdapterOp.of_slots`).
 CHUNK_SLOT = "chunk_slot"
-# The norm after the last layer. Its arrays also have the axis of layers. Only the entries of the
-# last layer are used, so they lie on the devices of the last layer.
+# The norm after the last layer. Its arrays also have an axis of layers, of which only the last
+# entry is used, so they lie on the devices of the last layer.
 FINAL_NORM = "norm"
 # The embedding of tokens. Its arrays have the axis "first" instead of the axis of layers.
 EMBEDDING = "embed_tokens"
@@ -53,9 +53,9 @@ class AdapterOp:
 
     All methods work on chunks, each of which belongs to one task. `own` holds the kind's arrays at
     the point, for the owner of every chunk: a tree of float32 arrays [chunks, ...]. For tasks of
-    other kinds, and for layers that a task does not adapt, they hold the padding of their
-    `LeafSpec`, with which a method must return its input bit for bit. No method may mix values of
-    two chunks. The methods are differentiated by JAX.
+    other kinds, and for layers that a task does not adapt, these arrays hold the padding of their
+    `LeafSpec`; a method must then return its input bit for bit. No method may mix values of two
+    chunks. JAX differentiates the methods.
 
     Instances are static arguments of compiled programs, so they are hashable and do not change.
 
@@ -68,9 +68,9 @@ class AdapterOp:
       low_rank: whether adapters also have low-rank factors. One of the kind's arrays is then
         `SCALE`, the scale of a linear's low-rank product.
       paired_ranks: whether ranks 2i and 2i + 1 of the low-rank factors belong together. They are
-        then A and A - A0 in the first factor, and B - B0 and B0 in the second one, for trained A
-        and B and constants A0 and B0, so that the product is A B - A0 B0, without the rounding
-        errors of two large products. The rank is even.
+        then A and A - A0 in the first factor, and B - B0 and B0 in the second factor, for trained A
+        and B and constants A0 and B0. The product is thus A B - A0 B0, without the rounding errors
+        of two large products. The rank is even.
     """
 
     of_slots: frozenset[str] = frozenset()
@@ -86,8 +86,8 @@ class AdapterOp:
         return x
 
     def changes_input(self, own: Any) -> bool:
-        """Whether `linear_input` changes the input of a linear with these arrays. Linears that
-        otherwise read the same input are then applied one by one."""
+        """Whether `linear_input` changes the input of a linear that has these arrays. Then linears
+        that otherwise read the same input are applied one by one."""
         return False
 
     def linear_input(self, own: Any, x: Float[Array, "chunks l k"]) -> Float[Array, "chunks l k"]:
@@ -96,8 +96,8 @@ class AdapterOp:
 
     def product(self, own: Any, y: Float[Array, "chunks l n"]) -> Float[Array, "chunks l n"]:
         """The product of a linear, from the sum `y` of the frozen and the low-rank product. The
-        bias is added afterwards. The method is linear in `y`, of which each tensor-parallel device
-        may have a summand."""
+        bias is added afterwards. The method must be linear in `y`, because each tensor-parallel
+        device may have only a summand of `y`."""
         return y
 
     def after_update(
@@ -107,9 +107,9 @@ class AdapterOp:
         weight: FrozenWeight,
         total: Callable[[Array], Array],
     ) -> dict[str, Array]:
-        """New values, by name, of arrays that are not trained but depend on trained ones. It is
-        called after every update of a kind with low-rank factors, for several slots at once. If the
-        linear is divided among devices, the arguments are this device's part.
+        """New values, by name, of arrays that are not trained but depend on trained ones. Called
+        after every update of a kind with low-rank factors, for several slots at once. If the linear
+        is divided among devices, the arguments are this device's part.
 
         Args:
           own: the kind's arrays at a linear in one layer, by name, [slots, ...].
@@ -126,9 +126,9 @@ class AdapterOp:
         y: Float[Array, "chunks l n"],
         first_column: Int[Array, ""] | int,
     ) -> Float[Array, "chunks l n"]:
-        """The output of a linear, from its output `y` with bias and low-rank adapter. The method is
-        linear in `x` and `y` together, because each tensor-parallel device may have some columns of
-        the input `x`, from `first_column` on, and a summand of `y`."""
+        """The output of a linear, from its output `y` with bias and low-rank adapter. The method
+        must be linear in `x` and `y` together, because each tensor-parallel device may have only
+        some columns of the input `x`, from `first_column` on, and a summand of `y`."""
         return y
 
     def norm_output(
@@ -152,16 +152,17 @@ class AdapterOp:
         logits: Float[Array, "chunks l vocab"],
         first_token: Int[Array, ""] | int,
     ) -> Float[Array, "chunks l vocab"]:
-        """The logits of the tokens, or of those tokens of the vocabulary that this device has, from
-        `first_token` on. `hidden` is the input of the head; `logits` is their float32 product."""
+        """The logits of the tokens. If this device has only a part of the vocabulary, it begins at
+        `first_token`. `hidden` is the input of the head; `logits` is the float32 product of input
+        and head."""
         return logits
 
 
-# By name of the kind, the arrays of all slots, or gradient accumulators. Those of `LOW_RANK_KIND`
-# are factors by module path; those of other kinds are trees by point.
+# By name of the kind, the arrays of all slots, or gradient accumulators. For `LOW_RANK_KIND` these
+# are factors by module path; for other kinds, trees by point.
 AllAdapters = Mapping[str, Any]
 
-# By name of the kind, its operations; only kinds that are in use.
+# Pairs of the name and the operations of each kind in use.
 AdapterOps = tuple[tuple[str, AdapterOp], ...]
 
 
@@ -197,9 +198,9 @@ class LayerAdapters(NamedTuple):
     def apply(
         self, method: str, point: str, *streams: Float[Array, "N _"], **numbers: Any
     ) -> Float[Array, "N _"]:
-        """Applies a method of `AdapterOp` of all kinds at a point, one after another. `streams` and
-        `numbers` are the method's arguments after `own`. Each kind gets the result of the kind
-        before it as the last of the streams."""
+        """Applies a method of `AdapterOp` of all kinds at a point, one kind after another.
+        `streams` and `numbers` are the method's arguments after `own`. The last stream is replaced
+        by the result of the previous kind."""
         *others, last = streams
         others = [self._chunked(x) for x in others]
         for name, op in self.ops:
@@ -221,10 +222,10 @@ def layer_adapters(
     outside: Sequence[str] = (),
     tokens: Int[Array, "chunks l"] | None = None,
 ) -> tuple[LayerAdapters, AllAdapters | None]:
-    """The adapters of a layer for the chunks of a stream, and the accumulators, threaded through as
-    by `values_of_chunks`. If `outside` is not empty, the points of the layer are not read, but
-    these: the norm after the last layer, or the embedding and the head, with layer 0. `tokens` are
-    the tokens of each chunk, for the embedding."""
+    """The adapters of a layer for the chunks of a stream, and the accumulators, which
+    `values_of_chunks` passes through. If `outside` is not empty, these points are read instead of
+    those of the layer: the norm after the last layer, or the embedding and the head, with layer 0.
+    `tokens` are the tokens of each chunk, for the embedding."""
 
     by_kind: dict[str, Mapping[str, Any]] = {}
     scales: dict[str, Array] = {}
@@ -287,8 +288,8 @@ def rows_of_chunks(
     rows: Float[Array, "chunks R d"], index: Int[Array, "chunks l"], count: int, dtype: jnp.dtype
 ) -> Float[Array, "chunks l d"]:
     """For each token, the row `index` of its chunk's float32 matrix, converted to `dtype`; zeros if
-    the index is outside of the `count` rows. The gradient of a matrix is summed in float32; the
-    order of the sum is fixed, also on a GPU."""
+    the index is outside the `count` rows. The gradient of a matrix is summed in float32, in a fixed
+    order, even on a GPU."""
     inside = (index >= 0) & (index < count)
     taken = jnp.take_along_axis(rows, jnp.where(inside, index, 0)[..., None], axis=1)
     return jnp.where(inside[..., None], taken, 0).astype(dtype)
@@ -310,7 +311,8 @@ def matmul_of_chunks(
     x: Float[Array, "chunks l k"], w: Float[Array, "chunks k n"], dtype: jnp.dtype | None = None
 ) -> Float[Array, "chunks l n"]:
     """The product of every chunk, in the compute dtype, with its own float32 matrix. Sums, and the
-    gradient of `w`, are float32. `dtype` is the dtype of the result; None for that of `x`."""
+    gradient of `w`, are float32. `dtype` is the dtype of the result; None means the dtype of
+    `x`."""
     return float32_sums("clk,ckn->cln", x, w.astype(x.dtype)).astype(dtype or x.dtype)
 
 

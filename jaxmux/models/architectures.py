@@ -72,11 +72,12 @@ class BackboneConfig:
       tie_word_embeddings: whether the language-model head is the transposed embedding. If the
         weights in a folder contradict its config.json, the weights decide.
       backbone_format: format of `number_formats` in which the weights of the layers' linears are
-        stored, for example "int8"; None for the format of the checkpoint: the dtype of the other
-        weights, unless it is quantised.
-      quantisation: settings of a quantised checkpoint, from its config.json; None for others.
-      kept: the linears of a quantised checkpoint that stay as they are stored: name, as in
-        `MODULES`, and shapes, dtypes and format of the weight in one layer.
+        stored, for example "int8". None means the format of the checkpoint: the dtype of the other
+        weights, unless the checkpoint is quantised.
+      quantisation: settings of a quantised checkpoint, from its config.json; None if the checkpoint
+        is not quantised.
+      kept: the linears of a quantised checkpoint that keep their stored format: for each, the name,
+        as in `MODULES`, and the shapes, dtypes and format of the weight in one layer.
     """
 
     architecture: str
@@ -105,8 +106,8 @@ class BackboneConfig:
     def from_folder(
         cls, folder: str | Path, backbone_format: str | None = None
     ) -> "BackboneConfig":
-        """Reads `folder/config.json`; and from the weights, whether the head is the embedding, and
-        how the linears of a quantised checkpoint are stored.
+        """Reads `folder/config.json`. Whether the head is the embedding, and how the linears of a
+        quantised checkpoint are stored, is read from the weights.
 
         Raises:
           BackboneError: the file is missing or not JSON, the architecture is unknown, a value is
@@ -148,9 +149,9 @@ class BackboneConfig:
 
     @property
     def linear_format(self) -> str | None:
-        """The format in which linears of the layers are stored; None if it is the dtype of the
-        other weights. If the linears of a quantised checkpoint have several formats, the format of
-        the first ones in `kept`."""
+        """The format in which linears of the layers are stored; None means the dtype of the other
+        weights. If the linears of a quantised checkpoint have several formats, the format of the
+        first entry of `kept`."""
         return self.backbone_format or next((weight.format for _, weight in self.kept), None)
 
     @property
@@ -163,8 +164,8 @@ class BackboneConfig:
 
 
 def linear_sizes(config: BackboneConfig, module: str) -> tuple[int, int]:
-    """Input and output width (k, n) of a linear of a decoder layer: of a path, for example
-    "self_attn.q_proj", or its last component. KeyError for other names."""
+    """Input and output width (k, n) of a linear of a decoder layer. `module` is a path, for example
+    "self_attn.q_proj", or its last component. Raises KeyError for other names."""
     d, wide, q, kv = config.hidden_size, config.intermediate_size, config.query_size, config.kv_size
     return {
         "q_proj": (d, q),
@@ -185,14 +186,14 @@ def has_bias(config: BackboneConfig, module: str) -> bool:
     return config.output_bias if name == "o_proj" else config.mlp_bias
 
 
-# Values that an architecture implies, whatever its config.json says.
+# Values that an architecture implies, regardless of its config.json.
 _FIXED: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"attention_bias": False, "output_bias": False, "mlp_bias": False},
     "Qwen2ForCausalLM": {"attention_bias": True, "output_bias": False, "mlp_bias": False},
     "Qwen3ForCausalLM": {"mlp_bias": False, "qk_norm": True},
 }
-# Values that Hugging Face transformers uses for keys missing in a config.json.
+# Values that Hugging Face transformers uses for keys that are missing in a config.json.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {},
     "MistralForCausalLM": {"num_key_value_heads": 8, "sliding_window": 4096},
@@ -202,7 +203,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 
 
 def parse_config(raw: dict[str, Any], where: str) -> BackboneConfig:
-    """Makes a `BackboneConfig` from `raw`, the contents of the config.json with the name `where`.
+    """Makes a `BackboneConfig` from `raw`, the contents of the config.json called `where`. Raises
     BackboneError if the architecture is unknown, or a value is missing or not supported."""
     if not isinstance(raw, dict):
         raise BackboneError(f"{where}: should be a JSON object, found {type(raw).__name__}")
@@ -222,16 +223,17 @@ def record_tying(raw: dict[str, Any], is_tied: bool) -> None:
 
 
 def _tying_settings(raw: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The objects in a config.json that may say whether the head is the embedding, by the name that
-    messages give to this setting."""
+    """The objects in a config.json that may say whether the head is the embedding, by the name of
+    the setting in messages."""
     section = raw.get("text_config")
     sections = {f"text_config.{_TIED}": section} if isinstance(section, dict) else {}
     return {_TIED: raw} | sections
 
 
 def _is_tied(path: Path, raw: dict[str, Any], claimed: bool) -> bool:
-    """Whether the head is the embedding, as transformers 5 decides it: if the folder has both
-    tables and its config.json (`raw`, which says `claimed`) calls them one, the weights decide."""
+    """Whether the head is the embedding, by the rule of transformers 5: if the folder has both
+    tables and its config.json (`raw`, which says `claimed`) calls them one table, the weights
+    decide."""
     claims = {
         name: where[_TIED]
         for name, where in _tying_settings(raw).items()
@@ -255,7 +257,8 @@ def _tying_of_files(
     folder: Path, files: tuple[tuple[Path, int], ...], claimed: bool
 ) -> tuple[bool, str]:
     """Whether the head is the embedding, and why. The result is cached, because comparing two
-    tables can take a second; `files`, with times of the last changes, stands for their contents."""
+    tables can take a second; `files` has the times of the last changes, which identify the
+    contents."""
     with CheckpointTensors(folder) as tensors:
         head = tensors.of_module(HEAD_TENSOR.removesuffix(".weight"))
         if not head:
@@ -407,7 +410,7 @@ def _positive(value: Any, key: str, where: str) -> float:
 
 
 def _sliding_window(raw: dict[str, Any], architecture: str, where: str) -> int | None:
-    # Llama has no windows in transformers, whatever its config.json says.
+    # Llama has no windows in transformers, regardless of its config.json.
     window = None if architecture == "LlamaForCausalLM" else raw.get("sliding_window")
     if not window:
         return None

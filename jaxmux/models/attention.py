@@ -1,9 +1,10 @@
 """Packed causal attention: a token attends only to tokens of its own sequence.
 
-Several tasks can share a row. So attention is the only operation of the model in which values of
-two tasks enter one matrix product, with attention probability zero between them. Zero times NaN is
-NaN. `attend` therefore replaces non-finite values before the product, forward and backward, and
-reports which tokens had them. So a task with non-finite values affects no other task.
+Several tasks can share a row. Attention is therefore the only operation of the model in which
+values of two tasks enter one matrix product; the attention probability between them is zero. But
+zero times NaN is NaN. `attend` therefore replaces non-finite values before the product, forward and
+backward, and reports which tokens had them, so that a task with non-finite values affects no other
+task.
 """
 
 from functools import partial
@@ -24,10 +25,11 @@ class Segments(NamedTuple):
     """The positions of the sequences in every row.
 
     Attributes:
-      ids: int32, number of the token's sequence in its row (0, 1, … in order), -1 for padding.
-      starts: int32, index of each sequence's first token; row_len for absent sequences.
-      lengths: int32, number of each sequence's tokens; 0 for absent sequences.
-      firsts: int32, index of the first token of each token's sequence. For a padding token, the
+      ids: int32, for each token, the number of its sequence in the row (0, 1, … in order); -1 for
+        padding.
+      starts: int32, for each sequence, the index of its first token; row_len for absent sequences.
+      lengths: int32, for each sequence, its number of tokens; 0 for absent sequences.
+      firsts: int32, for each token, the index of the first token of its sequence; for padding, the
         index of the token itself.
     """
 
@@ -47,14 +49,14 @@ def find_segments(segment_ids: Int[Array, "rows row_len"], max_sequences: int) -
     return Segments(segment_ids, starts, lengths, jnp.where(segment_ids < 0, positions, firsts))
 
 
-# From the fastest to the slowest.
+# From fastest to slowest.
 IMPLEMENTATIONS = ("short", "cudnn", "xla")
 
 
 class AttentionOptions(NamedTuple):
-    """Static choices of attention: the implementation, see `pick_implementation`; the number of
+    """Static choices of attention: the implementation (see `pick_implementation`); the number of
     tokens in a block of the XLA implementation, which is the smaller of the chunk length and the
-    row length; and the sliding window in tokens, None for none."""
+    row length; and the sliding window in tokens, or None."""
 
     implementation: str
     block: int
@@ -62,10 +64,10 @@ class AttentionOptions(NamedTuple):
 
 
 def pick_implementation(config: BackboneConfig, dtype: jnp.dtype, row_len: int) -> str:
-    """The fastest implementation of attention for the default device, for
+    """The fastest implementation of attention on the default device, for
     `ForwardOptions.attention`: "short" (a kernel for Hopper GPUs, rows of 64 or 128 tokens, half
-    precision), else "cudnn" (GPU, half precision), else "xla". `dtype` is the compute dtype, and
-    `row_len` the number of tokens in a row of a microbatch."""
+    precision), else "cudnn" (GPU, half precision), else "xla". `dtype` is the compute dtype,
+    `row_len` the number of tokens in a row."""
     return next(name for name in IMPLEMENTATIONS if refusal(name, config, dtype, row_len) is None)
 
 
@@ -97,19 +99,19 @@ def attend(
     options: AttentionOptions,
 ) -> tuple[Float[Array, "rows row_len H D"], Bool[Array, "rows row_len"]]:
     """Causal grouped-query attention within each sequence, scaled by 1 / sqrt(D), in the compute
-    dtype. K divides H. ValueError if `options.implementation` is "short" and the kernel cannot
-    serve the call.
+    dtype. K divides H. Raises ValueError if `options.implementation` is "short" and the kernel
+    cannot serve the call.
 
     Returns:
       The outputs, which are finite but otherwise undefined on padding; and for every token whether
-      its query, key and value were finite. If they were not, the outputs of that token's sequence
-      are wrong and its task must not use them. A non-finite cotangent of an output makes the
-      cotangents of that token's query, key and value NaN. If each row holds only one sequence,
-      non-finite values stay in their row: they are not replaced, and all tokens are reported as
+      its query, key and value were finite. If not, the outputs of this token's sequence are wrong
+      and its task must not use them. If the cotangent of an output is not finite, the cotangents of
+      the token's query, key and value are NaN. If each row holds only one sequence, non-finite
+      values stay within their row; they are then not replaced, and all tokens are reported as
       finite.
     """
     if options.implementation != "xla" and segments.starts.shape[1] == 1:
-        # Attention never mixes rows, and each row holds one sequence of one task, so non-finite
+        # Attention does not mix rows, and each row holds one sequence of one task, so non-finite
         # values do not reach other tasks.
         q, k, v = (checkpoint_name(x, ATTENTION_INPUT) for x in (q, k, v))
         return _attention(options, segments, q, k, v), jnp.ones(q.shape[:2], bool)
@@ -159,9 +161,9 @@ def _short_attention(options: AttentionOptions, segments: Segments, q, k, v):
 def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
     scale = q.shape[-1] ** -0.5
     if segments.starts.shape[1] == 1:
-        # With one sequence in a row, the causal mask excludes the padding after it. The output has
-        # no checkpoint name: policies keep all outputs of cuDNN's call, and an output with a name
-        # would be kept twice.
+        # With one sequence per row, the causal mask excludes the padding after it. The output has
+        # no checkpoint name: policies keep all outputs of cuDNN's call, and a named output would be
+        # kept twice.
         return jax.nn.dot_product_attention(
             q,
             k,
@@ -172,11 +174,11 @@ def _cudnn_attention(options: AttentionOptions, segments: Segments, q, k, v):
             local_window_size=None if options.window is None else (options.window - 1, 0),
         )
     # jax.nn does not offer the packed layout, but JAX's private binding of cuDNN does. It is
-    # imported here so that a JAX version without it fails only for packed rows.
+    # imported here, so that a JAX version without it fails only for packed rows.
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 
-    # cuDNN writes neither the outputs nor the gradients of padding. Here the gradients of replaced
-    # inputs are zero.
+    # cuDNN does not write the outputs and gradients of padding. The gradients of the inputs
+    # replaced here are zero.
     is_padding = (segments.ids < 0)[..., None, None]
     q, k, v = (jnp.where(is_padding, 0, x) for x in (q, k, v))
     padded = jnp.full_like(segments.starts[:, :1], -1)

@@ -1,8 +1,8 @@
 """Keys and values of earlier tokens, so that a program computes only the new tokens.
 
 Row b of a cache belongs to one sequence, whose tokens fill the positions from 0 on. Each layer has
-separate arrays, not a slice of a stack. A program to which they are donated can therefore write a
-token's keys and values in place, and reads only the arrays of the layer.
+separate arrays, not a slice of a stack. A program to which the arrays are donated can therefore
+write a token's keys and values in place, and reads only the arrays of this layer.
 """
 
 from typing import NamedTuple
@@ -17,16 +17,16 @@ from .attention import AttentionOptions, Segments, attend
 
 
 class KeysValues(NamedTuple):
-    """The cache of one layer, in the compute dtype: rotated keys and values of K heads, for each
-    of `places` positions. The entries after a sequence's last token are not read."""
+    """The cache of one layer, in the compute dtype: rotated keys and values of K heads, for each of
+    `places` positions. Entries after a sequence's last token are not read."""
 
     keys: Float[Array, "B K places D"]
     values: Float[Array, "B K places D"]
 
 
 class CachedTokens(NamedTuple):
-    """A layer's cache, and the int32 position in it of the one new token of each sequence. It is
-    None if the rows hold whole prompts, whose tokens fill the positions from 0 on."""
+    """A layer's cache, and `place`, the int32 position in it of the one new token of each sequence.
+    `place` is None if the rows hold whole prompts, whose tokens fill the positions from 0 on."""
 
     cache: KeysValues
     place: Int[Array, " B"] | None
@@ -35,9 +35,9 @@ class CachedTokens(NamedTuple):
 def empty_cache(
     config: BackboneConfig, sequences: int, places: int, dtype: jnp.dtype
 ) -> tuple[KeysValues, ...]:
-    """A cache without tokens, with an entry for each layer. `sequences` is their number B, and
-    `places` the largest number of tokens of a sequence, virtual tokens included; `dtype` is the
-    compute dtype."""
+    """A cache without tokens, with an entry for each layer. `sequences` is the number of sequences
+    B, and `places` the largest number of tokens of a sequence, virtual tokens included. `dtype` is
+    the compute dtype."""
     shape = sequences, config.num_kv_heads, places, config.head_dim
     return tuple(
         KeysValues(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
@@ -59,9 +59,9 @@ def attend_cached(
     segments: Segments,
     options: AttentionOptions,
 ) -> tuple[Float[Array, "B row_len H D"], KeysValues]:
-    """Causal grouped-query attention of new tokens, in which each row holds tokens of one sequence;
-    and the cache with the new keys and values. `segments` are the sequences of whole prompts; they
-    are not read for single tokens. Other arguments are as for `attend`."""
+    """Causal grouped-query attention of new tokens, where each row holds tokens of one sequence.
+    Also returns the cache with the new keys and values. `segments` are the sequences of whole
+    prompts; they are not read for single tokens. Other arguments are as for `attend`."""
     if tokens.place is None:
         out, _ = attend(q, k, v, segments, options)
         start = (0, 0, 0, 0)
@@ -70,7 +70,7 @@ def attend_cached(
         return out, KeysValues(*written)
     rows = jnp.arange(len(q))
     keys, values = (
-        # There is one token in each row, so no two tokens are written to the same position.
+        # Each row has one token, so no two tokens are written to the same position.
         held.at[rows, :, tokens.place].set(x[:, 0], unique_indices=True, indices_are_sorted=True)
         for held, x in zip(tokens.cache, (k, v), strict=True)
     )
@@ -86,8 +86,8 @@ def _seen(place: Int[Array, " B"], places: int, window: int | None) -> Bool[Arra
 
 
 def _attend_to_places(q, keys, values, seen):
-    """Softmax in float32. One product has all query heads of a key head, so that keys and values
-    are read once."""
+    """Computes the softmax in float32. One product has all query heads of a key head, so that keys
+    and values are read once."""
     sequences, heads = keys.shape[:2]
     grouped = q.reshape(sequences, heads, -1, q.shape[-1])
     scores = float32_sums("bkgd,bksd->bkgs", grouped, keys) * q.shape[-1] ** -0.5

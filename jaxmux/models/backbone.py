@@ -1,5 +1,5 @@
-"""Finds, loads and saves backbones in Hugging Face's format: config.json and safetensors files. It
-never reads pickle files."""
+"""Finds, loads and saves backbones in Hugging Face's format: config.json and safetensors files.
+Pickle files are never read."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from .modules import Weights, abstract_weights, compute_dtype, is_weight, random
 from .quantised.writing import reader_of
 from .tensor_names import hf_name, module_path
 
-# The name of a model of the Hugging Face hub.
+# Matches the name of a model on the Hugging Face hub.
 _HUB_ID = re.compile(r"(?:hf:)?([\w.-]+/[\w.-]+)")
 
 
@@ -34,9 +34,10 @@ class Backbone:
         norm and, if it is not tied to the embedding, lm_head. The parameters of all L layers are
         stacked along a leading axis, so that layers.mlp.up_proj.kernel is a `FrozenWeight` [L, k,
         n] (input and output width).
-      name_or_path: where the model came from; `fine_tune` records it as the base model of exported
+      name_or_path: the origin of the model; `fine_tune` records it as the base model of exported
         adapters.
-      fingerprint: hash of the model's folder, from `backbone_fingerprint`; empty if it has none.
+      fingerprint: hash of the model's folder, from `backbone_fingerprint`; empty if there is no
+        folder.
     """
 
     config: BackboneConfig
@@ -58,8 +59,8 @@ class Backbone:
 
 
 def resolve_backbone(backbone: str | Path) -> str:
-    """Returns the path of a backbone's folder, as `resolve_path` does. BackboneError if there is no
-    such folder, and it is spelt like a model of the Hugging Face hub."""
+    """Returns the path of a backbone's folder, like `resolve_path`. Raises BackboneError if there
+    is no such folder and the text has the form of a model name on the Hugging Face hub."""
     folder = resolve_path(backbone)
     if (hub := _HUB_ID.fullmatch(folder)) and not Path(folder).exists():
         raise BackboneError(
@@ -80,9 +81,9 @@ def load_backbone(
     """Loads a Hugging Face checkpoint folder onto the default device.
 
     Threads read pieces of tensors and copy them to the device, which transposes and converts them,
-    so host memory holds a few pieces of 64 MiB. Linears in another format than that of the
-    checkpoint are encoded on the device, tensor by tensor. Those of a quantised checkpoint stay as
-    they are (see `models.quantised`).
+    so host memory holds a few pieces of 64 MiB. Linears that need another format than the
+    checkpoint's are encoded on the device, tensor by tensor. Linears of a quantised checkpoint keep
+    their format (see `models.quantised`).
 
     Args:
       folder: contains config.json and model.safetensors, or shards with
@@ -90,10 +91,10 @@ def load_backbone(
       dtype: dtype of all parameters: bfloat16, float16 or float32. "auto" is bfloat16 on an
         accelerator and float32 on CPU.
       backbone_format: format in which the linears of the layers are stored, one of
-        `BACKBONE_FORMATS`; None for the format of the checkpoint.
-      cache: folder in which checkpoints in a format are kept (see `cached_checkpoint`); None for
-        none. It needs a `backbone_format`.
-      progress: is called with the number of bytes of weights that have arrived on the device.
+        `BACKBONE_FORMATS`; None means the format of the checkpoint.
+      cache: folder in which encoded checkpoints are kept (see `cached_checkpoint`), which needs a
+        `backbone_format`; None keeps none.
+      progress: called with the number of bytes of weights that have just arrived on the device.
 
     Raises:
       BackboneError: an unknown architecture, a missing, extra or misshapen tensor, or an unreadable
@@ -109,14 +110,14 @@ def load_backbone(
 
 
 def check_backbone(folder: str | Path) -> None:
-    """Checks that a checkpoint folder can be loaded, without reading the tensors' values. Raises
-    BackboneError as `load_backbone` does."""
+    """Raises BackboneError, like `load_backbone`, if a checkpoint folder cannot be loaded. The
+    tensors' values are not read."""
     with CheckpointReader(Path(folder), BackboneConfig.from_folder(folder)):
         pass
 
 
 def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
-    """A dtype; "auto" is bfloat16 on an accelerator and float32 on CPU."""
+    """Returns the dtype; "auto" is bfloat16 on an accelerator and float32 on CPU."""
     if dtype == "auto":
         dtype = jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16
     return jnp.dtype(dtype)
@@ -125,7 +126,7 @@ def backbone_dtype(dtype: jnp.dtype | str) -> jnp.dtype:
 def save_backbone(backbone: Backbone, folder: str | Path) -> None:
     """Writes config.json and model.safetensors, so that Hugging Face transformers and
     `load_backbone` can load them. Creates the folder if necessary. Parameters keep their dtypes;
-    those in formats that are no dtype of activations are written in the compute dtype."""
+    linears in formats that are not dtypes of activations are written in the compute dtype."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     config, tensors = backbone.config, {}

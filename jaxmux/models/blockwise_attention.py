@@ -1,11 +1,11 @@
 """Packed causal attention in plain XLA, with sums over tokens in a fixed order.
 
-Every sum over tokens is first taken within blocks of a chunk's length; the blocks are then added
-one after another. Blocks outside a sequence add exact zeros. So a sequence that starts at a block
-border gets the same bits wherever in the row it lies and whatever other sequences are in the row.
-For this reason a task that shares microbatches with others on CPU gets the same bits as alone.
-XLA's softmax and matrix products do not have this property in rows of 512 tokens or more: the order
-of their sums depends on the position in the row.
+Every sum over tokens is first taken within blocks of a chunk's length; then the blocks are added
+one after another. Blocks outside a sequence add exact zeros. A sequence that starts at a block
+border therefore gets the same bits wherever it lies in the row, and whatever other sequences are in
+the row. On CPU, a task that shares microbatches with others thus gets the same bits as alone. XLA's
+softmax and matrix products do not have this property in rows of 512 tokens or more, because the
+order of their sums depends on the position in the row.
 """
 
 from functools import partial
@@ -48,7 +48,7 @@ def _forward(q, k, v, segment_ids, block, window):
 
 def _backward(block, window, residuals, d_out):
     q, k, v, segment_ids, log_total = residuals
-    # Masked elements are replaced by zero, not multiplied by it: large finite values of another
+    # Masked elements are replaced by zero, not multiplied by zero: large finite values of another
     # sequence may overflow in these products, and zero times infinity is NaN.
     mask = _attention_mask(segment_ids, window)
     p = jnp.where(mask, jnp.exp(_scores(q, k) - log_total), 0)
@@ -89,7 +89,7 @@ def _grouped(x: Float[Array, "rows row_len H D"], k) -> Float[Array, "rows row_l
 
 
 def _fold_product(spec: str, left: Array, right: Array, block: int, axes: tuple[int, int]) -> Array:
-    """The product contracted over `axes` of left and right, added up one block of tokens after
+    """The product contracted over `axes` of left and right, summed one block of tokens after
     another."""
 
     def add_block(total, start):

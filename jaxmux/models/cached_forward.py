@@ -18,7 +18,8 @@ from .modules import Weights
 
 
 def single_layers(layers: Weights, count: int) -> tuple[Weights, ...]:
-    """For each of `count` layers, stacks of this one layer (see `FrozenWeight.stack_index`)."""
+    """For each of `count` layers, stacks that hold only this layer (see
+    `FrozenWeight.stack_index`)."""
 
     def alone(layer: int) -> Weights:
         return jax.tree.map(lambda leaf: leaf[layer : layer + 1], layers)
@@ -38,17 +39,15 @@ def cached_hidden_states(
     options: ForwardOptions,
     at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], tuple[KeysValues, ...]]:
-    """`hidden_states` [N, d] of new tokens, each row of which belongs to one sequence of the cache;
-    and the cache with the new tokens.
-
-    Arguments are those of `hidden_states`, except:
+    """`hidden_states` [N, d] of new tokens, and the cache with the new tokens. Each row of tokens
+    belongs to one sequence of the cache. Arguments are those of `hidden_states`, except:
 
     Args:
-      weights: weights of the backbone. "layers" may be the tuple of `single_layers`, for speed:
-        with a few tokens, a product takes as long as it takes to read its weights, and with stacked
-        weights XLA copies a layer before it multiplies, which triples the memory traffic.
+      weights: weights of the backbone. "layers" may be the tuple of `single_layers`, for speed: a
+        product with a few tokens takes as long as reading its weights, but with stacked weights XLA
+        first copies the layer, which triples the memory traffic.
       adapters: by name of the kind, its arrays at points outside the layers.
-      of_layers: for each layer, by name of the kind its arrays in this one layer.
+      of_layers: for each layer, by name of the kind, its arrays in this layer.
       cache: keys and values of each layer; row b belongs to row b of the microbatch.
       place: position in its sequence of the single token in each row. None if the rows hold whole
         prompts from their first token on.
@@ -68,7 +67,7 @@ def cached_hidden_states(
     if isinstance(layers, dict):
         layers = single_layers(layers, config.num_layers)
 
-    # All layers have the same shapes. Under one jit they are traced and lowered once.
+    # All layers have the same shapes. Under one jit, they are traced and lowered once.
     @jax.jit
     def next_layer(weights, adapters, x, held):
         with_cache = stream._replace(cached=CachedTokens(held, place))

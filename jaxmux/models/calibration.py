@@ -1,9 +1,9 @@
-"""Inputs of linears and gradients of their weights, computed on a task's own samples with the
+"""Inputs of linears and gradients of their weights, computed from a task's own samples with the
 frozen backbone, for adapters whose initial values depend on the data.
 
 The samples go through the backbone on the host, in float32 and layer by layer. The tensors of a
-layer are read when they are needed. So the result is the same on every mesh, needs no memory of the
-devices, and can be computed while devices train.
+layer are read when they are needed. The result is therefore the same on every mesh, needs no memory
+of the devices, and can be computed while devices train.
 """
 
 import dataclasses
@@ -27,27 +27,28 @@ from .head import microbatch_losses
 from .modules import abstract_weights
 from .tensor_names import tensor_names, weights_of_tensors
 
-# By linear, the first linear of its layer that reads the same input.
+# For each linear, the first linear of its layer that reads the same input.
 FIRST_READERS: Mapping[str, str] = {module: module for module in MODULES} | {
     "self_attn.k_proj": "self_attn.q_proj",
     "self_attn.v_proj": "self_attn.q_proj",
     "mlp.up_proj": "mlp.gate_proj",
 }
-# Rows have this length times a power of two, so that few different programs are compiled.
+# The length of a row is a power of two times this, so that few different programs are compiled.
 _SHORTEST_ROW = 64
-# The host holds all attention scores of a row, so its memory grows with the square of this.
+# The host holds all attention scores of a row, so memory grows with the square of this length.
 _LONGEST_SAMPLE = 2048
 _LAYER, _FIRST_LAYER = "model.layers.{}.", "model.layers.0."
 
-# Tensors by their names in Hugging Face's checkpoint. Those of any layer are named as in layer 0.
+# Tensors by their names in Hugging Face's checkpoint. Tensors of every layer are named as in layer
+# 0.
 _Tensors = Mapping[str, Float[Array, "..."]]
 
 
 class Calibration(NamedTuple):
-    """A backbone, and samples that go through it. `calibration_of` makes it.
+    """A backbone, and samples that go through it, from `calibration_of`.
 
     Attributes:
-      tensors: function from the name of a tensor in Hugging Face's checkpoint to its values.
+      tensors: returns the values of a tensor in Hugging Face's checkpoint by its name.
       microbatch: the samples. Every row is one chunk, and belongs to a separate slot.
       labelled: bool [N], whether the token at a position of the stream counts in the loss.
     """
@@ -58,9 +59,9 @@ class Calibration(NamedTuple):
     labelled: Bool[np.ndarray, " N"]
 
     def linear_inputs(self) -> Iterator[dict[str, Float[np.ndarray, "labelled k"]]]:
-        """Yields for every layer in turn the float32 inputs of its linears at the labelled tokens,
-        by path of the linear within the layer. If linears have the same input, only the first of
-        them is there, see `FIRST_READERS`. ValueError if a value is not finite."""
+        """Yields, layer by layer, the float32 inputs of the layer's linears at the labelled tokens,
+        by path of the linear within the layer. If linears have the same input, only the first is
+        included (see `FIRST_READERS`). Raises ValueError if a value is not finite."""
         x = self._embedded()
         for layer in range(self.config.num_layers):
             x, inputs = on_host(
@@ -73,10 +74,10 @@ class Calibration(NamedTuple):
     def weight_gradients(
         self, modules: Sequence[str]
     ) -> Iterator[tuple[int, dict[str, Float[np.ndarray, "n k"]]]]:
-        """Yields for every layer, from the last to the first, its index and the float32 gradients
-        of the mean loss of the labelled tokens by the weights of linears: by path of a linear, in
-        the layout of Hugging Face, [n, k] for output width n and input width k. ValueError if a
-        value is not finite."""
+        """Yields, for every layer from the last to the first, its index and the float32 gradients
+        of the labelled tokens' mean loss with respect to the weights of linears: by path of a
+        linear, in the layout of Hugging Face, [n, k] for output width n and input width k. Raises
+        ValueError if a value is not finite."""
         inputs = [self._embedded()]
         for layer in range(self.config.num_layers):
             inputs.append(
@@ -118,10 +119,10 @@ def calibration_of(
     samples: Iterable[Sample],
     tokens: int,
 ) -> Calibration:
-    """A backbone with the first `tokens` tokens of a task's samples, of which only as many are
-    taken as are needed, and at most 2048 tokens of each. The last sample is cut. `tensors` returns
-    the float32 values of a tensor by its name in the backbone's Hugging Face checkpoint. ValueError
-    if none of the tokens counts in the loss."""
+    """A backbone with the first `tokens` tokens of a task's samples, and at most 2048 tokens of
+    each sample. Only as many samples are taken as are needed; the last one is cut. `tensors`
+    returns the float32 values of a tensor by its name in the backbone's Hugging Face checkpoint.
+    Raises ValueError if none of the tokens counts in the loss."""
     taken = _first_tokens(samples, tokens)
     if not any(sample.target_tokens for sample in taken):
         raise ValueError(
@@ -142,16 +143,17 @@ def calibration_of(
     microbatch = fill_microbatch(
         placements, {0: taken}, rows=rows, row_len=row_len, chunk_len=row_len
     )
-    # A labelled token is predicted at the position before it, and a sample's first token nowhere.
+    # A labelled token is predicted at the position before it. The first token of a sample is not
+    # predicted.
     labelled = np.roll(microbatch.loss_weight.reshape(-1) > 0, 1)
     slots = np.arange(rows, dtype=np.int32)
     return Calibration(config, tensors, microbatch._replace(chunk_slot=slots), labelled)
 
 
 def _first_tokens(samples: Iterable[Sample], tokens: int) -> list[Sample]:
-    """The first samples, cut to a number of tokens in total, and each to its first 2048. Each gets
-    one more token, which does not count in the loss, because the model does not read the last one.
-    """
+    """The first samples, cut to a total number of tokens, and each cut to its first 2048 tokens.
+    Each sample gets one additional token, which does not count in the loss, because the model does
+    not read the last token."""
     cut = []
     for sample in samples:
         most = min(tokens, _LONGEST_SAMPLE)
@@ -164,7 +166,7 @@ def _first_tokens(samples: Iterable[Sample], tokens: int) -> list[Sample]:
 
 
 class _Seen(AdapterOp):
-    """Changes nothing, but the gradient of its array is the input of the linear."""
+    """Changes nothing. The gradient of its array is the input of the linear."""
 
     def linear_output(self, own, x, y, first_column):
         return _with_gradient(y, own["seen"], x)
@@ -226,7 +228,7 @@ def _layer_with_inputs(
 def _gradient_of_hidden(
     config: BackboneConfig, tensors: _Tensors, x: Float[Array, "N d"], microbatch: Microbatch
 ) -> Float[Array, "N d"]:
-    """The gradient of the loss by the residual stream after the last layer."""
+    """The gradient of the loss with respect to the residual stream after the last layer."""
     wanted = {
         name: shapes
         for name, shapes in abstract_weights(config).items()
@@ -260,8 +262,9 @@ def _layer_gradients(
     microbatch: Microbatch,
     dx: Float[Array, "N d"],
 ) -> tuple[Float[Array, "N d"], dict[str, Float[Array, "n k"]]]:
-    """The gradients of the loss by the residual stream `x` before a layer, and by weights of its
-    linears; `dx` is the gradient by the residual stream after the layer."""
+    """The gradients of the loss with respect to the residual stream `x` before a layer, and with
+    respect to weights of its linears. `dx` is the gradient with respect to the residual stream
+    after the layer."""
     names = {module: f"{_FIRST_LAYER}{module}.weight" for module in modules}
 
     def run(x: Array, weights: Mapping[str, Array]) -> Array:

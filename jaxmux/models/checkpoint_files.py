@@ -26,16 +26,16 @@ from .errors import BackboneError
 _LONGEST_HEADER = 100_000_000
 # The embedding and the head.
 EMBEDDING_TENSOR, HEAD_TENSOR = "model.embed_tokens.weight", "lm_head.weight"
-# The file of all weights, or the index of several files of weights.
+# The file of all weights, and the index of several files of weights.
 WHOLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
-# Suffixes of the files in which various libraries keep weights.
+# Suffixes of the files in which various libraries store weights.
 _WEIGHTS = (
     *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack", ".gguf", ".ot"),
     *(".onnx", ".onnx_data", ".npz", ".tflite", ".pdparams"),
 )
 # Largest size of a file of weights, in bytes.
 _SHARD_BYTES = 4 * 10**9
-# Dtypes by their names in safetensors. The numpy interface of safetensors lacks those of 8 bits.
+# Dtypes by their names in safetensors. The NumPy interface of safetensors lacks those of 8 bits.
 _DTYPES = {
     "F64": jnp.float64,
     "F32": jnp.float32,
@@ -59,8 +59,8 @@ def has_weights(folder: Path) -> bool:
 
 
 def shards(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint folder. BackboneError if a file is missing, or the
-    index is damaged or names files of other folders."""
+    """The safetensors files of a checkpoint folder. Raises BackboneError if a file is missing, or
+    the index is damaged or names files of other folders."""
     index, whole = folder / _INDEX, folder / WHOLE
     if whole.exists():
         return [whole]
@@ -85,8 +85,8 @@ def shards(folder: Path) -> list[Path]:
 def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
     """The header of a safetensors file: the offset of the data in the file, and for each tensor its
     dtype, shape and data_offsets. A file begins with the length of the header (8 bytes) and the
-    header (JSON). One of many exceptions is raised if the file cannot be read or is incomplete; see
-    `unreadable_named`."""
+    header (JSON). If the file cannot be read or is incomplete, the type of the exception varies;
+    see `unreadable_named`."""
     size = path.stat().st_size
     with path.open("rb") as file:
         (length,) = struct.unpack("<Q", file.read(8))
@@ -99,8 +99,8 @@ def safetensors_header(path: Path) -> tuple[int, dict[str, Any]]:
 
 
 class _Entry(NamedTuple):
-    """A tensor in a file: `file` is the descriptor of the open file, and `offset` the index of the
-    tensor's first byte. The dtype is named as in safetensors."""
+    """A tensor in a file. `file` is the descriptor of the open file, `offset` the index of the
+    tensor's first byte, and `dtype` the name of the dtype in safetensors."""
 
     path: Path
     file: int
@@ -110,22 +110,19 @@ class _Entry(NamedTuple):
 
 
 class CheckpointTensors:
-    """The tensors of a checkpoint folder, by name. A context manager.
-
-    Attributes:
-      names: the names of all tensors, in order, within the context; empty before.
-    """
+    """The tensors of a checkpoint folder, by name, as a context manager. `names` are the sorted
+    names of all tensors; empty before the context is entered."""
 
     def __init__(self, folder: Path, is_tied: bool = False):
-        """Stores the folder; its files are opened on entering the context. If the head is the
-        embedding (`is_tied`), the files may have the table only under the head's name. It is then
+        """The files of the folder are opened when the context is entered. If the head is the
+        embedding (`is_tied`) and the files have the table only under the head's name, the table is
         renamed to the embedding."""
         self.folder, self.names, self._is_tied = folder, [], is_tied
         self._entries: dict[str, _Entry] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointTensors":
-        """Opens the files. Raises BackboneError if one is missing or cannot be read."""
+        """Opens the files. Raises BackboneError if a file is missing or cannot be read."""
         with ExitStack() as stack:
             for path in shards(self.folder):
                 # safetensors checks that sizes, dtypes and offsets agree.
@@ -169,9 +166,9 @@ class CheckpointTensors:
         return self._entry(name).dtype
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads a tensor, or consecutive rows (indices of its first axis) of it, into new memory.
-        Several threads may call this at the same time. BackboneError if the dtype is unknown or the
-        file cannot be read."""
+        """Reads a tensor, or some consecutive rows (indices of its first axis), into new memory.
+        Several threads may call it at the same time. Raises BackboneError if the dtype is unknown
+        or the file cannot be read."""
         entry, dtype = self._entry(name), self.array_dtype(name)
         shape, offset = entry.shape, entry.offset
         if shape:
@@ -189,7 +186,7 @@ class CheckpointTensors:
         return values
 
     def array_dtype(self, name: str) -> np.dtype:
-        """The dtype of the array that `read` returns; BackboneError if it is unknown."""
+        """The dtype of the array that `read` returns. Raises BackboneError if it is unknown."""
         if (dtype := self.dtype(name)) not in _DTYPES:
             raise BackboneError(f"{self.folder}: tensor {name} has the unknown dtype {dtype}")
         return np.dtype(_DTYPES[dtype])
@@ -202,7 +199,7 @@ class CheckpointTensors:
 
 @contextmanager
 def unreadable_named(path: Path) -> Iterator[None]:
-    """Turns errors of reading a safetensors file into a BackboneError that names the file."""
+    """Turns errors in reading a safetensors file into a BackboneError that names the file."""
     errors = (SafetensorError, OSError, ValueError, KeyError, TypeError, AttributeError)
     try:
         yield
@@ -213,8 +210,9 @@ def unreadable_named(path: Path) -> Iterator[None]:
 
 
 def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> None:
-    """Writes tensors into safetensors files of about 4 GB, with an index if there are several.
-    Tensors are held in memory until their file is written. OSError if a file cannot be written."""
+    """Writes tensors into safetensors files of about 4 GB, with an index if there are several
+    files. Tensors stay in memory until their file is written. Raises OSError if a file cannot be
+    written."""
     weight_map: dict[str, int] = {}
     held: dict[str, jax.Array] = {}
     size = total = files = 0
@@ -245,8 +243,8 @@ def write_tensors(folder: Path, tensors: Iterable[tuple[str, np.ndarray]]) -> No
 
 
 def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) -> None:
-    """Writes the index of several files of weights. `weight_map` is, by name of the tensor, the
-    name of its file; `total_size` the bytes of all tensors."""
+    """Writes the index of several files of weights. `weight_map` has, for each tensor, the name of
+    its file; `total_size` is the number of bytes of all tensors."""
     index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
     (folder / _INDEX).write_text(json.dumps(index, indent=1) + "\n")
 
@@ -254,8 +252,8 @@ def write_index(folder: Path, weight_map: Mapping[str, str], total_size: int) ->
 def copy_other_files(folder: Path, target: Path) -> None:
     """Copies the files of a checkpoint folder other than weights and their index: configurations,
     tokenizers, chat templates, licences and code, including those in subfolders. Hidden files are
-    not copied, and neither is a subfolder that holds weights, which is another model or a run.
-    `target` may be in the folder. OSError if a file cannot be copied."""
+    not copied, nor is a subfolder that holds weights, because it is another model or a run.
+    `target` may be in the folder. Raises OSError if a file cannot be copied."""
     for entry in [path for path in folder.iterdir() if not path.name.startswith(".")]:
         files = [entry]
         if entry.is_dir():

@@ -32,9 +32,9 @@ from .tensor_names import HEAD, hf_name, module_path, tensor_shapes
 
 # Dtypes, as safetensors names them, of tensors that need no decoding.
 _FLOATING = ("BF16", "F16", "F32", "F64")
-# Ends of the names of scales that only inference needs: of activations, and of keys and values.
+# Endings of the names of scales that only inference needs: of activations, and of keys and values.
 _UNUSED = ("_scale", "_scale_ub", "_zero_point")
-# Maximum number of bytes of a tensor that a thread reads and copies to a device at a time.
+# At most this many bytes of a tensor are read by a thread and copied to a device at a time.
 _PIECE_BYTES = 64 * 2**20
 # One thread copies 2 GB/s to an H200, eight copy 8 GB/s, and sixteen are not faster.
 _THREADS = 8
@@ -46,12 +46,12 @@ Progress = Callable[[int], None]
 
 
 class _Part(NamedTuple):
-    """The part of a parameter that one device keeps, in the order of the file.
+    """The part of a parameter that one device keeps, in the layout of the file.
 
     Attributes:
-      device: the device; None for the default device.
+      device: the device; None means the default device.
       rows: indices of the tensor's first axis.
-      columns: the slice of its second axis, if it has one.
+      columns: the slice of the tensor's second axis, if there is one.
       shape: shape of the array on the device, including the axis of layers.
     """
 
@@ -62,7 +62,8 @@ class _Part(NamedTuple):
 
 
 class CheckpointReader:
-    """A context manager: files are opened on entering it. `read` calls `progress` in its thread."""
+    """A context manager that opens the files when it is entered. `read` calls `progress` in its own
+    thread."""
 
     def __init__(self, folder: Path, config: BackboneConfig, progress: Progress | None = None):
         self._files = CheckpointTensors(folder, config.tie_word_embeddings)
@@ -74,11 +75,11 @@ class CheckpointReader:
         self._stack = ExitStack()
 
     def __enter__(self) -> "CheckpointReader":
-        """Opens the files. Raises BackboneError if one cannot be read, or if a tensor is missing,
-        has another shape than config.json implies, or belongs to no parameter."""
+        """Opens the files. Raises BackboneError if a file cannot be read, or if a tensor is
+        missing, has another shape than config.json implies, or belongs to no parameter."""
         with ExitStack() as stack:
             stack.enter_context(self._files)
-            # Threads stop reading before the files are closed.
+            # Threads must stop reading before the files are closed.
             stack.callback(self._threads.shutdown, cancel_futures=True)
             self._stored = dict(_stored_linears(self._files, self._config))
             self._check()
@@ -116,7 +117,8 @@ class CheckpointReader:
                     f"{folder}: tensor {name}: the dtype {dtype} needs scales, and none of the "
                     f"forms in which quantised checkpoints have them was found; {WHAT_TO_DO}"
                 )
-        # Old checkpoints have this constant, and those with a tied head may have the head as well.
+        # Old checkpoints have this constant, and checkpoints with a tied head may also have the
+        # head.
         ignored = {name for name in names if name.endswith("rotary_emb.inv_freq")}
         if self._config.quantisation:
             ignored |= {name for name in names if name.endswith(_UNUSED)}
@@ -127,12 +129,12 @@ class CheckpointReader:
     def read(
         self, wanted: Weights, first_layer: int = 0, shardings: Weights | None = None
     ) -> Weights:
-        """Reads weights, one parameter after the other, and only the parts that devices keep.
+        """Reads weights, one parameter after another, and only the parts that devices keep.
 
         Threads read and copy pieces of a parameter ahead. Linears that must be encoded or decoded
-        are read as a whole, one layer after the other. `wanted` are shapes, dtypes and formats of
-        the weights, whose layers are those of the model from `first_layer` on. `shardings` is a
-        tree like `wanted`; None puts all weights on the default device.
+        are read as a whole, one layer after another. `wanted` are shapes, dtypes and formats of the
+        weights; its layers are those of the model from `first_layer` on. `shardings` is a tree like
+        `wanted`; None puts all weights on the default device.
         """
         decoded = set()
 
@@ -170,7 +172,7 @@ class CheckpointReader:
 
     def tensor(self, name: str, dtype: jnp.dtype) -> np.ndarray | FrozenWeight:
         """The tensor of this name in a checkpoint that is not quantised, in `dtype`. If it is the
-        weight of a linear in a format that is no dtype, the weight [k, n] in this format."""
+        weight of a linear in a format that is not a dtype, the weight [k, n] in this format."""
         stored = self._stored.get(name.removesuffix(".weight"))
         linears = _linears_of_layer(self._config, dtype)
         return _tensor(self._files, name, stored, linears, dtype)
@@ -178,8 +180,8 @@ class CheckpointReader:
     def _array(
         self, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct, first_layer: int, sharding: Any
     ) -> jax.Array:
-        """A parameter that needs no decoding, in all its layers. Files have a kernel [k, n] as
-        [n, k]. Devices transpose it: on the host this would take most of the time."""
+        """A parameter that needs no decoding, in all its layers. Files store a kernel [k, n] as [n,
+        k]. Devices transpose it, because on the host this would take most of the time."""
         is_kernel, in_layers = path[-1] == "kernel", path[0] == "layers"
         layers = range(leaf.shape[0]) if in_layers else (None,)
         names = [hf_name(path, first_layer + layer if in_layers else None) for layer in layers]
@@ -220,8 +222,8 @@ class CheckpointReader:
     def _ahead(
         self, function: Callable[[Any], Any], items: Sequence[Any], size: int
     ) -> Iterator[Any]:
-        """Yields the function's result for each item. Threads compute a few results ahead, once
-        the first result is there, so that programs are compiled only once. `size` is the number of
+        """Yields the function's result for each item. Threads compute a few results ahead, but only
+        after the first result is there, so that programs are compiled once. `size` is the number of
         bytes of all results together on the devices, for `progress`."""
         # Threads do not inherit this setting.
         device, waiting, left = jax.config.jax_default_device, deque(), iter(items)
@@ -245,10 +247,10 @@ class CheckpointReader:
 def checkpoint_tensors(
     folder: str | Path, dtype: np.dtype, backbone_format: str | None = None
 ) -> Callable[[str], np.ndarray]:
-    """A function that reads a tensor of a checkpoint folder by its name: the float32 values that a
-    backbone in this dtype and format computes with. It reads the folder when it is called, and
-    raises BackboneError if there is no such tensor. A `backbone_format` of None is the format of
-    the checkpoint."""
+    """A function that reads a tensor of a checkpoint folder by its name: the float32 values with
+    which a backbone in this dtype and format computes. The function reads the folder when it is
+    called, and raises BackboneError if there is no such tensor. A `backbone_format` of None means
+    the format of the checkpoint."""
     folder = Path(folder)
 
     @cache
@@ -272,8 +274,8 @@ def checkpoint_tensors(
 
 
 def on_host(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function of arrays, computed on the CPU. If JAX was told not to use the CPU,
-    it is computed on the default device, with one warning."""
+    """The result of a function of arrays, computed on the CPU. If JAX must not use the CPU, it is
+    computed on the default device, and a warning is logged once."""
     with jax.default_device(_host()):
         return function(*args)
 
@@ -294,8 +296,8 @@ def _host() -> jax.Device | None:
 
 @contextmanager
 def _short_turns() -> Iterator[None]:
-    """Within this context, threads take turns often. Otherwise each of hundreds of pieces would
-    wait several times for 5 ms, while another thread compiles."""
+    """Within this context, threads take turns more often. Otherwise each of hundreds of pieces
+    would wait several times for 5 ms while another thread compiles."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(min(before, _TURN_SECONDS))
     try:
@@ -317,9 +319,9 @@ def _cut(rows: range, row_bytes: int) -> Iterator[range]:
 def _parts_of_devices(
     shape: tuple[int, ...], is_kernel: bool, in_layers: bool, sharding: Any
 ) -> list[_Part]:
-    """The part of a parameter that each device of this process keeps. Files have the last two axes
-    of a kernel transposed. A first axis of layers is not divided. For a sharding of None, the
-    default device keeps all."""
+    """The part of a parameter that each device of this process keeps. In files, the last two axes
+    of a kernel are transposed. A first axis of layers is not divided. If `sharding` is None, the
+    default device keeps everything."""
     if sharding is None:
         indices = {None: tuple(slice(size) for size in shape)}
     else:
@@ -343,14 +345,14 @@ def _as_kept(values: Array, dtype: jnp.dtype, is_kernel: bool) -> Array:
 @partial(jax.jit, donate_argnums=0)
 def _written(array: Array, values: Array, start: Sequence[Array]) -> Array:
     """Writes values at the index `start` of an array, which may have an additional leading axis of
-    layers. This is not part of `_as_kept`, because XLA takes nine times as long on a CPU if it
+    layers. This is separate from `_as_kept`, because on a CPU XLA takes nine times as long if it
     transposes while it writes."""
     values = values.reshape((1,) * (array.ndim - values.ndim) + values.shape)
     return jax.lax.dynamic_update_slice(array, values, start)
 
 
 def _size(config: BackboneConfig, module: str | None) -> tuple[int, int]:
-    """Output and input width of a linear of a layer; for None, of the head."""
+    """Output and input width of a linear of a layer, or of the head if `module` is None."""
     if module is None:
         return config.vocab_size, config.hidden_size
     return linear_sizes(config, module)[::-1]
@@ -369,7 +371,7 @@ def _stored_linears(
 
 
 def _module_of(name: str) -> str | None:
-    """The linear of a layer to which the tensor of a weight belongs; None for other tensors."""
+    """The linear of a layer to which a weight tensor belongs; None for other tensors."""
     return next((module for module in MODULES if name.endswith(f".{module}.weight")), None)
 
 
@@ -397,8 +399,8 @@ def _tensor(
 def _linear_weight(
     files: CheckpointTensors, name: str, stored: StoredLinear | None, wanted: FrozenWeight
 ) -> FrozenWeight:
-    """The weight of one linear, in the shapes, dtypes and format of `wanted`. It stays as it is
-    stored if this is possible. `stored` is None for a tensor of floating-point numbers."""
+    """The weight of one linear, in the shapes, dtypes and format of `wanted`. It keeps its stored
+    form if possible. `stored` is None for a tensor of floating-point numbers."""
     if stored is None:
         forms = (FrozenWeight.of(jnp.asarray(files.read(f"{name}.weight")).T),)
     else:
@@ -406,8 +408,8 @@ def _linear_weight(
     for weight in forms:
         for same in (weight, weight.divisible()):
             if wanted.rounding is None and wanted.format == same.format:
-                # The codes in the format that the user asks for, without the rounding that the
-                # checkpoint's own decoder applies.
+                # The codes are in the format that the user asks for; leave out the rounding that
+                # the checkpoint's own decoder applies.
                 same = dataclasses.replace(same, rounding=None)
             if jax.tree.structure(same) == jax.tree.structure(wanted):
                 return same

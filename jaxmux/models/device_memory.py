@@ -5,37 +5,37 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-# Bytes of the hole for small arrays, and of the array that separates it from the free memory. This
-# array is large, because a small one would be allocated elsewhere.
+# Bytes of the hole for small arrays, and of the array that separates the hole from the free memory.
+# This array is large, because a small one would be allocated elsewhere.
 _HOLE, _GUARD = 256 * 2**20, 32 * 2**20
-# Bytes of holes that loading a backbone and creating the state leave between arrays. The working
+# Bytes of holes between arrays after a backbone is loaded and the state is created. The working
 # memory of a step is one array and cannot use them. Measured for a backbone of 8B parameters.
 _FRAGMENTED = 736 * 2**20
 
 
 def device_memory() -> int | None:
-    """Bytes of the first local device's memory that the arrays of training may use, from
-    `memory_for_training`; None if JAX does not report its memory, for example on CPU."""
+    """Bytes of the first local device's memory that the arrays of training may use (see
+    `memory_for_training`); None if JAX does not report its memory, for example on CPU."""
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     return limit and memory_for_training(limit)
 
 
 def memory_for_training(limit: int) -> int:
-    """Bytes that the arrays of training may use of the `limit` bytes that JAX may use: all except
-    those that `keep_small_arrays_together` reserves and those that are lost between arrays."""
+    """Bytes that the arrays of training may use, if JAX may use `limit` bytes. The rest is reserved
+    by `keep_small_arrays_together` or lost between arrays."""
     return limit - _HOLE - _GUARD - _FRAGMENTED
 
 
 def free_memory() -> int | None:
-    """Bytes of the first local device's memory that JAX may use and that hold no array; None if
-    JAX does not report them, for example on CPU."""
+    """Bytes of the first local device's memory that JAX may use and that hold no array; None if JAX
+    does not report them, for example on CPU."""
     stats = jax.local_devices()[0].memory_stats() or {}
     return stats["bytes_limit"] - stats["bytes_in_use"] if "bytes_limit" in stats else None
 
 
 def device_peak() -> int | None:
-    """Most bytes that have been in use at the same time on one local device since the process
-    began, on the device with most; None if JAX does not report them, for example on CPU."""
+    """Most bytes in use at the same time on one local device since the process began, for the
+    device with the most; None if JAX does not report them, for example on CPU."""
     stats = (device.memory_stats() or {} for device in jax.local_devices())
     return max((s["peak_bytes_in_use"] for s in stats if "peak_bytes_in_use" in s), default=None)
 
@@ -49,7 +49,7 @@ class DeviceBytes(NamedTuple):
 
 
 def devices_bytes() -> list[DeviceBytes]:
-    """The memory of the local devices that report it; CPUs do not. This does not wait for the
+    """The memory of the local devices that report it, which CPUs do not. Does not wait for the
     devices."""
     stats = (device.memory_stats() or {} for device in jax.local_devices())
     return [
@@ -62,9 +62,10 @@ def devices_bytes() -> list[DeviceBytes]:
 def keep_small_arrays_together() -> jax.Array | None:
     """Leaves a hole in the GPU's memory for the small arrays of later rounds.
 
-    The inputs of a round are allocated while the round before it runs. Without a hole for them,
-    they lie after that round's working memory and divide the free memory into two parts, and a
-    later round may find no part that is large enough. JAX's allocator prefers the smallest hole.
+    The inputs of a round are allocated while the previous round runs. Without a hole for them, they
+    would lie after the working memory of the previous round and divide the free memory into two
+    parts, of which neither may be large enough for a later round. JAX's allocator prefers the
+    smallest hole.
 
     Returns the array after the hole, which the caller must keep; None on other devices.
     """

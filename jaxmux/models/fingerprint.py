@@ -1,4 +1,4 @@
-"""A fingerprint of a backbone's folder, by which a changed backbone is recognised."""
+"""A fingerprint of a backbone's folder, with which a changed backbone is recognised."""
 
 import dataclasses
 import hashlib
@@ -20,36 +20,37 @@ from .checkpoint_files import safetensors_header, shards, unreadable_named
 
 # Number of hexadecimal digits of a fingerprint.
 _DIGITS = 32
-# Bytes that a thread reads at a time.
+# A thread reads this many bytes at a time.
 _BLOCK_BYTES = 16 * 2**20
 _THREADS = 16
-# Digests of smaller files are not kept: to compute them takes less time than to read kept ones.
+# Digests of files below this size are not kept: computing them takes less time than reading kept
+# ones.
 _LEAST_KEPT_BYTES = 64 * 2**20
 # A file that changed less than this time before it was read may change again with the same time
 # stamp, so its digests are not kept.
 _SETTLED_NS = 2 * 10**9
 
-# By name of a tensor, a text with its dtype, shape and digest.
+# For each tensor, a text with its dtype, shape and digest.
 _Digests = dict[str, str]
 
 
 def backbone_fingerprint(folder: str | Path) -> str:
-    """A hash of a backbone, of all bytes of its weights.
+    """Returns a hash of a backbone, including all bytes of its weights, as 32 hexadecimal digits.
 
-    It covers the settings that jaxmux reads from config.json and, of every tensor, the name, the
+    It covers the settings that jaxmux reads from config.json and, for every tensor, the name, the
     dtype, the shape and the bytes (XXH3, 128 bits). It does not depend on the folder's name or on
     the division into shards.
 
-    Threads read about 10 GB/s from memory. The digests of a large file are kept in the user's
-    cache folder and used as long as the file's size, inode and times of change stay the same; every
-    write changes a time, also one that leaves the modification time as it was.
+    Threads read about 10 GB/s from memory. The digests of a large file are kept in the user's cache
+    folder and used as long as the file's size, inode and times of change stay the same. Every write
+    changes one of these times, even if it restores the modification time.
 
-    Returns 32 hexadecimal digits. BackboneError if a file is missing or cannot be read.
+    Raises BackboneError if a file is missing or cannot be read.
     """
     folder = Path(folder)
     config = dataclasses.asdict(BackboneConfig.from_folder(folder).plain)
     for key in ("backbone_format", "quantisation", "kept"):
-        # How linears are stored is covered by the hash of the tensors.
+        # The hash of the tensors covers how linears are stored.
         del config[key]
     tensors: _Digests = {}
     with ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as threads:
@@ -62,8 +63,8 @@ def backbone_fingerprint(folder: str | Path) -> str:
 
 
 def may_be_the_same(one: str, other: str) -> bool:
-    """Whether two fingerprints may be of the same backbone. An empty one is unknown. Those that
-    jaxmux 0.1 recorded cover a sample of the weights and have 16 digits; they cannot be compared
+    """Whether two fingerprints may belong to the same backbone. An empty fingerprint is unknown.
+    Fingerprints of jaxmux 0.1 cover a sample of the weights, have 16 digits and cannot be compared
     with others."""
     return one == other or len(one) != len(other)
 
@@ -102,13 +103,13 @@ def _digest(file: int, start: int, tensor: dict) -> str:
 
 
 def _kept_file(path: Path) -> Path:
-    """The file in the cache folder with the digests of the tensors of a file."""
+    """The file in the cache folder with the digests of the tensors of the file `path`."""
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:32]
     return cache_folder("digests") / f"{name}.json"
 
 
 def _read_kept(kept: Path, stat: os.stat_result) -> _Digests | None:
-    """The digests in the cache folder; None if there are none, or if the file has changed."""
+    """The digests in the cache folder; None if there are none, or if the file has changed since."""
     try:
         record = json.loads(kept.read_text())
         digests, is_same = record["tensors"], record["file"] == _identity(stat)

@@ -1,5 +1,5 @@
 """The forward pass of the backbone over one microbatch: embedding, layers and final norm. A caller
-can run all of it or each of these parts, or count the bytes that a layer keeps for the backward
+can run all of it, run each of these parts, or count the bytes that a layer keeps for the backward
 pass."""
 
 import dataclasses
@@ -39,13 +39,13 @@ from .weight_sharding import UNDIVIDED, WeightSharding, embedded
 
 
 class SlotTable(NamedTuple):
-    """The numbers of each task's adapter that a forward pass takes as data, besides its arrays; 0
+    """The numbers, besides its arrays, of each task's adapter that a forward pass takes as data; 0
     in slots (indices of tasks in the stacked adapters) without a task.
 
     Attributes:
       scale: float32 [T], factor of the low-rank product, alpha / rank (rsLoRA: alpha / sqrt(rank)).
       dropout_rate: float32 [T], probability in [0, 1) that an adapter's input feature is dropped.
-      dropout_key: uint32 [T], seed of the dropout masks; another one for every optimizer step.
+      dropout_key: uint32 [T], seed of the dropout masks; it differs in every optimizer step.
     """
 
     scale: Float[Array, " T"]
@@ -65,13 +65,14 @@ class ForwardOptions(NamedTuple):
         for all layers or a tuple with one for each. From most to least memory: "none" keeps all,
         "norms" recomputes neither norms nor matrix products, "dots" recomputes norms but no matrix
         product, "lean" also the products of the MLP's gate and up, "full" all but a layer's input.
-      unroll: False runs the layers in a scan. True compiles the program of every layer, which takes
-        longer but copies nothing into or out of a scan's stacked arrays.
-      dropout: False if no task uses dropout; the program then has no code for it.
+      unroll: whether the program of every layer is compiled, which takes longer but copies nothing
+        into or out of stacked arrays. If False, the layers run in a scan.
+      dropout: whether any task uses dropout; if False, the program has no code for it.
       max_sequences: most samples in a row. With 1, attention on GPU runs on faster dense rows.
       sharding: how the weights are divided among devices, inside `jax.shard_map`.
       adapter_ops: the operations of the adapter kinds in use, other than low-rank ones.
-      norm: implementation of the norms of the residual stream, see `residual_norm`; None picks.
+      norm: implementation of the norms of the residual stream (see `residual_norm`); None picks
+        one.
       in_order: whether chunk i of every microbatch belongs to slot i (see `Routing.order`).
     """
 
@@ -107,16 +108,16 @@ def hidden_states(
         there and may be empty: by path of a linear within a layer ("mlp.up_proj"), the factors a
         [L, T, k, R] and b [L, T, R, n], for input width k, output width n and the largest rank R.
       accumulators: float32 gradients summed over earlier microbatches, a tree like `adapters`. They
-        are returned unchanged, but are differentiable in an unusual sense: passed as their own
-        cotangents, they get as gradient their sum with the gradients of this microbatch, see
-        `grouped_lora_linear`. None if no gradients are wanted.
-      at_head: the adapters of the head, from `head_adapters`, if `microbatch_losses` gets them too.
-        If head and embedding are one table, the gradients from both uses are then added.
+        are returned unchanged, but are differentiable in an unusual sense: if they are passed as
+        their own cotangents, their gradient is their sum with the gradients of this microbatch (see
+        `grouped_lora_linear`). None if no gradients are wanted.
+      at_head: the adapters of the head, from `head_adapters`, if `microbatch_losses` also gets
+        them. If head and embedding are one table, the gradients from both uses are then added.
 
     Returns:
       The hidden states [N, d] after the final norm, in the dtype of the embedding; the
       accumulators; and a bool array [chunks], False for a chunk whose hidden states must not be
-      used, because they or its inputs of attention in any layer are not finite.
+      used, because its hidden states or its inputs of attention in some layer are not finite.
 
     Raises:
       ValueError: a remat policy is unknown, there is not one policy for each layer, or an
@@ -138,8 +139,8 @@ def embed(
     at_head: LayerAdapters | None = None,
 ) -> tuple[Float[Array, "N d"], AllAdapters | None]:
     """The residual stream before the first layer: the embeddings of a microbatch's tokens, changed
-    by adapters. Also returns the accumulators. Arguments as for `hidden_states`; of the weights,
-    only the embedding is read."""
+    by adapters. Also returns the accumulators. Arguments are as for `hidden_states`; of the
+    weights, only the embedding is read."""
     tokens = microbatch.tokens.reshape(-1)
     x = jax.lax.stop_gradient(embedded(weights["embed_tokens"]["weight"], tokens, options.sharding))
     points = (EMBEDDING,) if at_head else (EMBEDDING, TIED)
@@ -192,8 +193,8 @@ def run_layers(
     )
 
     # XLA gathers weights early, so that communication runs beside kernels. It does not know how
-    # long Pallas kernels take, and would hold the weights of many layers at a time. So the weights
-    # of a layer are gathered when the layer before it begins.
+    # long Pallas kernels take, and would hold the weights of many layers at the same time. The
+    # weights of a layer are therefore gathered only when the layer before it begins.
     gathers_ahead = options.unroll and options.sharding.fsdp > 1
 
     def stepper(policy: str):
@@ -201,7 +202,7 @@ def run_layers(
             partial(decoder_layer, config, layer_options), policy, in_scan=not options.unroll
         )
         if options.unroll:
-            # Layers differ only in their index. Under one jit they are traced and lowered once.
+            # Layers differ only in their index. Under one jit, they are traced and lowered once.
             function = jax.jit(function)
 
         def step(carry, layer):
@@ -269,13 +270,13 @@ def _for_each_layer(stepper, carry, policies: tuple[str, ...], unroll: bool):
 
 
 def _begin_of(xs: Sequence[Float[Array, "n d"]]) -> list[Float[Array, "1 1"]]:
-    """One number of each stream, for use as a dependency: it is known when the stream is."""
+    """One number of each stream, for use as a dependency: it is known when the whole stream is."""
     return [jax.lax.stop_gradient(x[:1, :1]) for x in xs]
 
 
 def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]:
-    """The parts of a microbatch that every layer computes in turns: two parts of about equal size
-    if sums over devices run beside kernels, else one. Neither a row nor a chunk is divided."""
+    """The parts of a microbatch that take turns in every layer: two parts of about equal size if
+    sums over devices run beside kernels, otherwise one. Neither a row nor a chunk is divided."""
     whole = math.gcd(len(microbatch.tokens), len(microbatch.chunk_slot))
     if whole == 1 or not sums_run_beside_kernels(sharding.tp):
         return [microbatch]
@@ -292,7 +293,8 @@ def dropout_of(
     options: ForwardOptions,
     first_layer: Int[Array, ""] | int = 0,
 ) -> Dropout | None:
-    """The dropout of a microbatch, None if no task uses it; arguments as for `run_layers`."""
+    """The dropout of a microbatch; None if no task uses dropout. Arguments are as for
+    `run_layers`."""
     if not options.dropout:
         return None
     ids, positions = microbatch.sample_id.reshape(-1), microbatch.positions.reshape(-1)
@@ -306,7 +308,7 @@ def stream_of(
     options: ForwardOptions,
     first_layer: Int[Array, ""] | int = 0,
 ) -> Stream:
-    """The properties of a microbatch's tokens; arguments as for `run_layers`."""
+    """The properties of a microbatch's tokens. Arguments are as for `run_layers`."""
     dropout = dropout_of(microbatch, slots, options, first_layer)
     order = IN_ORDER if options.in_order else None
     return Stream(
@@ -327,7 +329,7 @@ def kept_bytes(
     """Bytes that one decoder layer keeps from its forward to its backward pass, under a remat
     policy.
 
-    The function traces `hidden_states` and computes nothing: it reads only shapes and dtypes, so
+    The function traces `hidden_states` and computes nothing. It reads only shapes and dtypes, so
     arrays may be `jax.ShapeDtypeStruct`s. The gradient is that of training, with respect to the
     adapters only. The result is the difference between a model of two layers and a model of one.
 

@@ -80,9 +80,9 @@ def _at_head(
 def logits_of(
     weights: Weights, hidden: Float[Array, "N d"], at_head: LayerAdapters | None = None
 ) -> Float[Array, "N vocab"]:
-    """The float32 logits of hidden states after the final norm, on one device. Of the weights of
-    the backbone, only the head is read. `at_head` are the adapters of the head, for the chunks of
-    equal length into which the N tokens are divided; None if there are none."""
+    """The float32 logits of hidden states after the final norm, on one device. Of the backbone's
+    weights, only the head is read. `at_head` are the adapters of the head, for the chunks of equal
+    length into which the N tokens are divided; None if there are none."""
     logits = head_kernel(weights).matmul(hidden, jnp.float32)
     if at_head is None:
         return logits
@@ -98,8 +98,8 @@ def logits_of(
 
 def head_kernel(weights: Weights, sharding: WeightSharding = UNDIVIDED) -> FrozenWeight:
     """The weight [d, vocab] of the language-model head, for `chunk_losses` or to compute logits. If
-    the head is tied to the embedding, it is the embedding's transpose. If `sharding` divides the
-    vocabulary, it has the tokens of this device."""
+    the head is tied to the embedding, it is the transposed embedding. If `sharding` divides the
+    vocabulary, it has only the tokens of this device."""
     if "lm_head" in weights:
         return gathered(weights["lm_head"]["kernel"], 0, sharding)
     return FrozenWeight.of(gathered(weights["embed_tokens"]["weight"], 1, sharding).T)

@@ -1,9 +1,9 @@
 """Adapters at the head, which change the logits of their tasks' chunks.
 
-The loss computes logits block by block. So the arrays of the chunks' owners are gathered before the
-loss, and are arguments of it. If embedding and head are one table, an adapter of the table changes
-both. Its arrays are then gathered once, so that the gradients from both uses are added up within a
-chunk, before the gradients of chunks are added up in the order of the stream.
+The loss computes logits block by block. The arrays of the chunks' owners are therefore gathered
+before the loss, and passed to it. If embedding and head are one table, an adapter of the table
+changes both. Its arrays are then gathered once, so that the gradients from both uses are added up
+within a chunk, before the gradients of chunks are added up in the order of the stream.
 """
 
 from typing import Any
@@ -26,9 +26,9 @@ from .adapter_ops import (
 )
 from .weight_sharding import WeightSharding, enter
 
-# The index of the head in the dropout hash, in which layer 0 has the linears of the first layer.
+# The index of the head in the dropout hash. There, the head belongs to layer 0.
 _HEAD_MODULE = 1 << 16
-# By name of the kind and point, the arrays of every chunk's owner.
+# By name of the kind and by point, the arrays of every chunk's owner.
 HeadArrays = dict[str, dict[str, Any]]
 
 
@@ -39,9 +39,9 @@ def head_adapters(
     chunk_slot: Int[Array, " chunks"],
     dropout: Dropout | None = None,
 ) -> tuple[LayerAdapters | None, AllAdapters | None]:
-    """The adapters of the head for the chunks of a stream, None if no kind has arrays there; and
-    the accumulators. The arrays are read before those of the embedding, see `embed`. `dropout` is
-    None if no task uses it; other arguments are as for `layer_adapters`."""
+    """The adapters of the head for the chunks of a stream, or None if no kind has arrays there; and
+    the accumulators. The arrays are read before those of the embedding (see `embed`). `dropout` is
+    None if no task uses dropout; other arguments are as for `layer_adapters`."""
     if not any(point in adapters[name] for name, _ in ops for point in AT_HEAD):
         return None, accumulators
     at_head, accumulators = layer_adapters(ops, adapters, accumulators, chunk_slot, 0, AT_HEAD)
@@ -65,7 +65,7 @@ def changed_logits(
     logits: Float[Array, "chunks l vocab"],
     first_token: Int[Array, ""] | int,
 ) -> Float[Array, "chunks l vocab"]:
-    """The logits of chunks with the changes of their owners' adapters. `arrays` are
+    """The logits of chunks after the changes of their owners' adapters. `arrays` are
     `LayerAdapters.own`; other arguments are as for `AdapterOp.logits`."""
     for name, op in ops:
         for point in AT_HEAD:
@@ -75,7 +75,7 @@ def changed_logits(
 
 
 def differentiable(arrays: HeadArrays) -> HeadArrays:
-    """The arrays, with None for each array of integers, which has no gradient."""
+    """The arrays, with None in place of arrays of integers, which have no gradient."""
     return jax.tree.map(lambda x: x if jnp.issubdtype(x.dtype, jnp.floating) else None, arrays)
 
 
@@ -87,14 +87,14 @@ def with_others(floats: HeadArrays, arrays: HeadArrays) -> HeadArrays:
 
 
 def enter_head(arrays: HeadArrays, sharding: WeightSharding) -> HeadArrays:
-    """The arrays on a device that has some tokens of the head: their gradients are summed over the
-    devices."""
+    """The arrays on a device that has only some tokens of the head: their gradients are summed over
+    the devices."""
     floats = jax.tree.map(lambda x: enter(x, sharding), differentiable(arrays))
     return with_others(floats, arrays)
 
 
 def bytes_at_head(adapters: AllAdapters, chunks: int) -> int:
-    """Bytes of the arrays at the head, and of their gradients, for a microbatch of `chunks` chunks.
+    """Bytes of the arrays at the head and of their gradients, for a microbatch of `chunks` chunks.
     `adapters` are the arrays of all slots, or their shapes and dtypes."""
     leaves = jax.tree.leaves(
         [tree[point] for tree in adapters.values() for point in AT_HEAD if point in tree]

@@ -21,7 +21,7 @@ from .weight_sharding import UNDIVIDED, WeightSharding, enter, layer_weights, ow
 
 
 class LayerOptions(NamedTuple):
-    """Static choices, with the meaning that they have in `ForwardOptions`."""
+    """Static choices, with the same meaning as in `ForwardOptions`."""
 
     attention: AttentionOptions
     grouped_lora: str | None
@@ -34,7 +34,7 @@ class Stream(NamedTuple):
     """Properties of a microbatch's tokens, the same for every layer.
 
     Attributes:
-      cos, sin: float32, of the rotary angles.
+      cos, sin: float32, cosines and sines of the rotary angles.
       segments: the sequences of every row.
       dispatch: owners and dropout of the tokens.
       cached: the layer's cache of earlier tokens; None if the microbatch holds whole sequences and
@@ -48,14 +48,14 @@ class Stream(NamedTuple):
     cached: CachedTokens | None = None
 
 
-# The second result of attention: for every token whether its inputs were finite, or with a cache,
-# the cache with the new tokens.
+# The second result of attention: for every token whether its inputs were finite; with a cache, the
+# cache with the new tokens instead.
 Attended = Bool[Array, "rows row_len"] | KeysValues
 
 
 class _Turn(NamedTuple):
-    """The last output of one stream's attention or MLP, from the linear `module`, which `joined`
-    has not yet added to the residual stream."""
+    """The last output of one stream's attention or MLP, from the linear `module`. `joined` has not
+    yet added it to the residual stream."""
 
     stream: int
     module: str
@@ -75,17 +75,18 @@ def decoder_layer(
 ) -> tuple[tuple[Float[Array, "n d"], ...], AllAdapters | None, list[Attended]]:
     """One pre-norm layer: attention, then the gated MLP, each added to the residual stream.
 
-    Tokens may come in two streams, which do not depend on each other. They take turns, first with
-    their attention and then with their MLP. If several devices sum up their outputs, the sum of
-    one stream can then run beside the products of the other (MuxTune 3.4.2). The last sum of a
-    layer runs beside products only if the compiler begins the next layer early; with
-    rematerialisation it does not do so in the backward pass.
+    Tokens may come in two independent streams. The streams take turns, first with their attention
+    and then with their MLP. If several devices sum up their outputs, the sum of one stream can then
+    run beside the products of the other (MuxTune 3.4.2). The last sum of a layer runs beside
+    products only if the compiler begins the next layer early; in the backward pass with
+    rematerialisation, it does not.
 
     Args:
       weights: weights of all layers.
       adapters: by name of the kind, the arrays of all layers and slots.
       xs: the residual stream of each of `streams`, in the compute dtype.
-      accumulators: gradient accumulators, threaded through (see `grouped_lora_linear`), or None.
+      accumulators: gradient accumulators, which are passed through (see `grouped_lora_linear`), or
+        None.
       behind: arrays that are computed before the layer's weights are gathered (`layer_weights`).
 
     Returns:
@@ -186,9 +187,9 @@ def _attention(
     residual: Float[Array, "n d"] | None,
 ) -> tuple[Float[Array, "n d"], Adapters | None, Attended]:
     """Attention with the linears before and after it, which have the `weights` of the block and the
-    low-rank factors `adapters`. `h` is the normed residual stream. The output, for `joined`, is
-    added to `residual`, if that is not None. Also returns the accumulators, and the second result
-    of attention."""
+    low-rank factors `adapters`. `h` is the normed residual stream. The output, for `joined`,
+    includes `residual` if it is not None. Also returns the accumulators, and the second result of
+    attention."""
     sharding = options.sharding
 
     def linears(h, accumulators, *names: str, residual=None):
@@ -235,7 +236,7 @@ def _attention(
 def rotary_angles(
     config: BackboneConfig, positions: Int[Array, "*tokens"]
 ) -> tuple[Float[Array, "*tokens half"], Float[Array, "*tokens half"]]:
-    """Cosines and sines of the rotary angles, float32: for each token, half = head_dim / 2 of each.
+    """Cosines and sines of the rotary angles, float32: half = head_dim / 2 of each for every token.
     `positions` is int32, the position of each token in its sequence."""
     angles = positions[..., None].astype(jnp.float32) * jnp.asarray(_frequencies(config))
     return jnp.cos(angles), jnp.sin(angles)
@@ -246,9 +247,9 @@ def rotate(
     cos: Float[Array, "*tokens half"],
     sin: Float[Array, "*tokens half"],
 ) -> Float[Array, "*tokens heads head_dim"]:
-    """Rotates queries or keys by their positions (RoFormer, arXiv 2104.09864, equation 34). The
-    halves of a head form the pairs, as in Hugging Face. The result has the dtype of `x` and is
-    computed in float32. `cos` and `sin` come from `rotary_angles`."""
+    """Rotates queries or keys by their positions (RoFormer, arXiv 2104.09864, equation 34). As in
+    Hugging Face, the two halves of a head form the pairs. Computes in float32 and returns the dtype
+    of `x`. `cos` and `sin` are from `rotary_angles`."""
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     cos, sin = cos[..., None, :], sin[..., None, :]
     rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
@@ -261,7 +262,7 @@ def _frequencies(config: BackboneConfig) -> Float[np.ndarray, " half"]:
     scaling = config.rope_scaling
     if scaling is None:
         return frequencies
-    # As in Llama 3.1, frequencies of long wavelengths are divided by `factor`, those of short
+    # As in Llama 3.1, frequencies of long wavelengths are divided by `factor`, frequencies of short
     # wavelengths are kept, and those in between are interpolated linearly.
     turns = scaling.original_max_position_embeddings * frequencies / (2 * np.pi)
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)

@@ -2,8 +2,8 @@
 
 Names are Hugging Face's, so a parameter's path here is its path in a checkpoint, without the index
 of the layer: `layers.self_attn.q_proj`. The parameters of all layers are stacked along a leading
-axis. `nnx.split` is called once; all other functions of this package take the nested dict of
-parameters (`Weights`).
+axis. `nnx.split` turns the modules into a nested dict of parameters (`Weights`), which all other
+functions of this package take.
 """
 
 import functools
@@ -90,7 +90,7 @@ class DecoderLayers(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """A Llama-family decoder with its language-model head; the head is absent if it is tied to the
+    """A Llama-family decoder with its language-model head. There is no head if it is tied to the
     embedding."""
 
     def __init__(self, c: BackboneConfig, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -105,9 +105,9 @@ def random_weights(
     config: BackboneConfig, seed: int = 0, dtype: jnp.dtype = jnp.float32
 ) -> Weights:
     """The weights of a random backbone, made on the default device in one program. Matrices are
-    normal with standard deviation 0.02, weights of norms are 1, and biases 0. All are of `dtype`,
-    except linears with a `config.backbone_format`; BackboneError if these cannot be stored in it.
-    """
+    normal with standard deviation 0.02, weights of norms are 1, and biases are 0. All have `dtype`,
+    except linears with a `config.backbone_format`. Raises BackboneError if these cannot be stored
+    in this format."""
 
     @jax.jit
     def make(key: jax.Array) -> Weights:
@@ -117,14 +117,14 @@ def random_weights(
 
 
 def abstract_weights(config: BackboneConfig, dtype: jnp.dtype = jnp.float32) -> Weights:
-    """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated. All are of
-    `dtype`, except linears with a `config.backbone_format` and linears in `config.kept`.
+    """The weights with a `jax.ShapeDtypeStruct` for each array; nothing is allocated. All have
+    `dtype`, except linears with a `config.backbone_format` and linears in `config.kept`. Raises
     BackboneError if a linear cannot be stored in `config.backbone_format`."""
-    # A copy of the dicts, because callers may change them.
+    # Copy the dicts, because callers may change them.
     return jax.tree.map(lambda leaf: leaf, _abstract_weights(config, jnp.dtype(dtype)))
 
 
-# Making the modules takes 10 ms, and callers ask for the same ones often.
+# Making the modules takes 10 ms, and callers often ask for the same ones.
 @functools.lru_cache(16)
 def _abstract_weights(config: BackboneConfig, dtype: jnp.dtype) -> Weights:
     weights = jax.eval_shape(lambda: split(Decoder(config, dtype, nnx.Rngs(0))))
@@ -172,7 +172,7 @@ def split(decoder: Decoder) -> Weights:
 def _random_stack(
     rngs: nnx.Rngs, shape: tuple[int, int, int], dtype: jnp.dtype, format: str | None
 ) -> FrozenWeight:
-    """Random weights of all layers. In a format that is no dtype, the weights of each layer are
+    """Random weights of all layers. In a format that is not a dtype, the weights of each layer are
     made and encoded separately, so that the whole stack never exists in `dtype`."""
     if format is None:
         return FrozenWeight.of(_normal(rngs, shape, dtype))

@@ -14,9 +14,9 @@ HEAD = "lm_head"
 
 
 def weights_of_tensors(wanted: Weights, tensors: Callable[[str], Array]) -> Weights:
-    """Weights made of the tensors of a Hugging Face checkpoint, which `tensors` returns by name.
+    """Weights made from the tensors of a Hugging Face checkpoint, which `tensors` returns by name.
     `wanted` are shapes and dtypes from `abstract_weights`, or some of its parameters. It may have
-    fewer layers than the checkpoint; they begin with layer 0."""
+    fewer layers than the checkpoint; these are the first layers."""
 
     def parameter(path: tuple[str, ...], layer: int | None = None) -> Array:
         tensor = jnp.asarray(tensors(hf_name(path, layer)))

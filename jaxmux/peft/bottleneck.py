@@ -20,7 +20,7 @@ from .targets import LayerMask, refuse_size
 
 # The sub-blocks of a layer.
 ATTENTION, MLP = "self_attn", "mlp"
-# Each is 0 for 0, so that adapters can be padded to one size.
+# Each function is 0 at 0, so that padding an adapter to a larger size does not change its output.
 ACTIVATIONS = {
     "relu": jax.nn.relu,
     "swish": jax.nn.silu,
@@ -35,11 +35,12 @@ class Form(NamedTuple):
     """A way to put bottlenecks into a layer.
 
     Attributes:
-      source: input of a bottleneck: 0 for the residual stream behind the sub-block, 1 for the
-        stream before it, 2 for the output of the sub-block.
+      source: input of a bottleneck: 0 for the residual stream after the sub-block, 1 for the stream
+        before the sub-block, 2 for the output of the sub-block.
       blocks: the sub-blocks that have a bottleneck.
-      activation, scaling: the defaults.
-      up_is_random: whether the second matrix begins with random values, or with zeros.
+      activation, scaling: the defaults of `Bottleneck`.
+      up_is_random: whether the second matrix begins with random values; otherwise it begins at
+        zero.
     """
 
     source: int
@@ -58,19 +59,20 @@ FORMS = {
 
 @checked_dataclass
 class Bottleneck:
-    """A network with a narrow middle, `f(z) = scaling · (act(z D + b) U + c)`, whose result is
-    added to the residual stream. D is [d, m] and U is [m, d] for the model width d and the size m.
+    """A network with a narrow middle, `f(z) = scaling · (act(z D + b) U + c)`. Its result is added
+    to the residual stream. D is [d, m] and U is [m, d] for the model width d and the size m.
 
-    With the residual stream x before a sub-block and the sub-block's output h, the stream behind it
-    becomes
+    Let x be the residual stream before a sub-block and h the sub-block's output. The stream after
+    the sub-block becomes
 
     - "pfeiffer": x + h + f(x + h) behind the MLP (Pfeiffer et al. 2021; AdapterHub's seq_bn);
     - "houlsby": x + h + f(h) behind attention and behind the MLP (Houlsby et al. 2019;
       double_seq_bn);
     - "parallel": x + h + f(x) behind the MLP (He et al. 2022; par_bn).
 
-    D and U of the first two begin with normal values of standard deviation 0.02, so the adapter
-    changes the backbone from the beginning, as in AdapterHub. U of the third begins at zero.
+    In the first two forms, D and U begin with normal values of standard deviation 0.02, so the
+    adapter changes the backbone from the beginning, as in AdapterHub. In "parallel", U begins at
+    zero.
 
     Attributes:
       form: "pfeiffer", "houlsby" or "parallel".
@@ -91,12 +93,12 @@ class Bottleneck:
 
     @property
     def chosen_activation(self) -> str:
-        """The activation, after the default."""
+        """The activation; the default of the form if `activation` is None."""
         return self.activation or FORMS[self.form].activation
 
     @property
     def chosen_scaling(self) -> float:
-        """The factor, after the default."""
+        """The scaling; the default of the form if `scaling` is None."""
         return FORMS[self.form].scaling if self.scaling is None else self.scaling
 
 
@@ -122,7 +124,7 @@ def bottleneck_targets(spec: Bottleneck, config: BackboneConfig) -> dict[str, La
 
 def bottleneck_work(config: BackboneConfig, point: str, rank: int) -> PointWork:
     layers, d = config.num_layers, config.hidden_size
-    # Layers keep the output of the sub-block.
+    # Layers keep the output of the sub-block for the backward pass.
     return PointWork(2 * layers * ((2 * d + 1) * rank + d), 3 * layers * d, layers * d)
 
 
@@ -181,7 +183,7 @@ def initial_bottleneck(
 
 
 def with_numbers(spec: Bottleneck, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Adds the numbers that describe a bottleneck's input and function to its trained arrays."""
+    """Adds arrays with the scaling, source and activation of a bottleneck to its trained arrays."""
     layers = len(arrays["down"])
     numbers = {
         "scaling": np.float32(spec.chosen_scaling),

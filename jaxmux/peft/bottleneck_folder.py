@@ -27,13 +27,13 @@ from .targets import take_tensor
 
 # The name that an exported adapter has within its folder.
 _NAME = "jaxmux"
-# The settings in which AdapterHub's configuration of each form differs from the defaults.
+# For each form, the settings in which AdapterHub's configuration differs from the defaults.
 _CONFIGS: dict[str, dict[str, Any]] = {
     "pfeiffer": {"mh_adapter": False, "original_ln_before": True, "is_parallel": False},
     "houlsby": {"mh_adapter": True, "original_ln_before": False, "is_parallel": False},
     "parallel": {"mh_adapter": False, "original_ln_before": False, "is_parallel": True},
 }
-# Names of whole configurations, with the form and the reduction factor that they stand for.
+# For each name of a whole configuration, its form and its reduction factor.
 _NAMED = {
     "seq_bn": ("pfeiffer", 16),
     "pfeiffer": ("pfeiffer", 16),
@@ -42,7 +42,7 @@ _NAMED = {
     "par_bn": ("parallel", 2),
     "parallel": ("parallel", 2),
 }
-# Settings that change what an adapter computes, with the only value that is supported.
+# Settings that change an adapter's outputs, each with the only value that is supported.
 _FIXED = {
     "output_adapter": True,
     "ln_before": False,
@@ -58,7 +58,7 @@ _FIXED = {
 
 def _settings(spec: Bottleneck, config: BackboneConfig, serving: bool) -> dict[str, Any]:
     d, m = config.hidden_size, spec.size
-    # The library computes int(d // reduction_factor).
+    # The library computes m as int(d // reduction_factor).
     reduction = d // m if d % m == 0 else d / (m + 0.5)
     return {
         "name": _NAME,
@@ -112,7 +112,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Bottl
 
 
 def _expanded(text: str) -> dict[str, Any]:
-    """The configuration that a text such as "double_seq_bn[reduction_factor=4]" stands for."""
+    """The configuration that a text such as "double_seq_bn[reduction_factor=4]" names."""
     match = re.fullmatch(r"(\w+)(?:\[(.*)\])?", text)
     if not match or match[1] not in _NAMED:
         reason = why_left_out(text) or f"known names: {', '.join(_NAMED)}"
@@ -145,7 +145,7 @@ def _prefix(point: str, layer: int) -> str:
     return f"model.layers.{layer}.{block}.adapters."
 
 
-# The name of each array's tensor; matrices are transposed.
+# For each array, the name of its tensor. Matrices are transposed.
 _TENSORS = {
     "down": "adapter_down.0.weight",
     "down_bias": "adapter_down.0.bias",

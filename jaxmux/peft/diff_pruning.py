@@ -25,7 +25,7 @@ from .targets import (
     target_names,
 )
 
-# PEFT's `mask_type` for masks of whole columns, with their number.
+# PEFT's `mask_type` for masks of whole columns, with the number of columns.
 _MASK_TYPE = re.compile(r"columns_(\d+)")
 
 
@@ -35,10 +35,10 @@ class DiffPruning:
 
     S are `columns` features of the linear's input, drawn at random for every linear and layer from
     the task's seed. V begins at 0. This is Diff-Pruning (Guo et al. 2021) with a mask that is
-    chosen once; it is exported in the format of Hugging Face PEFT's SHiRA, whose masks are of this
-    kind. What is trained is kept apart from the weights, in float32. Where an adapter is added to
-    bfloat16 weights, as `peft` does and a merge has to, changes that are small beside the weights
-    are lost.
+    chosen once. It is exported in the format of Hugging Face PEFT's SHiRA, whose masks are also
+    chosen once. V is stored separately from the weights, in float32. When an adapter is added to
+    bfloat16 weights, as in `peft` and in a merge, changes that are small compared with a weight are
+    lost.
 
     Attributes:
       columns: number of features of each linear's input.
@@ -53,8 +53,8 @@ class DiffPruning:
 
 
 class _Columns(AdapterOp):
-    """Adds the products of some features with trained rows. "columns" counts features from 1; 0 is
-    padding."""
+    """Adds the products of some input features and trained rows. "columns" counts features from 1;
+    0 marks padding."""
 
     def linear_output(self, own, x, y, first_column):
         index = own["columns"] - 1 - first_column
@@ -114,8 +114,8 @@ def _rates(spec: DiffPruning, targets: Mapping[str, LayerMask]) -> dict[str, Any
 
 
 def _entries_per_width(spec: DiffPruning, config: BackboneConfig) -> int:
-    """PEFT's r, which gives every module r (k + n) entries. Superfluous entries are at (0, 0) and
-    have the value 0."""
+    """PEFT's r, with which every module has r (k + n) entries. Entries that are not needed lie at
+    (0, 0) and have the value 0."""
     sizes = [linear_sizes(config, module) for module in _targets(spec, config)]
     return max(math.ceil(spec.columns * n / (k + n)) for k, n in sizes)
 
@@ -124,7 +124,7 @@ def _settings(spec: DiffPruning, config: BackboneConfig, serving: bool) -> dict[
     return {
         "peft_type": "SHIRA",
         "r": _entries_per_width(spec, config),
-        # PEFT draws a mask itself for "random" only, and reads other masks from the file.
+        # PEFT draws a mask itself only for "random", and reads other masks from the file.
         "mask_type": f"columns_{spec.columns}",
         "target_modules": target_names(_targets(spec, config)),
         "fan_in_fan_out": False,
@@ -150,7 +150,7 @@ def _tensors(
         indices = np.zeros((layers, 2, r * (k + n)), np.int32)
         entries = spec.columns * n
         for layer in np.flatnonzero(mask):
-            # Row by row of the weight [n, k], as PEFT orders them.
+            # PEFT's order: row by row of the weight [n, k].
             weights[layer, :entries] = adapter[module]["values"][layer].T.reshape(-1)
             indices[layer, 0, :entries] = np.repeat(np.arange(n), spec.columns)
             indices[layer, 1, :entries] = np.tile(adapter[module]["columns"][layer] - 1, n)

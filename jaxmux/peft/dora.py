@@ -49,14 +49,13 @@ def _supported(initialisation: Any) -> Any:
 class DoRA(LoRA):
     """LoRA with trained magnitudes: `y = (m / c) (x W + scale · dropout(x) A B) + bias`.
 
-    m is [n], one trained magnitude for every output of the linear, and c [n] are the norms of the
-    columns of W + scale · A B, which are no functions of A and B where gradients are concerned. m
-    begins at the float32 norms of W, so the adapter begins at the backbone (Liu et al. 2024, in the
-    form of Hugging Face PEFT).
+    m [n] has one trained magnitude for every output of the linear. c [n] are the norms of the
+    columns of W + scale · A B; gradients treat c as a constant. m begins at the float32 norms of W,
+    so the adapter does not change the backbone at first (Liu et al. 2024, in the form of Hugging
+    Face PEFT).
 
-    c is computed once an update, because it stays the same until the next one. With dropout, the
-    frozen product has none; PEFT drops features there too, where m / c is not 1. Both have the same
-    mean.
+    c is computed once per update, because it stays the same until the next update. Dropout does not
+    act on the frozen product here. In PEFT it does where m / c is not 1; the mean is the same.
 
     The fields are those of `LoRA`. `trained_tokens` has to be empty, the `target_modules` are
     linears only, and initialisations that begin at the weight are refused. The learning rate of m
@@ -82,7 +81,7 @@ class _Magnitude(AdapterOp):
     low_rank = True
 
     def product(self, own, y):
-        # Empty chunks get zeros.
+        # Empty chunks have the norm 0.
         norm = jnp.where(own["norm"] == 0, 1, own["norm"])
         return y * (own["magnitude"] / norm)[:, None]
 
@@ -91,7 +90,7 @@ class _Magnitude(AdapterOp):
         scale = own[SCALE][:, None]
         # |w + s A b|² = |w|² + 2 s b·(Aᵀw) + s² b·(AᵀA b), for each column w of W and b of B.
         rows = a.swapaxes(1, 2).astype(weight.decoded().dtype)
-        # Not `weight.matmul`, which may encode its left operand.
+        # `weight.matmul` may encode its left operand, so it is not used here.
         columns = weight.decoded(rows.dtype)
         products = total(jnp.matmul(rows, columns, preferred_element_type=jnp.float32))
         gram = total(jnp.einsum("skr,skq->srq", a, a))
@@ -160,7 +159,7 @@ def _of_layers(
     targets: Mapping[str, LayerMask],
     config: BackboneConfig,
 ) -> dict[str, np.ndarray]:
-    """Norms [L, n] of each linear, from `norms(module, layer)`; 1 in layers that are not
+    """Norms [L, n] of each linear, computed by `norms(module, layer)`; 1 in layers that are not
     adapted."""
     return {
         module: stacked(
@@ -178,7 +177,7 @@ def _weight_norms(base: BaseTensors | None, module: str, layer: int) -> np.ndarr
     def norms() -> np.ndarray:
         return np.linalg.norm(base_values(base, name), axis=1)
 
-    # A server prepares many tasks with the same backbone, which is read from a disk.
+    # A server prepares many tasks with the same backbone, whose weights are read from a disk.
     return norms() if base is None else remembered(base, ("norms", name), norms)
 
 

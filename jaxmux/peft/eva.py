@@ -1,7 +1,7 @@
 """EVA, an initialisation of LoRA from the task's own data (Paischer et al. 2024).
 
-A holds the principal components of each linear's inputs. Linears whose components explain more of
-the variance get more of them.
+A begins with the principal components of each linear's inputs. A linear gets more components if
+they explain more of its inputs' variance.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,17 +15,14 @@ from jaxmux.models import FIRST_READERS, MODULES, Calibration
 
 from .targets import LayerMask
 
-# Smaller shares of the variance are rounding errors of float32, so their components are arbitrary.
+# A smaller share of the variance is a rounding error of float32, so its component is arbitrary.
 _LEAST_SHARE = 1e-12
 
 
 class Components(NamedTuple):
-    """Principal components of inputs, the most important first.
-
-    Attributes:
-      directions: float32, orthonormal.
-      shares: float64, the part of the inputs' variance that each one explains.
-    """
+    """Principal components of inputs, most important first. `directions` is float32 with
+    orthonormal columns; `shares` is float64, the fraction of the inputs' variance that each
+    component explains."""
 
     directions: Float[np.ndarray, "k components"]
     shares: Float[np.ndarray, " components"]
@@ -34,13 +31,13 @@ class Components(NamedTuple):
 def eva_factors(
     calibration: Calibration, targets: Mapping[str, LayerMask], rank: int, largest_rank: int
 ) -> dict[str, dict[int, Float[np.ndarray, "k components"]]]:
-    """The components with which A begins, by linear and layer.
+    """Returns the components with which A begins, by linear and layer.
 
-    All linears together get `rank` components for each of them, at most `largest_rank` each: the
-    components that explain the largest parts of their inputs' variances (Paischer et al. 2024,
-    Algorithm 1). Of linears with equal inputs, or of components that explain equal parts, the one
-    that the model computes first comes first. ValueError if the samples have too few labelled
-    tokens for so many components.
+    The linears together get `rank` times their number of components, each linear at most
+    `largest_rank`. These are the components that explain the largest fractions of their inputs'
+    variances (Paischer et al. 2024, Algorithm 1). If linears have equal inputs, or components
+    explain equal fractions, the linear that the model computes first comes first. Raises ValueError
+    if the samples have too few labelled tokens for the components.
     """
     labelled = int(calibration.labelled.sum())
     if labelled < largest_rank:
@@ -72,9 +69,9 @@ def eva_factors(
 
 def principal_components(x: Float[np.ndarray, "N k"], most: int) -> Components:
     """At most `most` principal components of the rows of a float32 matrix, without those that
-    explain nothing. The largest value of each component is positive."""
+    explain nothing. The entry of each component with the largest absolute value is positive."""
     x = x - x.mean(axis=0, dtype=np.float64)
-    # Both products have the same eigenvalues except for zeros, so the smaller one is used.
+    # Both products have the same eigenvalues except for zeros, so the smaller product is used.
     wide = len(x) < x.shape[1]
     gram = x @ x.T if wide else x.T @ x
     most = min(most, len(gram))
@@ -93,7 +90,7 @@ def principal_components(x: Float[np.ndarray, "N k"], most: int) -> Components:
 def _counts(
     shares: Mapping[tuple[int, str], Float[np.ndarray, " components"]], budget: int
 ) -> dict[tuple[int, str], int]:
-    """The number of components that each linear gets; `budget` is the sum."""
+    """The number of components that each linear gets. The numbers add up to `budget`."""
 
     def every() -> Iterator[tuple[float, int, tuple[int, str]]]:
         for order, (place, of_linear) in enumerate(shares.items()):

@@ -23,7 +23,7 @@ from .targets import (
     target_names,
 )
 
-# Names of the trained arrays at a linear: the factors of its input, and of its output.
+# Names of the trained arrays of a linear: the factors of its input and of its output.
 INPUT, OUTPUT = "input", "output"
 
 
@@ -32,8 +32,9 @@ class IA3:
     """Learned factors of the features of linears, which begin at 1 (Liu et al. 2022).
 
     The output of a linear becomes `l · (x W + bias)`, or its input, `(l · x) W + bias`. An adapter
-    has one number for each feature, far fewer than LoRA, and needs a learning rate 10 to 100 times
-    as high; the paper uses 3e-3. `AdamW` with weight decay pulls the factors to 0, not to 1.
+    has one number per feature, far fewer than LoRA. It needs a learning rate that is 10 to 100
+    times as high as LoRA's; the paper uses 3e-3. `AdamW` with weight decay pulls the factors to 0,
+    not to 1.
 
     Attributes:
       target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
@@ -49,7 +50,8 @@ class IA3:
 
 
 class _Factors(AdapterOp):
-    """Multiplies the input and the output of a linear by a task's factors, where it has any."""
+    """Multiplies the input or the output of a linear by a task's factors, where the task has
+    factors."""
 
     def changes_input(self, own: Mapping[str, Any]) -> bool:
         return INPUT in own
@@ -91,7 +93,6 @@ def leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int)
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    """One multiplication for every feature, which is read and written."""
     module, part = point.split("/")
     width = config.num_layers * linear_sizes(config, module)[part == OUTPUT]
     return PointWork(width, 2 * width)
@@ -169,8 +170,8 @@ def _from_tensors(
 
 
 def _merged(spec: IA3, adapter: Any, config: BackboneConfig) -> Changes:
-    """Multiplies the rows of a weight, and its bias, by the factors of the output, or its columns
-    by the factors of the input."""
+    """The factors of an output multiply the rows of the weight, and the bias; the factors of an
+    input multiply its columns."""
     changes: dict[str, Callable[[np.ndarray], np.ndarray]] = {}
     for point, mask in targets(spec, config).items():
         module, part = point.split("/")

@@ -15,33 +15,33 @@ from jaxmux.planner.costs.pool_spec import KindSize, PointSize, PointWork
 
 from .targets import LayerMask, full_name, linears_of
 
-# The file with the arrays, in the folders of Hugging Face PEFT.
+# The file with the arrays, in folders of Hugging Face PEFT.
 WEIGHTS = "adapter_model.safetensors"
 
-# By name of a tensor of the backbone, a function of its float32 values.
+# Maps the name of a tensor of the backbone to a function that changes its float32 values.
 Changes = Mapping[str, Callable[[np.ndarray], np.ndarray]]
 
-# A function from the name of a tensor in Hugging Face's checkpoint of the backbone to its values.
+# Takes the name of a tensor in Hugging Face's checkpoint of the backbone and returns the values.
 BaseTensors = Callable[[str], np.ndarray]
 
 
 class AdapterKind(NamedTuple):
     """One kind of adapter: a name and the functions that describe, create and store its arrays.
 
-    The adapters of all tasks are stacked in *pools* of arrays, one pool for each kind, in which
-    every task has a *slot*. A *point* is a place of the backbone at which an adapter does
-    something, for example the path of a linear within a layer ("mlp.up_proj"). A pool, and the
+    The adapters of all tasks are stacked in *pools* of arrays, one pool for each kind. Every task
+    has a *slot* in the pools. A *point* is a place of the backbone at which an adapter does
+    something, for example the path of a linear within a layer ("mlp.up_proj"). A pool, or the
     adapter of a single task, is a tree whose first keys are points (for LoRA: `Factors` with a and
     b below each linear).
 
     A kind may have low-rank factors besides its own arrays (`AdapterOp.low_rank`). The factors of
-    all tasks lie in the pool of LoRA, whatever their kinds, so that one product serves all tasks.
-    The kind's own arrays are then a dict below each linear, with the scale of the low-rank product
-    as "scale"; the adapter of a single task has these arrays and the factors "a" and "b" in one
-    dict. At points outside the layers, such a kind has arrays of its own only.
+    all tasks lie in the pool of LoRA, whatever the kind, so that one product serves all tasks. The
+    kind's own arrays are then a dict below each linear, in which "scale" is the scale of the
+    low-rank product. The adapter of a single task has these arrays and the factors "a" and "b" in
+    one dict. At points outside the layers, such a kind has only its own arrays.
 
-    A specification is a frozen dataclass. Specifications of kinds with low-rank factors have an
-    attribute `dropout`: the dropout rate of the inputs of the low-rank products.
+    A specification is a frozen dataclass. If the kind has low-rank factors, the specification has
+    an attribute `dropout`: the dropout rate of the inputs of the low-rank products.
 
     Attributes:
       name: name of the kind in pools and checkpoints, for example "lora".
@@ -50,12 +50,12 @@ class AdapterKind(NamedTuple):
         of the frozen products.
       targets: function (specification, config) that returns, by point, a bool mask [L] of the
         layers in which the adapter does something. It raises ValueError if there are none.
-      leaves: function (config, points, slots, rank) that describes a pool with T slots and rank R,
-        which is at least the largest rank of any task. It returns a tree of `LeafSpec` without the
-        low-rank factors.
+      leaves: function (config, points, slots, rank) that describes a pool with T slots and rank R
+        as a tree of `LeafSpec`, without the low-rank factors. R is at least the largest rank of any
+        task.
       initial: function (specification, targets, config, seed, base) that returns the arrays with
         which a task begins, at the task's rank and without the slot axis. `base` returns tensors of
-        the backbone. It may be None; kinds whose arrays are computed from the backbone then raise
+        the backbone. If `base` is None, kinds that compute their arrays from the backbone raise
         ValueError (`base_values`).
       relative_rates: function (specification, targets) that returns a tree with a float32 array [L]
         for each trained array: its learning rate in each of the L layers, divided by the task's
@@ -63,8 +63,9 @@ class AdapterKind(NamedTuple):
       recognise: function (settings) that tells whether an adapter_config.json with these values
         belongs to this kind.
       settings: function (specification, config, serving) that returns the values of
-        adapter_config.json, without the values that all adapters have. `serving` folds scales into
-        the arrays, for servers that support no other scale.
+        adapter_config.json, without the values that all adapters have. With `serving`, the values
+        are those of an adapter whose scales are multiplied into the arrays, for servers that
+        support only the scale 1.
       from_settings: function (settings, config), the inverse of `settings`. It raises ValueError or
         KeyError if no adapter of this kind has these settings.
       tensors: function (specification, adapter, config, serving, base) that returns the arrays of a
@@ -72,30 +73,31 @@ class AdapterKind(NamedTuple):
       from_tensors: function (specification, tensors, config, base), the inverse of `tensors`. It
         removes the tensors that it uses from `tensors`, and raises ValueError if one is missing or
         has the wrong shape.
-      identity: attributes in which an adapter from a folder must equal the specification of the
-        task that continues it, besides the targets.
+      identity: attributes that must be equal in the specification of an adapter from a folder and
+        in that of a task that continues the adapter, besides the targets.
       weights_file: name of the file with the arrays.
       rank: function (specification) that returns the size of the axis "rank" of the kind's arrays;
         by default the attribute `rank`, or 1 if there is none.
-      size_field: the attribute of a specification by which users set that size, for messages.
+      size_field: the attribute of a specification with which users set this size, for messages.
       factor_rank: function (specification) that returns the rank of the low-rank factors; None if
         it is `rank`.
-      serves: function (specification) that tells whether a specification of this class is of this
-        kind, for classes that several kinds share.
+      serves: function (specification) that tells whether a specification belongs to this kind, for
+        classes that several kinds share.
       merged: function (specification, adapter, config) that returns, by name of a tensor of the
         backbone, a function from the tensor's float32 values to the values with the adapter merged;
         None if adapters of this kind cannot be merged.
       work: function (config, point, rank) that returns the work of a pool of this rank at a point,
-        for predicted times. None stands for two FLOPs for each trained value, and for two reads and
-        one write of the backbone's width.
+        for predicted times. None means two FLOPs for each trained value, and two reads and one
+        write of the backbone's width.
       virtual_tokens: function (specification) that returns the number of positions that the adapter
         fills before every sequence. These positions hold -1, -2, … in place of tokens;
         `embedding_output` of the op gives the rows that enter the first layer there.
-      with_tokens: function (specification, tokenizer) that returns the specification with a text in
-        it replaced by the text's tokens, because `initial` has no tokenizer. It raises ValueError
-        if the text has none.
-      as_stored: function (specification) that returns the specification that the same adapter has
-        after it was written to a folder and read again, as far as `identity` is concerned.
+      with_tokens: function (specification, tokenizer) that returns the specification with its text
+        replaced by the text's tokens, because `initial` has no tokenizer. It raises ValueError if
+        the text has no tokens.
+      as_stored: function (specification) that returns the specification of the same adapter after
+        it was written to a folder and read again; only the attributes in `identity` need to be
+        right.
       reads_samples: whether `initial` takes a sixth argument: the samples of the task's training
         data in the order in which they are trained, or None. Samples are made only as far as
         `initial` iterates.
@@ -141,14 +143,14 @@ class AdapterKind(NamedTuple):
         return self.op is not None and self.op.low_rank
 
     def rank_in(self, pool: str, specification: Any) -> int:
-        """Size of the axis "rank" of an adapter's arrays in one pool: that of this kind, or that of
-        the low-rank factors (`LOW_RANK_KIND`)."""
+        """Size of the axis "rank" of an adapter's arrays in a pool: the pool of this kind, or the
+        pool of the low-rank factors (`LOW_RANK_KIND`)."""
         of_factors = self.factor_rank if pool == LOW_RANK_KIND else None
         return (of_factors or self.rank)(specification)
 
     def in_pools(self, adapter: Any) -> dict[str, Any]:
         """Splits adapters of this kind, a tree by point, into the pools in which their arrays lie.
-        `from_pools` is the inverse."""
+        The inverse is `from_pools`."""
         if not self.low_rank:
             return {self.name: adapter}
         linears = linears_of(adapter)
@@ -165,7 +167,8 @@ class AdapterKind(NamedTuple):
         }
 
     def from_pools(self, pools: Mapping[str, Any]) -> Any:
-        """Joins the arrays of all pools of this kind, by name of the pool, into a tree by point."""
+        """Joins the arrays from all pools of this kind, by name of the pool, into a tree by
+        point."""
         if not self.low_rank:
             return pools[self.name]
         arrays_of_kind = pools[self.name]
@@ -228,7 +231,7 @@ class AdapterKind(NamedTuple):
 def base_values(
     base: BaseTensors | None, name: str, rows: Sequence[int] | None = None
 ) -> np.ndarray:
-    """A tensor of the backbone by its Hugging Face name, or some of its rows, as float32.
+    """A tensor of the backbone by its Hugging Face name, or some of its rows, as float32. Raises
     ValueError if `base` is None."""
     if base is None:
         raise ValueError(
@@ -244,16 +247,9 @@ def calibrated(
     samples: Iterable[Sample] | None,
     tokens: int,
 ) -> Calibration:
-    """Prepares the backbone and the first tokens of a task's samples, for initial values that
-    depend on both.
-
-    Args:
-      samples: as for `AdapterKind.initial`.
-      tokens: number of tokens that the backbone reads.
-
-    Raises:
-      ValueError: `base` or `samples` is None, or none of the tokens counts in the loss.
-    """
+    """Prepares initial values that depend on the backbone and on the first `tokens` tokens of a
+    task's `samples` (see `AdapterKind.initial`). Raises ValueError if `base` or `samples` is None,
+    or none of the tokens counts in the loss."""
     if samples is None:
         raise ValueError(
             "the initial values depend on the task's training data; give samples, its tokenized "
@@ -266,8 +262,8 @@ def changed_weights(
     targets: Mapping[str, LayerMask],
     change: Callable[[str, int], Callable[[np.ndarray], np.ndarray]],
 ) -> Changes:
-    """Changes of the weights of linears, for `AdapterKind.merged`: `change(path, layer)` returns
-    the function of one weight."""
+    """Changes of the weights of linears, for `AdapterKind.merged`. `change(path, layer)` returns
+    the function that changes one weight."""
     return {
         f"{full_name(module, layer)}.weight": change(module, layer)
         for module, mask in targets.items()
@@ -276,7 +272,8 @@ def changed_weights(
 
 
 def spec_tree(points: Mapping[str, Any]) -> dict[str, Any]:
-    """A tree from leaves by names such as "mlp.down_proj/input", with a key for each half."""
+    """A tree from leaves with names such as "mlp.down_proj/input": the halves of a name are the
+    keys."""
     tree: dict[str, Any] = {}
     for name, leaf in points.items():
         point, part = name.split("/")

@@ -5,9 +5,9 @@ specification. To add a kind, write one file, or two if its folders need much co
 `KINDS`.
 
 A pool has the largest rank and all modules of its tasks. For one task, higher ranks and modules
-that it does not adapt are padding, which `crop` takes away and `pad` adds. LoRA's padding is zero
-and stays zero in training: the gradient of a zero column of A is a product with the zero row of B,
-and the gradient of that row of B is a product with the zero column of A.
+that it does not adapt are padding; `crop` removes it and `pad` adds it. LoRA's padding is zero and
+stays zero in training: the gradient of a zero column of A is a product with the zero row of B, and
+the gradient of this row of B is a product with the zero column of A.
 """
 
 from collections.abc import Mapping, Sequence
@@ -95,20 +95,20 @@ KINDS: dict[str, AdapterKind] = {
         trained_tokens_kind,
     )
 }
-# The class of specifications of each kind, by its name. LoRA, which several kinds share, is listed
-# once.
+# The class of specifications of each kind, by the kind's name. Several kinds share LoRA, which is
+# listed once.
 SPECIFICATIONS: dict[str, type] = {
     kind.name: kind.specification
     for kind in KINDS.values()
     if kind.specification is not LoRA or kind is _lora_kind
 }
-# The NumPy arrays of one task, at its rank and with its modules only, by path
-# ("adapter/mlp.up_proj/a"), as checkpoints hold them.
+# The NumPy arrays of one task, by path ("adapter/mlp.up_proj/a"), at the task's own rank and
+# modules. Checkpoints have this form.
 SlotArrays = dict[str, np.ndarray]
 
 
 def register_kind(kind: AdapterKind) -> None:
-    """Adds an adapter kind, so that tasks can use it. ValueError if there is one of this name."""
+    """Adds an adapter kind, so that tasks can use it. Raises ValueError if its name is taken."""
     if kind.name in KINDS:
         raise ValueError(f"there is an adapter kind {kind.name!r} already")
     KINDS[kind.name] = kind
@@ -116,8 +116,8 @@ def register_kind(kind: AdapterKind) -> None:
 
 
 def kind_of(specification: Any) -> AdapterKind:
-    """The kind to which an adapter specification, for example a `LoRA`, belongs. ValueError if
-    there is none."""
+    """The kind of an adapter specification, for example of a `LoRA`. Raises ValueError if there is
+    none."""
     for kind in KINDS.values():
         if isinstance(specification, kind.specification) and kind.serves(specification):
             return kind
@@ -129,57 +129,57 @@ def kind_of(specification: Any) -> AdapterKind:
 
 
 def size_of_adapter(specification: Any, config: BackboneConfig) -> KindSize | None:
-    """Sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has nothing
-    else. ValueError if the adapter does something nowhere in the backbone."""
+    """Sizes of a pool for one adapter, without low-rank factors; None for LoRA, which has only
+    these. Raises ValueError if the adapter has no place in the backbone."""
     kind = kind_of(specification)
     points = list(kind.targets(specification, config))
     return kind.size(kind.rank(specification), points, config) if kind.op else None
 
 
 def scale_of(specification: Any) -> float:
-    """The factor of an adapter's low-rank products in `SlotTable.scale`. It is 0 if the adapter has
-    no such products, or if its kind stores the factor among arrays of its own."""
+    """The scale of an adapter's low-rank products in `SlotTable.scale`. It is 0 if the adapter has
+    no such products, or if its kind stores the scale among its own arrays."""
     kind = kind_of(specification)
     return 0.0 if kind.op else specification.scale
 
 
 def dropout_of(specification: Any) -> float:
-    """Dropout rate of the inputs of an adapter's low-rank products; 0 if it has none."""
+    """Dropout rate of the inputs of an adapter's low-rank products; 0 if there are no such
+    products."""
     kind = kind_of(specification)
     return 0.0 if kind.op and not kind.low_rank else specification.dropout
 
 
 def ops_of(adapters: Mapping[str, Any]) -> AdapterOps:
-    """The operations of the kinds whose pools are in `adapters`, of which only the names are
-    read."""
+    """The operations of the kinds whose names are keys of `adapters`."""
     return tuple((name, KINDS[name].op) for name in sorted(adapters) if KINDS[name].op)
 
 
 def empty_pool(config: BackboneConfig, modules: Sequence[str], slots: int, rank: int) -> Adapter:
-    """The LoRA arrays for several tasks, before any task uses them: zero factors.
+    """The LoRA arrays for several tasks before any task uses them: zero factors.
 
     Args:
-      modules: paths of the adapted linears within a layer, for example "mlp.up_proj"; KeyError if
-        one names no linear.
+      modules: paths of the adapted linears within a layer, for example "mlp.up_proj".
       slots: number of slots T, one for each task.
       rank: rank R of the pool, at least the largest rank of any task.
 
     Returns:
       By path of a linear, `Factors` with a [L, T, k, R] and b [L, T, R, n], float32.
+
+    Raises:
+      KeyError: a path names no linear.
     """
     return jax.tree.map(LeafSpec.empty, lora_leaves(config, modules, slots, rank))
 
 
 def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any:
-    """Describes the arrays of one adapter alone: with a single slot, its rank and its modules.
+    """Describes the arrays of one adapter alone: with a single slot, its own rank and its own
+    modules. `modules` are the points at which the adapter does something, the keys of
+    `AdapterKind.targets`.
 
-    Args:
-      spec: specification of the adapter, for example a `LoRA`; ValueError if it is of no kind.
-      modules: the points at which the adapter does something, the keys of `AdapterKind.targets`.
-
-    Returns:
-      A tree of `LeafSpec`, with the modules as keys and a slot axis of size 1. Without the slot
-      axis (`LeafSpec.of_slot`), `crop` takes such a tree to cut the adapter out of a larger pool.
+    Returns a tree of `LeafSpec`, with the modules as keys and a slot axis of size 1. With this
+    tree, without the slot axis (`LeafSpec.of_slot`), `crop` cuts the adapter out of a larger pool.
+    Raises ValueError if no kind has such a specification.
     """
     kind = kind_of(spec)
     pools = {kind.name: kind.leaves(config, modules, 1, kind.rank(spec))}
@@ -191,7 +191,7 @@ def own_leaves(spec: Any, modules: Sequence[str], config: BackboneConfig) -> Any
 
 def crop(tree: Any, own: Any) -> SlotArrays:
     """Cuts the arrays of a task out of its slot, which has the largest rank and all modules of any
-    task. `pad` is the inverse.
+    task. The inverse is `pad`.
 
     Args:
       tree: arrays of one slot, without the slot axis, at the pool's rank and modules. They are
@@ -212,7 +212,7 @@ def crop(tree: Any, own: Any) -> SlotArrays:
 
 
 def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
-    """Enlarges the arrays of a task, by path, to the size of a slot. `crop` is the inverse.
+    """Enlarges the arrays of a task, by path, to the size of a slot. The inverse is `crop`.
 
     Args:
       specs: tree of `LeafSpec` of the slot, at the pool's rank and modules, without the slot axis.
@@ -252,23 +252,21 @@ def pad(arrays: Mapping[str, np.ndarray], specs: Any) -> Any:
 def _empty(spec: LeafSpec) -> np.ndarray:
     if spec.padding:
         return np.full(spec.shape, spec.padding, spec.dtype)
-    # Tasks wait for this array between two rounds. The operating system provides memory of zeros
+    # Tasks wait for this array between two rounds. The operating system provides zeroed memory
     # without writing it, which is several times as fast as `np.pad` for large backbones.
     return np.zeros(spec.shape, spec.dtype)
 
 
 def adapter_of(arrays: SlotArrays, spec: Any, config: BackboneConfig) -> Any:
     """Extracts a task's adapter from the arrays in its checkpoint, for example to export it.
-
-    Args:
-      arrays: the task's arrays by path, from `runs.read_task` or `Engine.task_arrays`.
+    `arrays` are the task's arrays by path, from `runs.read_task` or `Engine.task_arrays`.
 
     Returns:
       The adapter at its own rank. For LoRA: by path of a linear within a layer ("mlp.up_proj"), the
       NumPy arrays a [L, k, r] and b [L, r, n].
 
     Raises:
-      ValueError: the adapter does something nowhere in the backbone.
+      ValueError: the adapter has no place in the backbone.
       KeyError: `arrays` lacks an array of the adapter.
     """
     specs = own_leaves(spec, list(kind_of(spec).targets(spec, config)), config)

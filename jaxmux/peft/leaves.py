@@ -1,8 +1,8 @@
-"""Descriptions of the arrays of a pool: their shapes, the names of their axes, and whether they are
+"""Describes the arrays of a pool: their shapes, the names of their axes, and whether they are
 trained.
 
 An adapter kind describes its pool as a tree of `LeafSpec`. The code that stores, pads, selects or
-updates the state of a slot works from these descriptions and knows no adapter kind.
+updates the state of a slot uses only these descriptions and knows no adapter kind.
 """
 
 import dataclasses
@@ -29,20 +29,20 @@ class LeafSpec:
       axes: name of each axis:
 
         - "layer": the layers of the backbone.
-        - "first": size 1; the array belongs to the part of the backbone before the layers, and lies
-          where the first layer does.
-        - "last": size 1; the array belongs to the part behind the layers, and lies where the last
-          layer does.
+        - "first": size 1; the array belongs to the backbone before its layers, and lies on the
+          devices of the first layer.
+        - "last": size 1; the array belongs to the backbone after its layers, and lies on the
+          devices of the last layer.
         - "slot": the tasks.
         - "rank": the rank of the pool, or of one task.
         - "input", "output": the width of the adapted linear.
-        - "copy": summands that lie on several devices; the array stands for their sum.
+        - "copy": summands on several devices; the array means their sum.
 
-        No name occurs twice, and an array has at most one of "layer", "first" and "last".
-      trained: True if the array has gradients, optimizer moments and weight decay. False for data
+        No name occurs twice. An array has at most one of "layer", "first" and "last".
+      trained: whether the array has gradients, optimizer moments and weight decay; False for data
         that the task needs but does not train.
-      padding: value in the ranks, layers and modules that a slot's task does not have: 0, or 1 if
-        only 1 leaves the backbone's output unchanged.
+      padding: value in the ranks, layers and modules that a slot's task does not have: the value
+        that leaves the backbone's output unchanged, 0 or 1.
       dtype: name of the dtype.
 
     Raises:
@@ -66,27 +66,28 @@ class LeafSpec:
 
     @property
     def slot_axis(self) -> int:
-        """Index of the axis "slot"; ValueError if there is none."""
+        """Index of the axis "slot". Raises ValueError if there is none."""
         return self.axes.index("slot")
 
     @property
     def place(self) -> int:
-        """Index of the layer beside which an array without the axis "layer" lies: 0 or -1."""
+        """For an array without the axis "layer", the index of the layer on whose devices it lies: 0
+        or -1."""
         return -1 if "last" in self.axes else 0
 
     @property
     def divides_layers(self) -> bool:
-        """Whether each part of the backbone holds only its own layers of this array, or all of it
-        or nothing. Other arrays lie whole in every part."""
+        """Whether a part of the backbone may hold only some of this array: its own layers, or all
+        or nothing. Every part holds other arrays whole."""
         return bool({"layer", "first", "last"} & {*self.axes})
 
     def of_layers(self, first: int, layers: int, to_end: bool) -> "LeafSpec":
-        """Describes the part of this array that `layers` consecutive layers from `first` hold;
-        `to_end` says whether the backbone's last layer is among them.
+        """Describes the part of this array that `layers` consecutive layers from `first` on hold.
+        `to_end` says whether they include the backbone's last layer.
 
-        Layers without the first one hold a single 0 for each slot in place of an array with the
-        axis "first", and so do layers without the last one for the axis "last". (XLA cannot compile
-        all programs with empty arrays.)
+        If an array has the axis "first" but the first layer is not included, or has the axis "last"
+        but the last layer is not included, the part is a single 0 for each slot. (XLA cannot
+        compile all programs with empty arrays.)
         """
         sizes = {"layer": layers}
         if self._is_elsewhere(first, to_end):
@@ -98,8 +99,8 @@ class LeafSpec:
         return ("first" in self.axes and first > 0) or ("last" in self.axes and not to_end)
 
     def cut(self, value: Any, first: int, layers: int, to_end: bool) -> Any:
-        """The values that some consecutive layers hold, as `of_layers` describes them. `first` and
-        `to_end` refer to `value`, which may itself belong to a part of the backbone."""
+        """Cuts out the values that some consecutive layers hold, as `of_layers` describes them.
+        `first` and `to_end` refer to `value`, which may itself belong to a part of the backbone."""
         if "layer" in self.axes:
             return value[(*(slice(None),) * self.axes.index("layer"), slice(first, first + layers))]
         if not self._is_elsewhere(first, to_end):
@@ -109,7 +110,7 @@ class LeafSpec:
 
     def joined(self, values: Sequence[Any], concatenate: Callable[..., Any]) -> Any:
         """Joins the values of consecutive parts of the backbone, given in order: the inverse of
-        `cut`. `concatenate` is NumPy's or JAX's."""
+        `cut`. `concatenate` is NumPy's or JAX's function."""
         if "layer" not in self.axes:
             return values[self.place]
         if len(values) == 1:
@@ -123,8 +124,8 @@ class LeafSpec:
         return dataclasses.replace(self, shape=shape)
 
     def of_slot(self) -> "LeafSpec":
-        """Describes the same array for a single slot, without the slot axis; ValueError if it has
-        none."""
+        """Describes the same array for a single slot, without the slot axis. Raises ValueError if
+        there is no slot axis."""
         at = self.slot_axis
         return dataclasses.replace(
             self,
@@ -143,11 +144,8 @@ class LeafSpec:
 
 class Layout:
     """A hashable wrapper of a tree of `LeafSpec`, for use as a static argument of a jitted
-    function.
-
-    The engine's compiled functions read from it which axis of each array counts the tasks. Two
-    layouts are equal if their trees have equal structures and equal descriptions.
-    """
+    function. Compiled functions read from it which axis of each array counts the tasks. Two layouts
+    are equal if their trees have equal structures and equal descriptions."""
 
     def __init__(self, tree: Any):
         self.tree = tree
@@ -162,26 +160,22 @@ class Layout:
 
 
 def trained(specs: Any, tree: Any) -> Any:
-    """Copies a tree and puts None, an empty subtree for JAX, in place of every leaf that is not
-    trained.
-
-    Args:
-      specs: tree of `LeafSpec` with the same structure.
-      tree: its leaves may be arrays or descriptions.
-    """
+    """Returns a copy of a tree with None, which JAX treats as an empty subtree, in place of every
+    leaf that is not trained. `specs` is a tree of `LeafSpec` with the same structure; the leaves of
+    `tree` may be arrays or descriptions."""
     return jax.tree.map(lambda spec, leaf: leaf if spec.trained else None, specs, tree)
 
 
 def with_trained(specs: Any, tree: Any, replacement: Any) -> Any:
-    """Copies a tree with new trained leaves: the inverse of `trained`, which returns trees like
-    `replacement`."""
+    """Returns a copy of a tree with new trained leaves: the inverse of `trained`. `replacement` has
+    the form of `trained`'s result."""
     return jax.tree.map(
         lambda spec, leaf, new: new if spec.trained else leaf, specs, tree, replacement
     )
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
-    """The leaves of any tree by their path in it, for example "adapter/mlp.up_proj/a"."""
+    """The leaves of a tree by their path in the tree, for example "adapter/mlp.up_proj/a"."""
     return {
         jax.tree_util.keystr(path, simple=True, separator="/"): leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(tree)

@@ -24,9 +24,9 @@ _PARAMETER = "ln_tuning_layers.weight"
 class LNTuning:
     """The weights of norms are trained, beginning with those of the backbone (Zhao et al. 2023).
 
-    What is trained is the difference from the backbone's weights, in float32. So weight decay pulls
-    them back to the backbone, and not to 0 as in Hugging Face PEFT; without weight decay both train
-    the same.
+    The trained values are the differences from the backbone's weights, in float32. Weight decay
+    therefore pulls the weights back to the backbone's, not to 0 as in Hugging Face PEFT; without
+    weight decay, both train in the same way.
 
     Attributes:
       target_modules: the norms: any of "input_layernorm", "post_attention_layernorm" and "norm"
@@ -49,13 +49,12 @@ class LNTuning:
 
     @property
     def norms(self) -> tuple[str, ...]:
-        """The names of the norms."""
         given = self.target_modules
         return (given,) if isinstance(given, str) else given
 
 
 class _Norm(AdapterOp):
-    """Adds the norm's normalised input times the trained difference of weights."""
+    """Adds the product of the norm's normalised input and the trained difference of weights."""
 
     def norm_output(self, own, x, h, eps):
         x = x.astype(jnp.float32)
@@ -70,13 +69,13 @@ def _targets(spec: LNTuning, config: BackboneConfig) -> dict[str, LayerMask]:
 
 
 def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int) -> dict[str, Any]:
-    # The norm behind the last layer is stored with it, so it has an axis of layers too.
+    # The norm after the last layer is stored with this layer, so it has an axis of layers too.
     shape = config.num_layers, slots, config.hidden_size
     return {point: LeafSpec(shape, ("layer", "slot", "output")) for point in points}
 
 
 def _work(config: BackboneConfig, point: str, rank: int) -> PointWork:
-    """For every value: two operations for the mean square, one for its root times the stream, and
+    """For each value: two operations for the mean square, one for its root times the stream, and
     two for the trained weight. The stream and the norm's output are read, and a sum is written."""
     width = config.hidden_size * (1 if point == FINAL_NORM else config.num_layers)
     return PointWork(5 * width, 3 * width)
@@ -109,7 +108,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LNTun
 
 
 def _names(spec: LNTuning, config: BackboneConfig) -> list[tuple[str, int, str]]:
-    """Point, layer, and name in the backbone of each norm in each layer."""
+    """(point, layer, name in the backbone) of each norm in each layer."""
     return [
         (point, layer, f"model.{FINAL_NORM}" if point == FINAL_NORM else full_name(point, layer))
         for point, mask in _targets(spec, config).items()

@@ -32,11 +32,12 @@ from .kind import BaseTensors, calibrated
 from .leaves import LeafSpec
 from .targets import LayerMask, full_name, resolve_targets, tables_among
 
-# Initialisations that draw the factors at random.
+# Initialisations that draw both factors at random.
 _DRAWN = ("kaiming", "gaussian", "orthogonal")
-# Initialisations whose product is zero: random factors, and factors from the task's data.
+# Initialisations whose product A B is zero: random factors, and factors from the task's data.
 ZERO_PRODUCTS = (*_DRAWN, "eva")
-# Initialisations that take parts of the adapted weights; N is a number of power iterations.
+# Initialisations that take parts of the adapted weights. "pissa_niter_N", with N power iterations,
+# is another one.
 _FROM_WEIGHTS = ("pissa", "olora")
 INITIALISATIONS = (*ZERO_PRODUCTS, *_FROM_WEIGHTS)
 _PISSA_NITER = "pissa_niter_[1-9]?[0-9]"
@@ -50,7 +51,7 @@ _PissaNiter = Annotated[
 
 
 def begins_at_weight(initialisation: Any) -> bool:
-    """Whether an initialisation takes the initial factors from parts of the weights."""
+    """Whether an initialisation takes the factors from parts of the weights."""
     if not isinstance(initialisation, str):
         return False
     is_approximate = re.fullmatch(_PISSA_NITER, initialisation) is not None
@@ -58,7 +59,8 @@ def begins_at_weight(initialisation: Any) -> bool:
 
 
 def supported_initialisation(initialisation: Any) -> Any:
-    """The initialisation; ValueError, with the reason, for one of PEFT's that is left out."""
+    """Returns the initialisation. For one of PEFT's that is left out, raises ValueError with the
+    reason."""
     if reason := why_left_out(initialisation):
         raise ValueError(f"initialisation {initialisation!r} is not supported; {reason}")
     return initialisation
@@ -200,17 +202,16 @@ class LoRA:
 
     @property
     def begins_at_weight(self) -> bool:
-        """Whether the initial factors are parts of the adapted weights."""
         return begins_at_weight(self.initialisation)
 
     @property
     def begins_slowly(self) -> bool:
-        """Whether the initial factors take long to compute, see `AdapterKind`."""
+        """Whether the initial factors take long to compute (see `AdapterKind.begins_slowly`)."""
         return self.initialisation not in _DRAWN
 
     @property
     def adapts_tables(self) -> bool:
-        """Whether the embedding or the head is adapted too, or some of their rows."""
+        """Whether the embedding or the head, or some of their rows, are adapted."""
         return bool(self.trained_tokens or tables_among(self.target_modules))
 
     @property
@@ -221,19 +222,18 @@ class LoRA:
     @property
     def scale(self) -> float:
         """Factor of the low-rank product x A B: alpha / rank, or alpha / sqrt(rank) with rsLoRA.
-        Linears in `rank_pattern` or `alpha_pattern` have others, see `ranks_and_scales`."""
+        Linears in `rank_pattern` or `alpha_pattern` have other scales, see `ranks_and_scales`."""
         return _scale(self, self.rank, self.alpha)
 
     @property
     def common_rank(self) -> int:
-        """The rank of linears that are not in `rank_pattern`: `rank`, but with "eva" the largest
-        rank that the data may give them."""
-        # Rounding errors of the product do not count.
+        """The rank of linears that are not in `rank_pattern`. It is `rank`, but with "eva" the
+        largest rank that the data may give these linears."""
+        # 1e-9 cancels the rounding error of the product.
         return int(self.eva_rho * self.rank + 1e-9) if self.initialisation == "eva" else self.rank
 
     @property
     def largest_rank(self) -> int:
-        """The largest rank that a linear may have."""
         return max((self.common_rank, *dict(self.rank_pattern).values()))
 
 
@@ -242,8 +242,8 @@ def _scale(spec: LoRA, rank: int, alpha: float) -> float:
 
 
 def as_stored(spec: LoRA) -> LoRA:
-    """The specification of the adapter as a folder describes it. With "eva" it becomes a LoRA of
-    the largest rank, whose alpha keeps the scale."""
+    """The specification of the adapter as a folder describes it. An adapter with "eva" becomes a
+    LoRA of the largest rank, with an alpha that keeps the scale."""
     if spec.initialisation != "eva":
         return spec
     rank = spec.common_rank
@@ -260,8 +260,8 @@ def as_stored(spec: LoRA) -> LoRA:
 def ranks_and_scales(
     spec: LoRA, module: str, layers: int
 ) -> tuple[Int[np.ndarray, " L"], Float[np.ndarray, " L"]]:
-    """The rank of a linear, by its path within a layer, in each of L layers, and the factor of its
-    low-rank product."""
+    """The rank of a linear in each of L layers, and the scale of its low-rank product. `module` is
+    the linear's path within a layer."""
     names = [full_name(module, layer) for layer in range(layers)]
     ranks = [matching(spec.rank_pattern, name, spec.common_rank) for name in names]
     alphas = [matching(spec.alpha_pattern, name, spec.alpha) for name in names]
@@ -272,14 +272,14 @@ def ranks_and_scales(
 
 
 def rank_and_scale(spec: LoRA, name: str) -> tuple[int, float]:
-    """The rank of a linear or table, by its full name, and the factor of its low-rank product."""
+    """The rank of a linear or table, by its full name, and the scale of its low-rank product."""
     rank = matching(spec.rank_pattern, name, spec.rank)
     return rank, _scale(spec, rank, matching(spec.alpha_pattern, name, spec.alpha))
 
 
 def matching(pattern: Sequence[tuple[str, Any]], name: str, default: Any) -> Any:
-    """The first value in a pattern, pairs of an expression and a value, whose expression matches
-    the full name of a linear as in Hugging Face PEFT; otherwise `default`."""
+    """The first value whose expression matches the full name of a linear, as in Hugging Face PEFT;
+    otherwise `default`. A pattern is a sequence of pairs (expression, value)."""
     return next((value for key, value in pattern if re.match(_expression(key), name)), default)
 
 
@@ -288,8 +288,8 @@ def _expression(key: str) -> str:
 
 
 def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
-    """The linears that an adapter changes, by `resolve_targets`. ValueError if there are none, or
-    if the rank is larger than the smaller width of every linear."""
+    """The linears that an adapter changes, from `resolve_targets`. Raises ValueError if there are
+    none, or if the rank exceeds the smaller width of every one of them."""
     targets = resolve_targets(spec.target_modules, config)
     widest = max(min(linear_sizes(config, module)) for module in targets)
     if spec.largest_rank > widest:
@@ -300,7 +300,7 @@ def lora_targets(spec: LoRA, config: BackboneConfig) -> dict[str, LayerMask]:
     return targets
 
 
-# By module path within a layer ("mlp.up_proj"), float32 factors: a [L, k, r] and b [L, r, n] of one
+# Float32 factors by module path within a layer ("mlp.up_proj"): a [L, k, r] and b [L, r, n] of one
 # task, or a [L, T, k, R] and b [L, T, R, n] of a pool.
 Adapter = dict[str, Factors]
 
@@ -309,8 +309,8 @@ def lora_leaves(
     config: BackboneConfig, modules: Sequence[str], slots: int, rank: int
 ) -> dict[str, Factors]:
     """Describes the arrays of a LoRA pool with T slots and rank R: by module, `Factors` of
-    `LeafSpec` with shapes [L, T, k, R] and [L, T, R, n]. Points outside the layers are left out,
-    because they have no arrays in this pool."""
+    `LeafSpec` with shapes [L, T, k, R] and [L, T, R, n]. Points outside the layers have no arrays
+    in this pool and are left out."""
     leaves = {}
     for module in modules:
         if module in OUTSIDE:
@@ -332,25 +332,23 @@ def initial_adapter(
     base: BaseTensors | None = None,
     samples: Iterable[Sample] | None = None,
 ) -> Adapter:
-    """The LoRA factors with which a task begins, whose product A B is zero.
-
-    The values depend only on the arguments, so a task begins with the same factors alone and beside
-    other tasks.
+    """The LoRA factors with which a task begins; their product A B is zero. They depend only on the
+    arguments, so a task begins with the same factors alone and beside other tasks.
 
     Args:
       targets: the linears that the task adapts, from `resolve_targets`.
       seed: seed of the random values, not negative.
-      base: function that returns tensors of the backbone; read with "eva" only.
-      samples: the samples of the task's training data; read with "eva" only.
+      base: returns tensors of the backbone; used only with "eva".
+      samples: the samples of the task's training data; used only with "eva".
 
     Returns:
       By path of a linear, the float32 NumPy arrays a [L, k, r] and b [L, r, n], for the adapter's
-      largest rank r. Layers that the task does not adapt, and ranks that a linear does not have,
-      are zero.
+      largest rank r. They are zero in layers that the task does not adapt and in ranks that a
+      linear does not have.
 
     Raises:
       ValueError: the factors are parts of the adapted weights; or with "eva", `base` or `samples`
-        is None, or the samples are too few.
+        is None, or there are too few samples.
     """
     if spec.begins_at_weight:
         raise ValueError(f"factors of {spec.initialisation!r} are not drawn; use `kind_of`")
@@ -379,15 +377,15 @@ def initial_adapter(
 def drawn_factors(
     initialisation: str, rng: np.random.Generator, k: int, rank: int, n: int
 ) -> Factors:
-    """Random factors a [k, rank] and b [rank, n] with the product 0. The initialisation is
-    "kaiming", "gaussian" or "orthogonal"."""
+    """Random factors a [k, rank] and b [rank, n] with the product 0. `initialisation` is "kaiming",
+    "gaussian" or "orthogonal"."""
     if initialisation == "kaiming":
         bound = 1 / math.sqrt(k)
         return Factors(rng.uniform(-bound, bound, (k, rank)), np.zeros((rank, n)))
     if initialisation == "gaussian":
         return Factors(rng.standard_normal((k, rank)) / rank, np.zeros((rank, n)))
-    # As PEFT draws them: random combinations of the even rows of an orthogonal matrix, and of the
-    # odd rows.
+    # As in PEFT: random combinations of the even rows of an orthogonal matrix for A, and of the odd
+    # rows for B.
     rows, _ = np.linalg.qr(rng.standard_normal((rank, rank)))
     a = rng.standard_normal((k, rank // 2)) @ rows[0::2]
     b = rng.standard_normal((n, rank // 2)) @ rows[1::2]

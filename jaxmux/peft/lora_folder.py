@@ -22,7 +22,7 @@ from .targets import (
     target_names,
 )
 
-# Settings of PEFT that change the adapter's outputs. They are unset in a plain LoRA.
+# Settings of PEFT that change the adapter's outputs and are not supported in a plain LoRA.
 _NOT_SUPPORTED = (
     "use_dora",
     "use_qalora",
@@ -41,18 +41,18 @@ _NOT_SUPPORTED = (
 )
 
 
-# Initialisations for which PEFT changes the backbone too, so that the factors alone are useless.
+# Initialisations for which PEFT also changes the backbone, so that the factors alone are useless.
 _CHANGES_BACKBONE = re.compile(r"pissa(_niter_\d+)?|olora|corda|lora_ga")
 
 
 def is_low_rank(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter_config.json with these values is that of a LoRA or DoRA of PEFT."""
+    """Whether an adapter_config.json with these values describes a LoRA or DoRA of PEFT."""
     return settings.get("peft_type", "LORA") == "LORA" and "config" not in settings
 
 
 def is_plain(settings: Mapping[str, Any]) -> bool:
-    """Whether an adapter_config.json with these values is that of a LoRA with one rank and one
-    scale for all linears, and without other features."""
+    """Whether an adapter_config.json with these values describes a LoRA with one rank and one scale
+    for all linears, and without other features."""
     features = ("use_dora", "rank_pattern", "alpha_pattern", "trainable_token_indices")
     present = [settings.get(key) for key in features] + tables_among(settings.get("target_modules"))
     return is_low_rank(settings) and not any(present)
@@ -82,8 +82,8 @@ def _plain(alpha: float) -> float | int:
 
 
 def from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> LoRA:
-    """The inverse of `settings`. ValueError if the adapter is not a plain LoRA, for example if it
-    has biases. `initialisation` and `loraplus_ratio`, which PEFT does not record, get their
+    """The inverse of `settings`. Raises ValueError if the adapter is not a plain LoRA, for example
+    if it has biases. PEFT does not record `initialisation` and `loraplus_ratio`, so these get their
     defaults."""
     if (bias := settings.get("bias", "none")) != "none":
         raise ValueError(f"bias={bias!r} is not supported, only 'none'")
@@ -123,7 +123,7 @@ def tensors(
     for module, mask in resolve_targets(spec.target_modules, config).items():
         ranks, scales = ranks_and_scales(spec, module, config.num_layers)
         if serving:
-            # Servers support one rank and one scale; ranks that a linear does not have are zero.
+            # Servers support one rank and one scale. Ranks that a linear does not have are zero.
             ranks[:] = spec.largest_rank
         scales = scales if serving else np.ones_like(scales)
         a, b = adapter[module]
@@ -142,7 +142,8 @@ def from_tensors(
     for module, mask in resolve_targets(spec.target_modules, config).items():
         ranks, _ = ranks_and_scales(spec, module, config.num_layers)
         (k, n), by_layer = linear_sizes(config, module), {}
-        # All are checked before anything is allocated for all layers: the file determines sizes.
+        # Check all tensors before anything is allocated for all layers, because the file determines
+        # sizes.
         for layer in np.flatnonzero(mask).tolist():
             name, r = f"{PREFIX}{full_name(module, layer)}", int(ranks[layer])
             a = take_tensor(tensors, f"{name}.lora_A.weight", (r, k))

@@ -1,9 +1,9 @@
 """LoRA whose initial factors are parts of the adapted weights (PiSSA, OLoRA).
 
-PEFT subtracts the initial product A0 B0 from the weights. Here tasks share the weights, so it is
-subtracted from the adapter's product, which then has twice the ranks:
-`A B - A0 B0 = A (B - B0) + (A - A0) B0`. Both sums are small while A and B are near their initial
-values, so low precision is enough.
+PEFT subtracts the initial product A0 B0 from the weights. Here tasks share the weights, so A0 B0 is
+subtracted from the adapter's product instead, which then has twice the ranks: `A B - A0 B0 = A (B -
+B0) + (A - A0) B0`. Both sums are small while A and B are near their initial values, so low
+precision is enough.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from .weight_parts import approximate_principal_part, orthonormal_part, principa
 
 
 class _Pairs(AdapterOp):
-    """Provides the scales of the fused products and pairs their ranks, and changes nothing else."""
+    """Marks the ranks as pairs and gives the scales to the fused products; changes nothing else."""
 
     low_rank = True
     paired_ranks = True
@@ -65,9 +65,9 @@ def _initial(
             rng = np.random.default_rng([seed, zlib.crc32(module.encode()), layer])
             rank, name = int(ranks[layer]), f"{full_name(module, layer)}.weight"
             part = _part_of(spec.initialisation, base, name, rank, rng)
-            # PiSSA decomposes the product with its scale, so each factor is divided by its root.
+            # PiSSA decomposes scale · A B, so each factor is divided by the root of the scale.
             root = 1.0 if spec.initialisation == "olora" else math.sqrt(scales[layer])
-            # A is A0 and B is B0, so both differences are zero.
+            # A equals A0 and B equals B0, so both differences are zero.
             a[layer, :, 0 : 2 * rank : 2] = part.a / root
             b[layer, 1 : 2 * rank : 2] = part.b / root
         adapter[module] = Factors(a, b)
@@ -92,7 +92,8 @@ def _part_of(
 
 
 def _as_lora(spec: LoRA) -> LoRA:
-    """The LoRA that computes the same as the adapter: twice the ranks, and the same scales."""
+    """The LoRA that computes the same as the adapter: it has twice the ranks, and the same
+    scales."""
     factor = math.sqrt(2) if spec.rslora else 2
     return dataclasses.replace(
         spec,
@@ -105,8 +106,8 @@ def _as_lora(spec: LoRA) -> LoRA:
 
 
 def _reordered(spec: LoRA, adapter: Adapter, order: Callable[[int], np.ndarray]) -> Adapter:
-    """The factors with their ranks in another order. `order` is a function of the rank r of a
-    linear that returns the old numbers of its 2 r ranks, in their new order."""
+    """The factors with their ranks in another order. `order` takes the rank r of a linear and
+    returns the old numbers of its 2 r ranks in the new order."""
     reordered = {}
     for module, (a, b) in adapter.items():
         a, b = a.copy(), b.copy()
@@ -119,7 +120,7 @@ def _reordered(spec: LoRA, adapter: Adapter, order: Callable[[int], np.ndarray])
 
 
 def _halves(rank: int) -> np.ndarray:
-    """Even ranks, then odd ones."""
+    """The even ranks, then the odd ranks."""
     return np.arange(2 * rank).reshape(rank, 2).T.reshape(-1)
 
 
@@ -135,7 +136,7 @@ def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, An
 def _tensors(
     spec: LoRA, adapter: Any, config: BackboneConfig, serving: bool, base: BaseTensors | None
 ) -> dict[str, np.ndarray]:
-    """Writes a LoRA with the factors [A, A - A0] and [B - B0, B0]."""
+    """The tensors of a LoRA with the factors [A, A - A0] and [B - B0, B0]."""
     factors = _reordered(spec, factors_of(adapter), _halves)
     return lora_folder.tensors(_as_lora(spec), factors, config, serving, base)
 
@@ -159,7 +160,7 @@ lora_from_weights_kind = AdapterKind(
     leaves=scale_leaves,
     initial=_initial,
     relative_rates=rates_by_name,
-    # Its folders are those of LoRAs of twice the rank, and are read as such.
+    # Its folders hold LoRAs of twice the rank, and are read as such.
     recognise=lambda settings: False,
     settings=_settings,
     from_settings=lora_folder.from_settings,

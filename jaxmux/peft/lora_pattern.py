@@ -1,7 +1,8 @@
-"""LoRA whose linears have ranks and scales of their own (`rank_pattern`, `alpha_pattern`).
+"""LoRA whose linears have different ranks and scales (`rank_pattern`, `alpha_pattern`).
 
 The fused product takes one scale for each task. If the linears of a task have different scales,
-these lie in a separate pool, and the factors in LoRA's, as for every kind with low-rank factors.
+these lie in a separate pool. The factors lie in LoRA's pool, as for every kind with low-rank
+factors.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,12 +43,12 @@ def scales_of(spec: LoRA, module: str, mask: LayerMask) -> np.ndarray:
 
 
 def factors_of(adapter: Any) -> Adapter:
-    """The low-rank factors in an adapter of a kind that has other arrays too, by linear."""
+    """The low-rank factors of an adapter whose kind also has other arrays, by linear."""
     return {module: Factors(arrays["a"], arrays["b"]) for module, arrays in adapter.items()}
 
 
 class _Scales(AdapterOp):
-    """Provides the scales of the fused products, and changes nothing else."""
+    """Gives the scales to the fused products; changes nothing else."""
 
     low_rank = True
 
@@ -55,8 +56,8 @@ class _Scales(AdapterOp):
 def scale_leaves(
     config: BackboneConfig, points: Sequence[str], slots: int, rank: int
 ) -> dict[str, Any]:
-    """Describes the pool of a kind whose only arrays besides factors are scales, see
-    `AdapterKind.leaves`."""
+    """Describes the pool of a kind that has only scales besides factors (see
+    `AdapterKind.leaves`)."""
     return {module: {SCALE: scale_leaf(config, slots)} for module in points}
 
 
@@ -79,7 +80,6 @@ def _initial(
 
 
 def rates_by_name(spec: LoRA, targets: Mapping[str, LayerMask]) -> dict[str, Any]:
-    """`lora.relative_rates` with dicts in place of `Factors`."""
     return {module: factors._asdict() for module, factors in relative_rates(spec, targets).items()}
 
 

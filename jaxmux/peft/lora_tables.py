@@ -1,6 +1,6 @@
-"""LoRA of the embedding and of the head, besides linears or alone.
+"""LoRA of the embedding and of the head, with or without linears.
 
-The tables are adapted by arrays of this kind. Linears of such tasks have their factors in the pool
+This kind has the factors of the tables. The linears of such a task have their factors in the pool
 of LoRA and their scales in the pool of this kind, as with `lora_pattern`.
 """
 
@@ -51,7 +51,7 @@ from .targets import (
     take_tensor,
 )
 
-# The names of a table's factors in PEFT, by point.
+# For each table, the names of its factors in PEFT.
 _FACTORS = {
     EMBEDDING: ("lora_embedding_A", "lora_embedding_B"),
     HEAD: ("lora_A.weight", "lora_B.weight"),
@@ -59,8 +59,8 @@ _FACTORS = {
 
 
 class _Tables(AdapterOp):
-    """Adds `scale · A B` to the tables: A has a row for every token at the embedding, and B has a
-    column for every token at the head."""
+    """Adds `scale · A B` to the tables. At the embedding, A has a row for every token; at the head,
+    B has a column for every token."""
 
     low_rank = True
     by_token = frozenset({"a"})
@@ -83,20 +83,19 @@ class _Tables(AdapterOp):
 def _dropped(
     x: Float[Array, "chunks l d"], counters: Array, rate: Float[Array, " chunks"]
 ) -> Float[Array, "chunks l d"]:
-    """Sets the dropped features to 0, without scaling the others."""
+    """Sets the dropped features to 0 without scaling the others."""
     rates = jnp.broadcast_to(rate[:, None], counters.shape).reshape(-1)
     kept = keep_mask(counters.reshape(-1), rates, x.shape[2])
     return jnp.where(kept.reshape(x.shape), x, 0)
 
 
 def _linears(spec: LoRA) -> LoRA | None:
-    """The specification of the linears alone; None if there are none."""
     names = linears_among(spec.target_modules)
     return dataclasses.replace(spec, target_modules=names) if names else None
 
 
 def _sizes(config: BackboneConfig, point: str) -> tuple[int, int]:
-    """The number of rows of A and of columns of B."""
+    """The number of rows of A, and the number of columns of B."""
     sizes = config.vocab_size, config.hidden_size
     return sizes if point == EMBEDDING else sizes[::-1]
 
@@ -221,7 +220,7 @@ def _from_tensors(
         (k, n), (rank, scale) = _sizes(config, point), rank_and_scale(spec, module)
         a = take_tensor(tensors, f"{PREFIX}{module}.{name_a}", (rank, k))
         b = take_tensor(tensors, f"{PREFIX}{module}.{name_b}", (n, rank))
-        # PEFT also writes the table of the backbone.
+        # PEFT also writes the backbone's table.
         tensors.pop(f"{PREFIX}{module}.base_layer.weight", None)
         adapter[point] = _table(spec, a.T, b.T, scale)
     return adapter

@@ -1,7 +1,7 @@
 """LoRA of linears, together with trained tokens (PEFT's `trainable_token_indices`).
 
 The factors of the linears lie in the pool of LoRA, and their scales in the pool of this kind, as
-with `lora_pattern`. The rows of the tokens are arrays as in `trained_tokens`.
+with `lora_pattern`. The rows of the tokens are stored as in `trained_tokens`.
 """
 
 import dataclasses
@@ -26,13 +26,13 @@ _TENSOR = f"{PREFIX}model.{EMBEDDING}.token_adapter.trainable_tokens_delta"
 
 
 class _RowsAndScales(Rows):
-    """Adds rows to embeddings, and gives scales to the fused products."""
+    """Adds rows to embeddings, and gives the scales to the fused products."""
 
     low_rank = True
 
 
 def _parts(spec: LoRA) -> tuple[LoRA, TrainedTokens]:
-    """The specifications of the linears and of the tokens alone."""
+    """The specification of the linears alone, and that of the tokens alone."""
     tokens = TrainedTokens(spec.trained_tokens)
     return dataclasses.replace(spec, trained_tokens=()), tokens
 
@@ -88,9 +88,9 @@ def _settings(spec: LoRA, config: BackboneConfig, serving: bool) -> dict[str, An
 
 
 def token_indices(settings: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The ids of the trained tokens in an adapter_config.json, unchecked; empty if it has none.
-    ValueError if they are not a list, or if tokens of other tables than the embedding are trained.
-    """
+    """The ids of the trained tokens in an adapter_config.json, unchecked; empty if there are none.
+    Raises ValueError if they are not a list, or if tokens of other tables than the embedding are
+    trained."""
     tokens = setting = settings.get("trainable_token_indices") or []
     if isinstance(setting, Mapping) and [name.split(".")[-1] for name in setting] == [EMBEDDING]:
         (tokens,) = setting.values()

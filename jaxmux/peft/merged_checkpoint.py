@@ -1,4 +1,5 @@
-"""Checkpoints of backbones into which an adapter is merged, for programs that know no adapters."""
+"""Checkpoints of backbones into which an adapter is merged, for programs that do not know
+adapters."""
 
 import json
 import shutil
@@ -31,7 +32,7 @@ from .kinds import kind_of
 from .model_card import CARD, Notes, merged_card
 from .peft_folder import AdapterError, write_chat_template
 
-# A function from a weight in float32 to the merged weight.
+# Takes a weight in float32 and returns the merged weight.
 Change = Callable[[np.ndarray], np.ndarray]
 
 
@@ -47,10 +48,10 @@ def write_merged(
     """Writes the checkpoint of a backbone with an adapter merged into its weights.
 
     Weights are merged in float32 and rounded to the dtype that they have in the checkpoint. In
-    bfloat16, which has 8 significant bits, changes that are small beside a weight are lost. The
-    weights are divided into the same files as those of the backbone, of which host memory holds one
-    at a time. A quantised backbone is decoded. If the head is the embedding, it is not written a
-    second time. All other files of the folder are copied.
+    bfloat16, which has 8 significant bits, changes that are small compared with a weight are lost.
+    The weights are divided into the same files as the backbone's; host memory holds one file at a
+    time. A quantised backbone is decoded. If the head is the embedding, it is not written a second
+    time. All other files of the folder are copied.
 
     Args:
       folder: folder to write; it must not exist.
@@ -58,8 +59,8 @@ def write_merged(
       adapter: the trained weights, as for `export_adapter`.
       spec: the specification with which the adapter was trained.
       notes: facts about the training for the model card; None for none.
-      rendering: how the training data became text; None if that is not known. If its chat template
-        is not the one of the backbone's tokenizer, the checkpoint's tokenizer gets it.
+      rendering: how the training data became text; None if unknown. If its chat template differs
+        from that of the backbone's tokenizer, the checkpoint's tokenizer gets it.
 
     Raises:
       AdapterError: the kind of the adapter cannot be merged.
@@ -93,7 +94,8 @@ def write_merged(
 def _write_files(
     folder: Path, backbone: Path, changes: dict[str, Change], config: BackboneConfig
 ) -> None:
-    """Writes each tensor once, to the file of the same name, and an index of what was written."""
+    """Writes each tensor once, to the file of the same name as in the backbone, and an index of
+    what was written."""
     weight_map, total = {}, 0
     with CheckpointTensors(backbone, config.tie_word_embeddings) as files:
         for path, names in files.by_file().items():
@@ -141,8 +143,8 @@ def _write_decoded(
 
 
 def _replaced_in_list(folder: Path, rendering: Rendering) -> bool:
-    """Replaces the default template if tokenizer_config.json has a list of named templates; returns
-    whether it has a list that transformers reads. A template in a file of its own would hide the
+    """Replaces the default template if tokenizer_config.json has a list of named templates. Returns
+    whether it has a list that transformers reads. A separate file with a template would hide the
     other templates of the list."""
     path = folder / "tokenizer_config.json"
     if any(folder.glob("chat_template*.jinja")) or any(folder.glob("*chat_templates/*.jinja")):

@@ -1,8 +1,8 @@
 """The README.md of an exported adapter or merged checkpoint, in the form of Hugging Face's model
 cards: metadata in YAML, then Markdown.
 
-Text that users have chosen, such as names of files, is written as JSON strings in the YAML, and as
-code spans or blocks in the Markdown, so that it cannot be read as markup.
+Text that users have chosen, such as names of files, is written as JSON strings in the YAML and as
+code spans or blocks in the Markdown, so that it is not interpreted as markup.
 """
 
 import json
@@ -25,7 +25,7 @@ _CACHED = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/\w+/?$")
 _HUB_NAME = re.compile(r"(?:[A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]{0,95}", re.ASCII)
 
 _HERE = "# run this in the folder of this card"
-# If the backbone has no public name, the card does not show its path. adapter_config.json has it.
+# If the backbone has no public name, the card does not show its path; adapter_config.json does.
 _IMPORT_JSON = ("import json", "")
 _READ_NAME = (
     """python3 -c 'import json; print(json.load(open("adapter_config.json"))"""
@@ -38,8 +38,8 @@ class Notes(NamedTuple):
 
     Attributes:
       title: name of the task.
-      sections: the tables by heading; each is a mapping from labels to values. Objects are shown as
-        JSON. Values that are None are left out.
+      sections: the tables by heading. A table maps labels to values: objects are shown as JSON, and
+        None is left out.
       datasets: names of data sets on the Hugging Face hub that were trained on.
     """
 
@@ -61,8 +61,9 @@ def adapter_card(
 
     Args:
       settings: the content of its adapter_config.json.
-      base_model: name or path of the backbone; the card does not show the folders of a path.
-      base_format: the format in which the linears of the backbone were stored; None for its dtype.
+      base_model: name or path of the backbone; the card shows only the last part of a path.
+      base_format: the format in which the linears of the backbone were stored; None means its
+        dtype.
       merges: whether `jaxmux export --merge` can merge adapters of this kind.
       notes, rendering: as for `export_adapter`.
     """
@@ -96,7 +97,8 @@ def adapter_card(
 def merged_card(
     base_model: str, kind: str, notes: Notes | None, rendering: Rendering | None = None
 ) -> str:
-    """The card of a checkpoint into which an adapter is merged; arguments as for `adapter_card`."""
+    """The card of a checkpoint into which an adapter is merged. Arguments are as for
+    `adapter_card`."""
     base, reader = model_name(base_model), _tokenizer_class(base_model)
     title = notes.title if notes else Path(base).name
     text = [
@@ -121,7 +123,7 @@ def merged_card(
 
 def public_name(base_model: str) -> str | None:
     """The name of a backbone on the Hugging Face hub, from the path of a folder in the hub's cache
-    or from the config.json of a folder (`_name_or_path`); None if it is not known."""
+    or from a folder's config.json (`_name_or_path`); None if unknown."""
     if cached := _CACHED.search(base_model):
         return f"{cached[1]}/{cached[2]}"
     if not Path(base_model).exists():
@@ -139,13 +141,13 @@ def _is_public(name: str) -> bool:
 
 
 def model_name(base_model: str) -> str:
-    """The name of a backbone on the Hugging Face hub if it is known, and otherwise the last part of
-    its path."""
+    """The name of a backbone on the Hugging Face hub if known, otherwise the last part of its
+    path."""
     return public_name(base_model) or Path(base_model).name or "backbone"
 
 
 def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: Notes | None) -> str:
-    """The metadata of the card. A name that the hub would refuse is left out."""
+    """The metadata of the card, without a name that the hub would refuse."""
     fields: dict[str, Any] = {}
     if _HUB_NAME.fullmatch(base) and not re.search(r"--|\.\.|[.-]$|\.git$", base):
         fields |= {"base_model": base, "base_model_relation": relation}
@@ -156,7 +158,7 @@ def _front(base: str, relation: str, library: str, tags: Sequence[str], notes: N
         fields["datasets"] = sorted(set(notes.datasets))
     lines = []
     for name, value in fields.items():
-        # A JSON string in ASCII is a YAML string too.
+        # A JSON string in ASCII is also a YAML string.
         values = [f"\n- {json.dumps(item)}" for item in value] if isinstance(value, list) else ()
         lines.append(f"{name}:{''.join(values) or f' {json.dumps(value)}'}")
     return "\n".join(("---", *lines, "---"))
@@ -198,7 +200,7 @@ def _value(value: Any) -> str:
 def _code(text: str) -> str:
     """A text as a code span, within a line or a cell of a table."""
     shown = spaced(text).strip() or "?"
-    # A backslash keeps a bar from ending the cell, in code spans too.
+    # A backslash keeps a bar from ending the cell, even in a code span.
     shown = shown.replace("|", "\\|")
     ticks = "`" * (1 + max(map(len, re.findall("`+", shown)), default=0))
     padding = " " * ("`" in (shown[0], shown[-1]))
@@ -206,13 +208,13 @@ def _code(text: str) -> str:
 
 
 def _block(language: str, *lines: str) -> str:
-    """A block of code; none of its lines may begin with backticks."""
+    """A block of code. No line may begin with backticks."""
     return "\n".join((f"```{language}", *lines, "```"))
 
 
 def _prompts(rendering: Rendering | None, template_file: str) -> str:
-    """A paragraph on the prompts that an adapter expects; empty if that is not known. The last
-    argument names the place of a template that is not the one of the backbone's tokenizer."""
+    """A paragraph about the prompts that an adapter expects; empty if unknown. `template_file`
+    names the place of a template that differs from that of the backbone's tokenizer."""
     if rendering is None or not rendering.kinds:
         return ""
     if not rendering.chat_templates:
@@ -225,8 +227,8 @@ def _prompts(rendering: Rendering | None, template_file: str) -> str:
 
 
 def _tokenizer_class(base_model: str) -> str:
-    """The class of transformers that reads a backbone's tokenizer as jaxmux reads it."""
-    # AutoTokenizer may choose a class by the model's type, which can make other tokens.
+    """The class of transformers that reads a backbone's tokenizer in the same way as jaxmux."""
+    # AutoTokenizer may choose a class by the model's type, which can give other tokens.
     has_file = (Path(base_model) / "tokenizer.json").is_file()
     return "PreTrainedTokenizerFast" if has_file else "AutoTokenizer"
 

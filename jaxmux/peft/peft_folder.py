@@ -1,11 +1,11 @@
 """Reads and writes adapter folders, in the format of Hugging Face PEFT, which `peft` and vLLM load,
 or in the format of AdapterHub.
 
-If the chat template is not the one of the backbone's tokenizer, the folder has it in
+If the chat template differs from that of the backbone's tokenizer, the folder has it in
 `chat_template.jinja`, as folders of transformers and TRL do. jaxmux writes no other files of a
-tokenizer. Training does not change the tokenizer, its files have up to 35 MB, more than many
-adapters, and some versions of vLLM load a tokenizer for each adapter that has one. Other trainers
-write these files, and may have added tokens.
+tokenizer: training does not change the tokenizer, its files have up to 35 MB, more than many
+adapters, and some versions of vLLM load a tokenizer for each adapter that has one. Other training
+programs write these files, and may have added tokens.
 """
 
 import copy
@@ -34,16 +34,17 @@ from .kind import AdapterKind, BaseTensors
 from .kinds import KINDS, kind_of
 from .model_card import CARD, Notes, adapter_card, model_name, public_name
 
-# The settings in an adapter folder; the arrays are in the `weights_file` of its kind.
+# The settings in an adapter folder. The arrays are in the `weights_file` of the adapter's kind.
 SETTINGS = "adapter_config.json"
 # The key of the backbone's fingerprint in the metadata of the weights.
 _BASE = "jaxmux.base_fingerprint"
-# The key of the format in which the backbone's linears were stored, if it was not a plain dtype.
+# The key of the format in which the backbone's linears were stored. Absent if the format was a
+# plain dtype.
 _BASE_FORMAT = "jaxmux.base_format"
 # Files of PEFT and of AdapterHub that are not read.
 _PICKLES = ("adapter_model.bin", "pytorch_adapter.bin")
-# Settings that PEFT and AdapterHub write. Those that change what an adapter computes are read or
-# refused by its kind.
+# Settings that PEFT and AdapterHub write. The adapter's kind reads or refuses those that change its
+# outputs.
 _KNOWN_SETTINGS = frozenset(
     """
     alora_invocation_tokens alpha_pattern arrow_config auto_mapping base_model_name_or_path bias
@@ -62,7 +63,7 @@ _KNOWN_SETTINGS = frozenset(
 )
 # Model cards with more bytes are not read.
 _LARGEST_CARD = 2**20
-# Data types of weights, as safetensors names them, that NumPy can hold (BF16 with JAX installed).
+# Data types of weights that NumPy can hold, as safetensors names them (BF16 if JAX is installed).
 _DTYPES = ("BF16", "F16", "F32", "F64", "I32", "I64")
 TEMPLATE = "chat_template.jinja"
 # The key in the metadata of the weights that lists the kinds of records.
@@ -73,7 +74,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt",
 # Special tokens that change how a prompt is tokenized or where an answer ends.
 _SPECIAL = ("bos_token", "eos_token")
 _SETTINGS = "tokenizer_config.json"
-# The folder of the templates besides the default one.
+# The folder of the templates other than the default one.
 _ADDITIONAL = "additional_chat_templates"
 
 
@@ -97,8 +98,8 @@ def export_adapter(
 ) -> None:
     """Writes an adapter as a folder, in the format of Hugging Face PEFT, which `peft` and vLLM
     load, or of AdapterHub for bottleneck adapters. The folder gets a model card for the Hugging
-    Face hub (README.md), and the chat template of the training data (chat_template.jinja) if it is
-    not the one of the backbone's tokenizer.
+    Face hub (README.md), and the chat template of the training data (chat_template.jinja) if it
+    differs from that of the backbone's tokenizer.
 
     Args:
       folder: folder to write; it is created if it does not exist.
@@ -108,21 +109,21 @@ def export_adapter(
       config: configuration of the backbone (`Backbone.config`). Its `backbone_format` is recorded
         in the metadata of the weights.
       base_model: name or path of the backbone. `base_model_name_or_path` records its public name if
-        that is known, and otherwise this value.
+        known, otherwise this value.
       serving: False writes the factors as they are, and records alpha and rsLoRA of `spec`. True
         multiplies B by the adapter's scale and records a scale of 1 (lora_alpha = rank, no rsLoRA),
         for servers that do not support rsLoRA. The outputs of the adapter are the same.
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`, by which `import_adapter`
-        recognises it; empty records none.
+        recognises the backbone; if it is empty, no hash is recorded.
       base: function that returns a tensor of the backbone by its name, from `checkpoint_tensors`.
         Kinds that are trained as differences from the backbone, such as `LNTuning`, need it.
-      notes: facts about the training for the card; None for none.
-      rendering: how the training data became text, from `PreparedTask.samples`; None if that is not
-        known. The metadata of the weights record the kinds of records.
+      notes: facts about the training for the card; None if there are none.
+      rendering: how the training data became text, from `PreparedTask.samples`; None if unknown.
+        The metadata of the weights record the kinds of records.
 
     Raises:
-      ValueError: the adapter does something nowhere in this backbone, or `base` is needed.
-      KeyError: `adapter` lacks an array that `spec` asks for.
+      ValueError: the adapter has no place in this backbone, or `base` is needed.
+      KeyError: `adapter` lacks an array that `spec` describes.
       OSError: a file cannot be written.
     """
     folder, kind = Path(folder), kind_of(spec)
@@ -135,8 +136,8 @@ def export_adapter(
     }
     folder.mkdir(parents=True, exist_ok=True)
     # The files are renamed when they are complete, because other processes may wait for them.
-    # safetensors first writes to a file with a random name, which stays if the process is killed.
-    # That file is in a separate folder, so that the next export removes it.
+    # safetensors first writes to a file with a random name, which remains if the process is killed.
+    # This file lies in a separate folder, so that the next export removes it.
     partial = folder / ".partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir()
@@ -167,7 +168,7 @@ def export_adapter(
     )
     write_atomically(folder / CARD, card)
     write_chat_template(folder, rendering)
-    # The order of patterns within a setting matters, so only the settings are sorted.
+    # The order of patterns within a setting matters, so only the settings themselves are sorted.
     text = json.dumps(dict(sorted(settings.items())), indent=2)
     write_atomically(folder / SETTINGS, text + "\n")
 
@@ -179,23 +180,23 @@ def import_adapter(
     base: BaseTensors | None = None,
     base_model: str = "",
 ) -> tuple[Any, Any]:
-    """Reads an adapter folder. A warning tells of settings that jaxmux does not know, and of a base
-    model that is not the backbone by its name.
+    """Reads an adapter folder. A warning reports settings that jaxmux does not know, and a base
+    model whose name is not the backbone's.
 
     Args:
       folder: folder with `adapter_config.json` and the weights.
       config: configuration of the backbone on which the adapter was trained (`Backbone.config`).
       base_fingerprint: hash of the backbone, from `backbone_fingerprint`. An adapter that records
-        another hash is refused. If this is empty, nothing is checked.
+        another hash is refused. If the argument is empty, nothing is checked.
       base: as for `export_adapter`.
       base_model: name or path of the backbone, which is compared with the names in
-        adapter_config.json and README.md. If this is empty, nothing is compared.
+        adapter_config.json and README.md. If the argument is empty, nothing is compared.
 
     Returns:
-      The specification, for example a `LoRA`, and the weights. For LoRA, these are by path of a
-      linear within a layer ("mlp.up_proj") the factors a [L, k, r] and b [L, r, n], float32 NumPy
-      arrays, zero in layers that are not adapted. Fields that the folder does not record, such as
-      `initialisation` and `loraplus_ratio` of LoRA, have their defaults.
+      The specification, for example a `LoRA`, and the weights. For LoRA, the weights are the
+      factors a [L, k, r] and b [L, r, n] by path of a linear within a layer ("mlp.up_proj"):
+      float32 NumPy arrays, zero in layers that are not adapted. Fields that the folder does not
+      record, such as `initialisation` and `loraplus_ratio` of LoRA, have their defaults.
 
     Raises:
       AdapterError: no kind of adapter has such a folder (a LoRA with biases, for example), or a
@@ -237,8 +238,8 @@ def import_adapter(
 def _warn_of_another_base(
     folder: Path, settings: Mapping[str, Any], base_model: str, is_same: bool
 ) -> None:
-    """Warns if the folder names another base model than the backbone. `is_same` says that
-    fingerprints prove the backbone to be the same; its folder may have been renamed since."""
+    """Warns if the folder names another base model than the backbone. `is_same` means that
+    fingerprints prove the backbone to be the same, even if its folder has been renamed."""
     paths = (model_name(base_model), base_model, os.path.realpath(base_model))
     names = {Path(path).name.casefold() for path in paths}
     claims = {SETTINGS: settings.get("base_model_name_or_path"), CARD: _base_on_card(folder)}
@@ -258,7 +259,7 @@ def _warn_of_another_base(
 
 def _base_on_card(folder: Path) -> Any:
     """The base model in the metadata of the model card; None if it cannot be read."""
-    # Imported here because only folders with a card need them.
+    # Imported here because only folders with a card need these packages.
     from huggingface_hub import metadata_load
     from yaml import YAMLError
 
@@ -276,7 +277,7 @@ def _warn_once(message: str) -> None:
 
 
 def is_adapter_folder(folder: Path) -> bool:
-    """Whether a folder, which need not exist, has the two files of an adapter. They are not
+    """Whether a folder, which need not exist, has the two files of an adapter. The files are not
     read."""
     return (folder / SETTINGS).is_file() and any(
         (folder / kind.weights_file).is_file() for kind in KINDS.values()
@@ -293,8 +294,8 @@ def _recognised(settings: dict[str, Any], where: Path) -> AdapterKind:
 
 
 def _sort_metadata(path: Path) -> None:
-    """Sorts the metadata in a safetensors file, so that equal adapters are equal files; their order
-    is otherwise random. Returns when the file is on disk."""
+    """Sorts the metadata in a safetensors file, whose order is otherwise random, so that equal
+    adapters give equal files. Returns when the file is on disk."""
     with path.open("r+b") as file:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
@@ -343,7 +344,7 @@ def _read_tensors(weights: Path) -> tuple[dict[str, np.ndarray], str]:
 
 def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
     """Writes the chat template of an adapter into `folder`, which holds the adapter or a merged
-    checkpoint. If there is none to write, the folder's template is removed."""
+    checkpoint. If there is none to write, removes the folder's template."""
     template = rendering.own_template if rendering else None
     if template is None:
         (folder / TEMPLATE).unlink(missing_ok=True)
@@ -352,8 +353,8 @@ def write_chat_template(folder: Path, rendering: Rendering | None) -> None:
 
 
 def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
-    """The tokenizer that renders and tokenizes prompts of an adapter, and decodes its answers. It
-    is the folder's tokenizer if the folder has a vocabulary, and otherwise the backbone's
+    """The tokenizer that renders and tokenizes prompts of an adapter, and decodes its answers. If
+    the folder has a vocabulary, it is the folder's tokenizer; otherwise it is the backbone's
     tokenizer, with the folder's chat template if there is one.
 
     Args:
@@ -361,8 +362,8 @@ def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
       tokenizer: the backbone's tokenizer, which is not changed.
 
     Returns:
-      `tokenizer` itself if it has the same tokens and the same template, and otherwise another
-      object. `tokenizer_key` tells whether its tokens are those of the backbone's tokenizer.
+      `tokenizer` itself if it has the same tokens and the same template, otherwise another object.
+      `tokenizer_key` tells whether its tokens are those of the backbone's tokenizer.
 
     Raises:
       DataError: the template or the tokenizer cannot be read, or the folder has no vocabulary but
@@ -393,8 +394,8 @@ def adapter_tokenizer(folder: str | Path, tokenizer: Any) -> Any:
 
 
 def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
-    """Raises DataError, which tells the difference, if an adapter's folder has a tokenizer with
-    other tokens than the backbone's. Other errors are as for `adapter_tokenizer`."""
+    """Raises DataError if an adapter's folder has a tokenizer with other tokens than the
+    backbone's; the message tells the difference. Other errors are as for `adapter_tokenizer`."""
     in_folder = adapter_tokenizer(folder, tokenizer)
     if tokenizer_key(in_folder)[0] != tokenizer_key(tokenizer)[0]:
         raise DataError(
@@ -407,12 +408,12 @@ def refuse_other_tokens(folder: str | Path, tokenizer: Any) -> None:
 
 def tokenizer_key(tokenizer: Any) -> tuple[int, str]:
     """A key that is equal for two tokenizers in use if they have the same tokens and the same chat
-    template. Its first part stands for the tokens."""
+    template. Its first part identifies the tokens."""
     return id(tokenizer.backend_tokenizer), str(tokenizer.chat_template)
 
 
 def difference_of_tokens(in_folder: Any, backbones: Any) -> str:
-    """How the tokens of an adapter's tokenizer differ from those of the backbone's, in words; empty
+    """Describes how the tokens of an adapter's tokenizer differ from those of the backbone's; empty
     if both make the same tokens of every text."""
     ids, wanted = in_folder.get_vocab(), backbones.get_vocab()
     if ids != wanted:
@@ -438,7 +439,7 @@ def difference_of_tokens(in_folder: Any, backbones: Any) -> str:
 
 
 def with_chat_template(tokenizer: Any, template: ChatTemplate) -> Any:
-    """A copy of a tokenizer with another chat template, by whose name messages call it."""
+    """A copy of a tokenizer with another chat template; messages call it by the template's name."""
     renamed = copy.copy(tokenizer)
     renamed.chat_template, renamed.name_or_path = template.text, template.name
     return renamed
@@ -452,14 +453,14 @@ def trained_on(folder: str | Path) -> str:
             with safe_open(Path(folder) / name, framework="numpy") as file:
                 return (file.metadata() or {}).get(TRAINED_ON, "")
         except (OSError, SafetensorError):
-            # The error appears when the adapter itself is read.
+            # The error is raised when the adapter itself is read.
             continue
     return ""
 
 
 def _unknown_tokens(folder: Path, tokenizer: Any) -> Iterator[str]:
-    """Describes each added, BOS or EOS token in the folder's JSON files that differs from
-    `tokenizer`'s."""
+    """Describes each added, BOS or EOS token in the folder's JSON files that `tokenizer` does not
+    have in the same way."""
     settings = _settings_in(folder / _SETTINGS)
     try:
         listed = settings.get("added_tokens_decoder", {})
@@ -496,8 +497,8 @@ def _settings_in(path: Path) -> dict[str, Any]:
 
 
 def _template_in(folder: Path) -> ChatTemplate | None:
-    """The template of an adapter folder. If there are several, the text is a mapping from their
-    names, as in transformers' tokenizers."""
+    """The template of an adapter folder. If there are several, the text maps their names to them,
+    as in transformers' tokenizers."""
     by_name = {}
     if (folder / TEMPLATE).is_file():
         by_name["default"] = read_template(folder / TEMPLATE).text
@@ -515,7 +516,7 @@ def _template_in(folder: Path) -> ChatTemplate | None:
 
 
 def _named_templates(file: Path, setting: Any) -> dict[str, str]:
-    """The chat templates of a tokenizer_config.json, which has one text or a list, by name."""
+    """The chat templates of a tokenizer_config.json by name. The setting is one text or a list."""
     if setting is None:
         return {}
     if isinstance(setting, str):

@@ -29,9 +29,9 @@ _TENSOR = "prompt_embeddings"
 class PromptTuning:
     """Rows are trained that stand before the embeddings of every sequence (Lester et al. 2021).
 
-    They take positions as tokens do, so the first token of a text stands at position
-    `virtual_tokens`. They come on top of `Task.max_length`, and nothing is learnt from what is
-    predicted at them. They cannot be merged into the backbone.
+    The rows take positions as tokens do, so the first token of a text stands at position
+    `virtual_tokens`. `Task.max_length` does not count the rows, and predictions at their positions
+    have no loss. The rows cannot be merged into the backbone.
 
     Attributes:
       virtual_tokens: number of rows.
@@ -110,7 +110,7 @@ def _settings(spec: PromptTuning, config: BackboneConfig, serving: bool) -> dict
     return {
         "peft_type": "PROMPT_TUNING",
         "num_virtual_tokens": spec.virtual_tokens,
-        # PEFT's initialisation is not used, because the tensor replaces it.
+        # The tensor replaces the result of PEFT's initialisation.
         "prompt_tuning_init": "RANDOM",
         "token_dim": config.hidden_size,
         "num_layers": config.num_layers,

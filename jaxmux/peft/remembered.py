@@ -1,4 +1,4 @@
-"""A cache of values that take long to compute from a backbone's weights, shared by all tasks."""
+"""A cache, shared by all tasks, of values that take long to compute from a backbone's weights."""
 
 import threading
 from collections import OrderedDict
@@ -11,35 +11,34 @@ import jax
 
 from .kind import BaseTensors
 
-# Maximum number of bytes for each backbone. The results that were not used for longest are dropped
-# first.
+# Maximum number of bytes for each backbone. The least recently used results are dropped first.
 _MOST_BYTES = 2**30
 
 
 class _OfBackbone(NamedTuple):
-    """The results that are known, and those that are being computed, by key."""
+    """The results that are known, and the results that are being computed, by key."""
 
     results: OrderedDict[Hashable, Any]
     coming: dict[Hashable, Future[Any]]
 
 
-# The results of a backbone are dropped with the function that returns its tensors.
+# The results of a backbone are dropped together with the function that returns its tensors.
 _known: WeakKeyDictionary[BaseTensors, _OfBackbone] = WeakKeyDictionary()
 # Tasks are prepared in several threads.
 _lock = threading.Lock()
 
 
 def remembered[T](base: BaseTensors, key: Hashable, compute: Callable[[], T]) -> T:
-    """The result of `compute`, or the result of an earlier call with the same key and backbone.
+    """Returns the result of `compute`, or of an earlier call with the same key and backbone.
 
-    If another thread is computing it, this one waits. If the other thread fails, this one computes
-    the result itself, so that no task fails through the error of another task.
+    If another thread is computing the result, this thread waits. If the other thread fails, this
+    thread computes the result itself, so that no task fails because of another task's error.
 
     Args:
-      base: function that returns the tensors of the backbone.
+      base: returns the tensors of the backbone.
       key: everything else on which the result depends.
-      compute: function that returns a tree of NumPy arrays, which must not be changed. It must not
-        call `remembered`.
+      compute: returns a tree of NumPy arrays, which must not be changed. It must not call
+        `remembered`.
     """
     while True:
         with _lock:

@@ -1,8 +1,8 @@
 """Products of chunks with random projections that many slots share.
 
-A slot has one pair of projections for all layers, which is far too large to be gathered for every
-chunk. Tasks usually have the same pair, so `in_turns`, in each group of chunks, takes one turn for
-each different pair, not for each task.
+A slot has one pair of projections for all layers. A pair is far too large to be gathered for every
+chunk. Tasks usually have the same pair, so `in_turns` takes, in each group of chunks, one turn for
+each different pair and not for each task.
 """
 
 import jax
@@ -21,12 +21,12 @@ def first_alike(
     b0: Float[Array, "T R n"],
     chunk_slot: Int[Array, " chunks"],
 ) -> Int[Array, " chunks"]:
-    """For every chunk, the first slot that has the same projections as the chunk's owner; T for
-    chunks whose owners have no projections.
+    """For every chunk, the first slot that has the same projections as the chunk's owner; T if the
+    owner has no projections.
 
-    Two slots have the same projections if they agree in the fingerprint, the first column of A and
-    the first row of B. (At rank 1 the fingerprint has only 32 bits, but the column and the row are
-    then the whole of A and B.)
+    Two slots have the same projections if their fingerprints, first columns of A and first rows of
+    B are equal. (At rank 1 the fingerprint has only 32 bits, but then the column and the row are
+    the whole of A and B.)
 
     Args:
       fingerprint: hash of the projections, 32 bits for each rank.
@@ -39,7 +39,7 @@ def first_alike(
     def same(x: Float[Array, "T _"]):
         return (x[:, None] == x[None]).all(axis=-1)
 
-    # NaN equals nothing, not even itself.
+    # NaN does not equal itself, so a slot is compared with itself by `eye`.
     alike = same(fingerprint) & same(a0[:, :, 0]) & same(b0[:, 0]) | jnp.eye(slots, dtype=bool)
     used = (b0[:, 0] != 0).any(axis=-1)
     first = jnp.where(used, jnp.argmax(alike, axis=1), slots)
@@ -82,7 +82,7 @@ def _forward(y, x, ld, lb, a0, b0, group):
 
     u = jnp.zeros((*x.shape[:2], a0.shape[2]), x.dtype)
     u, y = in_turns(group, len(a0), turn, (x, ld, lb), (u, y), group_size(x))
-    # This is the only product of the forward pass that the backward pass needs.
+    # The backward pass needs no other product of the forward pass.
     return y, (x, checkpoint_name(u, LOW_RANK), ld, lb, a0, b0, group)
 
 

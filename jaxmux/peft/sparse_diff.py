@@ -44,19 +44,18 @@ _WIDEST = 2**16 - 1
 class SparseDiff:
     """Some entries of the weights of linears are trained: `y = x W + x D`.
 
-    D [k, n] has `rank · (k + n)` entries, as many as a LoRA of this rank, at places that are chosen
-    once; they begin at 0. It is Diff-Pruning (Guo et al. 2021) with a mask that is chosen once, and
-    is exported in the format of Hugging Face PEFT's SHiRA (Bhardwaj et al. 2024). Every task costs
+    D [k, n] has `rank · (k + n)` entries, as many as a LoRA of this rank. Their places are chosen
+    once, and their values begin at 0. This is Diff-Pruning (Guo et al. 2021) with a fixed mask,
+    exported in the format of Hugging Face PEFT's SHiRA (Bhardwaj et al. 2024). Every task costs
     dense products with the whole microbatch; `DiffPruning`, whose entries are whole columns, costs
-    less. What is trained is kept apart from the weights, in float32. Where an adapter is added to
-    bfloat16 weights, as `peft` does and a merge has to, changes that are small beside the weights
-    are lost.
+    less. D is stored separately from the weights, in float32. When an adapter is added to bfloat16
+    weights, as in `peft` and in a merge, changes that are small compared with a weight are lost.
 
     Attributes:
       rank: number of entries of a linear, divided by the sum of its widths.
       mask: which entries. "random" draws them for every linear and layer from the task's seed;
-        "magnitude" takes the weights with the largest absolute values, "gradient" those by
-        which the loss of samples of the task's training data has the largest absolute derivatives.
+        "magnitude" takes the weights with the largest absolute values, "gradient" those by which
+        the loss of samples of the task's training data has the largest absolute derivatives.
       target_modules: the linears that are adapted, chosen as `LoRA.target_modules`.
       calibration_tokens: with "gradient", number of tokens of the training data that the backbone
         reads for the derivatives, from the samples that are trained first, at most 2048 of each.
@@ -72,13 +71,15 @@ class SparseDiff:
 
     @property
     def begins_slowly(self) -> bool:
-        """Whether the places of the entries take long to compute, see `AdapterKind`."""
+        """Whether the places of the entries take long to compute (see
+        `AdapterKind.begins_slowly`)."""
         return self.mask != "random"
 
 
 class _Entries(AdapterOp):
-    """Adds the product with the entries. If a device holds some of the linear's inputs or outputs
-    only, it leaves out the entries of the others, so its result is a part of the whole sum."""
+    """Adds the product with the entries. If a device holds only some of the linear's inputs or
+    outputs, it leaves out the entries of the others, so its result is one summand of the whole
+    sum."""
 
     of_slots = frozenset({"outputs"})
 
@@ -117,9 +118,9 @@ def _leaves(config: BackboneConfig, points: Sequence[str], slots: int, rank: int
         shape = (config.num_layers, slots, rank * (k + n))
         return {
             "values": LeafSpec(shape, axes),
-            # 1 + 2**16 · input + output; 0 is padding.
+            # 1 + 2**16 · input + output; 0 marks padding.
             "entries": LeafSpec(shape, axes, trained=False, dtype="uint32"),
-            # Numbers of the outputs, counted from 1; a device holds those of its outputs.
+            # Numbers of the outputs, counted from 1; a device holds the numbers of its own outputs.
             "outputs": LeafSpec((slots, n), ("slot", "output"), trained=False, dtype="uint32"),
         }
 
@@ -167,7 +168,6 @@ def _initial(
     adapter = _empty(spec, config)
 
     def choose(module: str, layer: int, values: Float[np.ndarray, "n k"]) -> None:
-        """Takes the entries with the largest absolute values."""
         entries = adapter[module]["entries"][layer]
         places = np.argpartition(-np.abs(values).reshape(-1), len(entries) - 1)[: len(entries)]
         entries[:] = _numbers(places, values.shape[1])
@@ -200,7 +200,7 @@ def _settings(spec: SparseDiff, config: BackboneConfig, serving: bool) -> dict[s
     return {
         "peft_type": "SHIRA",
         "r": spec.rank,
-        # PEFT draws a mask itself for "random" only, and reads other masks from the file.
+        # PEFT draws a mask itself only for "random", and reads other masks from the file.
         "mask_type": f"{spec.mask}_entries",
         "target_modules": target_names(_targets(spec, config)),
         "fan_in_fan_out": False,
@@ -214,7 +214,7 @@ def _from_settings(settings: Mapping[str, Any], config: BackboneConfig) -> Spars
             raise ValueError(f"{key}={settings[key]!r} is not supported")
     targets = settings.get("target_modules") or ()
     mask = str(settings.get("mask_type")).removesuffix("_entries")
-    # Masks of other programs are kept as they are, and treated as random ones.
+    # Masks of other programs are kept as they are, and treated like random ones.
     spec = SparseDiff(
         settings["r"],
         mask if mask in MASKS else "random",
@@ -254,7 +254,7 @@ def _from_tensors(
                 raise ValueError(f"an index of {name} is outside of its weight [{n}, {k}]")
             places = rows.astype(np.int64) * k + columns
             chosen, at = np.unique(places, return_inverse=True)
-            # PEFT adds up entries that occur twice; superfluous entries of a mask are all (0, 0).
+            # PEFT adds up entries that occur twice. Superfluous entries of a mask are all (0, 0).
             np.add.at(arrays["values"][layer], at, np.asarray(values, np.float32))
             arrays["entries"][layer, : len(chosen)] = _numbers(chosen, k)
     return adapter

@@ -26,18 +26,18 @@ def sparse_product(
     places: Int[Array, "chunks entries"],
     first: Int[Array, " chunks"],
 ) -> Float[Array, "chunks l n"]:
-    """The product of every chunk with its owner's matrix [k, n], 0 for chunks without a matrix.
+    """The product of every chunk with its owner's matrix [k, n]; 0 for chunks without a matrix.
 
-    Each matrix is made dense in the compute dtype. This is done for one owner after another, so the
-    device holds one dense matrix at a time. In the backward pass, the dense gradient is computed
-    for one chunk after another, and its entries are read from it.
+    The matrices are made dense in the compute dtype, for one owner after another, so the device
+    holds one dense matrix at a time. In the backward pass, the dense gradient is computed for one
+    chunk after another, and the gradients of the entries are read from it.
 
     Args:
       width: n, number of columns of the matrices.
       x: activations, in the compute dtype.
       values: entries of the matrices, float32.
-      places: index of each entry, row · n + column; each occurs once. Entries with the index k · n
-        are left out.
+      places: index of each entry, row · n + column; each index occurs once. Entries with the index
+        k · n are left out.
       first: the result of `first_of_owner`.
     """
 

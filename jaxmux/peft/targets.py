@@ -1,5 +1,5 @@
-"""The linears that an adapter changes, chosen by the rules of Hugging Face PEFT, and the tensors of
-adapter folders by the names of these linears."""
+"""Chooses the linears that an adapter changes, by the rules of Hugging Face PEFT, and finds the
+tensors of these linears in adapter folders."""
 
 import re
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from jaxmux.models.adapter_ops import EMBEDDING, HEAD, OUTSIDE
 ALL_LINEAR = "all-linear"
 # The names of linears from which users choose: "q_proj" and "self_attn.q_proj".
 MODULE_NAMES = frozenset(MODULES) | {module.split(".")[-1] for module in MODULES}
-# The points of the tables before and behind the layers, by the names from which users choose.
+# The points of the tables before and after the layers, by the names from which users choose.
 TABLES = {"embed_tokens": EMBEDDING, "model.embed_tokens": EMBEDDING, "lm_head": HEAD}
 # The full name of each table, by point.
 _TABLE_NAMES = {EMBEDDING: "model.embed_tokens", HEAD: "lm_head"}
-# A bool for each layer, which tells whether a module is adapted in it.
+# For each layer, whether a module is adapted in it.
 LayerMask = Bool[np.ndarray, "L"]
 
-# Maximum size of an adapter's inner arrays, as a multiple of the widest linear's width.
+# Largest size of an adapter's inner arrays, as a multiple of the widest linear's width.
 _MOST_WIDTHS = 8
 PREFIX = "base_model.model."
 
@@ -34,8 +34,8 @@ def resolve_targets(
     Args:
       target_modules: "all-linear" (all linears of attention and MLP), a name ("q_proj") or a tuple
         of names, or one regular expression. A linear is adapted if its full name (`full_name`)
-        equals one of the names or ends with it behind a dot, or if the expression matches the whole
-        full name.
+        equals one of the names, or ends with a dot and one of the names, or if the expression
+        matches the whole full name.
 
     Returns:
       By path of a linear within a layer ("self_attn.q_proj"), a bool mask [L] of the layers in
@@ -47,7 +47,7 @@ def resolve_targets(
         carry an adapter, or the expression is not valid.
     """
     masks = {module: np.zeros(config.num_layers, bool) for module in MODULES}
-    # A single name is not an expression, because no full name would match it.
+    # A single name is not treated as an expression, because no full name would match it as a whole.
     is_expression = isinstance(target_modules, str) and target_modules not in MODULE_NAMES
     patterns = (target_modules,) if isinstance(target_modules, str) else target_modules
     if not target_modules:
@@ -76,21 +76,21 @@ def tables_among(target_modules: Any) -> list[str]:
 
 
 def linears_among(target_modules: str | tuple[str, ...]) -> str | tuple[str, ...]:
-    """`target_modules` without the names of tables."""
     if isinstance(target_modules, str):
         return () if target_modules in TABLES else target_modules
     return tuple(name for name in target_modules if name not in TABLES)
 
 
 def linears_of(points: Mapping[str, Any]) -> dict[str, Any]:
-    """The values at linears, of values by point."""
+    """The values at linears, from values by point."""
     return {point: value for point, value in points.items() if point not in OUTSIDE}
 
 
 def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
     """The shortest names that choose exactly these linears, sorted, as exported adapters record
-    them: a last name ("q_proj") for a module that is adapted in every layer, and full names for
-    other modules. Expressions are not recorded, because PEFT would match them with all modules."""
+    them: the last part of the name ("q_proj") for a module that is adapted in every layer, and full
+    names for other modules. Expressions are not recorded, because PEFT would match them with all
+    modules."""
     names = []
     for module, mask in targets.items():
         some = [full_name(module, layer) for layer in np.flatnonzero(mask)]
@@ -99,8 +99,8 @@ def target_names(targets: Mapping[str, LayerMask]) -> list[str]:
 
 
 def refuse_size(field: str, size: int, config: BackboneConfig) -> None:
-    """Raises ValueError, which names the specification's field, if the size of an adapter's inner
-    arrays is more than 8 times the width of the widest linear."""
+    """Raises ValueError if the size of an adapter's inner arrays is more than 8 times the width of
+    the widest linear. The message names `field` of the specification."""
     widest = max(max(linear_sizes(config, module)) for module in MODULES)
     if size > _MOST_WIDTHS * widest:
         raise ValueError(
@@ -111,7 +111,7 @@ def refuse_size(field: str, size: int, config: BackboneConfig) -> None:
 
 def full_name(module: str, layer: int) -> str:
     """The name in Hugging Face models ("model.layers.3.self_attn.q_proj") of a linear in a layer,
-    counted from 0, or of a table, for which the layer has no effect."""
+    counted from 0. For a table, the layer has no effect."""
     return _TABLE_NAMES.get(module) or f"model.layers.{layer}.{module}"
 
 
@@ -132,7 +132,7 @@ def layer_tensors(
     module: str, mask: LayerMask, name: str, values: np.ndarray
 ) -> dict[str, np.ndarray]:
     """The tensors of one parameter of a module, for example "lora_A.weight", in all layers in which
-    the module is adapted, from values [L, ...] of all layers."""
+    the module is adapted. `values` [L, ...] are those of all layers."""
     return {
         f"{PREFIX}{full_name(module, layer)}.{name}": np.ascontiguousarray(values[layer])
         for layer in np.flatnonzero(mask)
@@ -142,11 +142,12 @@ def layer_tensors(
 def take_layers(
     tensors: dict[str, np.ndarray], module: str, mask: LayerMask, names: Mapping[str, tuple]
 ) -> dict[str, dict[int, np.ndarray]]:
-    """Removes the tensors of a module from those of a folder and returns them, by name and layer.
-    `names` gives the shape in one layer of each parameter. ValueError if a tensor is missing or has
+    """Removes the tensors of a module from `tensors` and returns them by name and layer. `names`
+    gives the shape of each parameter in one layer. Raises ValueError if a tensor is missing or has
     another shape.
 
-    All are checked before anything is allocated for all layers, because the file determines sizes.
+    All tensors are checked before anything is allocated for all layers, because the file determines
+    sizes.
     """
     taken: dict[str, dict[int, np.ndarray]] = {name: {} for name in names}
     for layer in np.flatnonzero(mask):
@@ -157,7 +158,7 @@ def take_layers(
 
 
 def take_tensor(tensors: dict[str, np.ndarray], name: str, shape: tuple) -> np.ndarray:
-    """Removes one tensor from those of a folder and returns it. ValueError if it is missing or has
+    """Removes one tensor from `tensors` and returns it. Raises ValueError if it is missing or has
     another shape."""
     if name not in tensors:
         raise ValueError(f"tensor {name} is missing")

@@ -1,5 +1,5 @@
 """Trained tokens: some rows of the embedding are trained, for tokens that are new or get another
-meaning. If the backbone's head is its embedding, the rows of the head change with them."""
+meaning. If the backbone's head is its embedding, the rows of the head change too."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -34,11 +34,11 @@ _TENSOR_OF_HEAD = f"{PREFIX}{HEAD}.trainable_tokens_delta"
 class TrainedTokens:
     """The embeddings of some tokens are trained, beginning with those of the backbone.
 
-    What is trained is the difference from the backbone's embeddings, in float32. So weight decay
-    pulls them back to the backbone, and not to 0 as in Hugging Face PEFT; without weight decay both
-    train the same. If the backbone's head is its embedding, the logits of these tokens change too,
-    as in PEFT. Embedding and head then have to lie on the same devices, so such tasks are refused
-    on meshes with several pipeline stages.
+    The trained values are the differences from the backbone's embeddings, in float32. Weight decay
+    therefore pulls the embeddings back to the backbone's, not to 0 as in Hugging Face PEFT; without
+    weight decay, both train in the same way. If the backbone's head is its embedding, the logits of
+    these tokens change too, as in PEFT. Embedding and head must then lie on the same devices, so
+    meshes with several pipeline stages refuse such tasks.
 
     Attributes:
       indices: the ids of the tokens.
@@ -57,7 +57,7 @@ class TrainedTokens:
 
 
 class Rows(AdapterOp):
-    """Adds rows to the embeddings of their tokens. "tokens" counts token ids from 1; 0 is
+    """Adds rows to the embeddings of their tokens. "tokens" counts token ids from 1; 0 marks
     padding."""
 
     def embedding_output(self, own, x, tokens):
@@ -72,7 +72,8 @@ class Rows(AdapterOp):
         added = matmul_of_chunks(hidden, own["rows"].swapaxes(1, 2), logits.dtype)
         column = own["tokens"] - 1 - first_token
         is_here = (own["tokens"] > 0) & (column >= 0) & (column < vocab)
-        # Columns outside the vocabulary are dropped. All columns differ, so sums have one order.
+        # Columns outside the vocabulary are dropped. All columns differ, so no two sums meet in an
+        # arbitrary order.
         column = jnp.where(is_here, column, vocab + jnp.arange(count))
 
         def add(logits, column, added):

@@ -1,11 +1,11 @@
 """Loops over the owners of chunks, for products whose operands are too large to be gathered for
 every chunk.
 
-A loop goes over groups of neighbouring chunks, and in each group over the slots that own a chunk of
-it. Every turn of the loop computes one owner's contribution to all chunks of the group, and selects
-the chunks that belong to the owner. A group without such owners costs nothing. The number of turns
-is not known when a program is compiled. Every turn has the same shape, so a chunk gets the same
-bits whatever owners its neighbours have.
+A loop goes over groups of neighbouring chunks and, in each group, over the slots that own a chunk
+of the group. Every turn of the loop computes one owner's contribution to all chunks of the group,
+and selects the chunks that belong to this owner. A group whose chunks need no turn costs nothing.
+The number of turns is not known when a program is compiled. Every turn has the same shape, so a
+chunk gets the same bits whatever owners its neighbours have.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Bool, Float, Int
 
-# Maximum number of tokens of a group, unless a chunk has more: enough for a product to use a whole
-# GPU.
+# A group has at most this many tokens, unless a chunk has more. This is enough for a product to use
+# a whole GPU.
 _GROUP_TOKENS = 2048
 
 
@@ -34,16 +34,16 @@ def in_turns[T](
 
     Args:
       owners: a number for each chunk.
-      none: the number of chunks that need no turn; all others are smaller.
-      turn: function of an owner and of a group's parts of `inputs` and `values` that returns the
-        group's next values.
+      none: the owner of chunks that need no turn; all other owners are smaller.
+      turn: takes an owner and a group's parts of `inputs` and `values`; returns the group's next
+        values.
       inputs: tree of arrays [chunks, ...].
       values: tree of arrays [chunks, ...], the first values.
       group: number of chunks in a group, a divisor of the number of all chunks.
     """
     chunks = len(owners)
     end = chunks // group * none
-    # Each turn has one number, from which the group and the owner can be computed.
+    # Each turn has one number, from which the group and the owner are computed.
     turns = jnp.where(owners < none, jnp.arange(chunks) // group * none + owners, end)
 
     def step(carry):
@@ -67,7 +67,6 @@ def in_turns[T](
 
 
 def group_size(x: Float[Array, "chunks l k"]) -> int:
-    """Number of chunks in a group."""
     chunks, length, _ = x.shape
     most = max(1, _GROUP_TOKENS // length)
     return max(size for size in range(1, min(chunks, most) + 1) if chunks % size == 0)
@@ -88,12 +87,10 @@ def select_chunks(
     new: Float[Array, " chunks *value"],
     old: Float[Array, " chunks *value"],
 ) -> Float[Array, " chunks *value"]:
-    """`new` for the chosen chunks, `old` for the others."""
     return jnp.where(chosen.reshape(-1, *[1] * (new.ndim - 1)), new, old)
 
 
 def token_sums(x: Float[Array, "chunks l n"]) -> Float[Array, "chunks n"]:
-    """The sums over the tokens of each chunk."""
     # Otherwise XLA moves the tokens to the last axis before it adds them up, which would transpose
     # the whole stream in every turn of a loop.
     return with_layout_constraint(x, Layout((0, 1, 2))).sum(axis=1)

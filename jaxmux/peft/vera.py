@@ -36,13 +36,13 @@ _NOT_SUPPORTED = ("fan_in_fan_out", "layers_to_transform", "layers_pattern", "ex
 
 @checked_dataclass
 class VeRA:
-    """Trained factors between random projections: `y = x W + lb · (((x A) · ld) B)`
-    (Kopiczko et al. 2024).
+    """Trained factors between random projections: `y = x W + lb · (((x A) · ld) B)` (Kopiczko et
+    al. 2024).
 
     A [k, r] and B [r, n] are drawn once and not trained. All linears and layers share them: a
-    linear takes the first k rows of A and the first n columns of B. What is trained is ld [r],
+    linear takes the first k rows of A and the first n columns of B. The trained factors are ld [r],
     which begins at `d_initial`, and lb [n], which begins at 0. They need a learning rate about ten
-    times as high as LoRA's, and a weight decay pulls both to 0.
+    times as high as LoRA's. Weight decay pulls both to 0.
 
     Attributes:
       rank: r, at least 1.
@@ -76,8 +76,8 @@ def drawn_projections(
 ) -> tuple[Float[np.ndarray, "r k"], Float[np.ndarray, "n r"]]:
     """The projections A and B of Hugging Face PEFT in its layout, with the same bits.
 
-    PEFT draws them with torch's generator for CPUs, which is the Mersenne Twister of NumPy: first
-    A, then B, uniformly in ±sqrt(6 / size of the last axis), with 24 random bits for each value.
+    PEFT draws them with torch's generator for CPUs, which is NumPy's Mersenne Twister: first A,
+    then B, uniformly in ±sqrt(6 / size of the last axis), with 24 random bits for each value.
 
     Args:
       key: seed of the generator.
@@ -90,7 +90,7 @@ def drawn_projections(
         bound = float(np.sqrt(3.0) * (np.sqrt(2.0) / np.sqrt(shape[1])))
         bits = rng.randint(0, 2**32, size=shape, dtype=np.uint32) & 0xFFFFFF
         low, high = np.float32(-bound), np.float32(bound)
-        # Rounded once at the end, as a fused multiply-add does.
+        # Rounded once at the end, as in a fused multiply-add.
         values = bits * 2.0**-24 * np.float64(high - low) + np.float64(low)
         return values.astype(np.float32)
 
@@ -106,8 +106,8 @@ def _widest(spec: VeRA, config: BackboneConfig) -> tuple[int, int]:
 def _projections(
     spec: VeRA, config: BackboneConfig, a: np.ndarray, b: np.ndarray
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The parts of the projections, which are in PEFT's layout, for each linear, and a hash of the
-    whole projections."""
+    """For each linear, its parts of the projections and a hash of the whole projections. `a` and
+    `b` are in PEFT's layout."""
     whole = b"".join(np.asarray(x, np.float32, "C").tobytes() for x in (a, b))
     words = np.frombuffer(hashlib.blake2b(whole).digest(), np.int32)
     fingerprint, by_module = np.resize(words, spec.rank), {}

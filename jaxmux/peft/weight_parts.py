@@ -11,17 +11,16 @@ from jaxmux.pallas_kernels.grouped_lora import Factors
 
 
 def principal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
-    """The factors of PiSSA (Meng et al. 2024, Eq. 2 and 3): their product is the part of the
-    transposed weight that belongs to its `rank` largest singular values. Each factor contains the
-    square roots of these values.
-
-    The singular vectors are computed as eigenvectors of the smaller one of W Wᵀ and Wᵀ W, and only
-    `rank` of them, which takes a small part of the time of a whole decomposition.
+    """The factors of PiSSA (Meng et al. 2024, Eq. 2 and 3). Their product is the part of the
+    transposed weight that belongs to its `rank` largest singular values; each factor contains the
+    square roots of these values. The singular vectors are computed as eigenvectors of W Wᵀ or Wᵀ W,
+    whichever is smaller. Only the `rank` largest are computed, which takes a small part of the time
+    of a whole decomposition.
 
     Returns:
       a [k, r] and b [r, n], by descending singular values.
     """
-    # Imported here because it takes 0.2 s and few tasks need it.
+    # Imported here because the import takes 0.2 s and few tasks need it.
     from scipy.linalg import eigh
 
     is_tall = weight.shape[0] > weight.shape[1]
@@ -54,8 +53,9 @@ def approximate_principal_part(
 
 
 def orthonormal_part(weight: Float[np.ndarray, "n k"], rank: int) -> Factors:
-    """The factors a [k, r] and b [r, n] of OLoRA (Büyükakyüz 2024): the first columns of Q and rows
-    of R, where W = Q R. These columns of Q depend on the same columns of W only, and R is Qᵀ W."""
+    """The factors a [k, r] and b [r, n] of OLoRA (Büyükakyüz 2024): the first columns of Q and the
+    first rows of R, where W = Q R. These columns of Q depend only on the same columns of W, and R
+    is Qᵀ W."""
     weight = np.float64(weight)
     columns, _ = np.linalg.qr(weight[:, :rank])
     return Factors(weight.T @ columns, columns.T)
@@ -67,7 +67,8 @@ def _shared_out(
     values: Float[np.ndarray, " r"],
 ) -> Factors:
     """Multiplies both factors by the square roots of the singular values. The sign of a singular
-    vector is arbitrary; the largest entry of each left one is made positive on all machines."""
+    vector is arbitrary; the largest entry of each left one is made positive, so that all machines
+    agree."""
     largest = np.take_along_axis(left, np.abs(left).argmax(axis=0)[None], axis=0)
     share = np.where(largest < 0, -1, 1) * np.sqrt(values)
     return Factors(right * share, (left * share).T)

@@ -6,8 +6,8 @@ import numpy as np
 
 
 class Ranges(NamedTuple):
-    """A division into ranges: the number of items up to the end of each, and the sum of their
-    costs, which is infinite if no division is allowed."""
+    """A division of N items into ranges. `ends` holds, for each range, the number of items up to
+    its end. `cost` is the sum of the ranges' costs; it is infinite if no division is allowed."""
 
     ends: tuple[int, ...]
     cost: float
@@ -17,10 +17,10 @@ def cheapest_ranges(first: np.ndarray, further: np.ndarray, most: int) -> list[R
     """Returns, for each number of ranges from 1 to `most`, the division of least cost.
 
     Args:
-      first: float [N + 1]; entry [k] is the cost of the first range if it holds k items. It is
-        infinite if this is not allowed, as it must be for k = 0.
-      further: float [N + 1, N + 1]; entry [i, k] is the cost of a further range of the items i to k
-        - 1. It is infinite if this is not allowed, as it must be for k <= i.
+      first: float [N + 1]; entry [k] is the cost of the first range if it holds k items. Infinite
+        means that the range is not allowed; entry [0] must be infinite.
+      further: float [N + 1, N + 1]; entry [i, k] is the cost of a later range that holds the items
+        i to k - 1. Entries with k <= i must be infinite.
     """
     # Entry [k]: the least cost of the first k items in the current number of ranges.
     best, begins, divisions = first, [], []

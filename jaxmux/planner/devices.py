@@ -1,5 +1,5 @@
-"""Devices as values: a stage is a mesh of devices, a replica a list of stages, a deployment a list
-of replicas. The values say how many devices there are, not which ones."""
+"""Devices as values: a stage is a mesh of devices, a replica is a list of stages, a deployment is a
+list of replicas. The values say how many devices there are, not which ones."""
 
 import functools
 import re
@@ -15,24 +15,25 @@ _AXIS = r"\s*(pp|tp|dp|fsdp)\s*=?\s*([0-9]{1,5})\s*"
 _REPLICAS = r"\s*(?:([0-9]{1,5})\s*\*\s*)?(?:\(([^()]*)\)|([^()*]*))\s*"
 
 
-# The orders of a pipeline's passes from which `RunOptions.schedule` chooses.
+# The orders of a pipeline's passes that `RunOptions.schedule` may name.
 AUTO_SCHEDULE, INTERLEAVED = "auto", "interleaved"
 SCHEDULES = (AUTO_SCHEDULE, "1f1b", "gpipe", INTERLEAVED, "lorapp", "template")
-# Parts of the backbone on each stage of an interleaved pipeline.
+# An interleaved pipeline has this number of parts of the backbone on each stage.
 _INTERLEAVED_PARTS = 2
 
-# Keys of the numbers of blocks of weights that share a scale, along the axes that tensor
-# parallelism and fully sharded data parallelism divide. Blocks of key heads are divided only if
-# there are at least as many key heads as tensor-parallel devices.
+# Weights may be stored in blocks that share a scale. These keys of `sizes` in `Replica.require`
+# give the numbers of blocks along the axes that tensor parallelism and fully sharded data
+# parallelism divide. Blocks of key heads are divided only if there are at least as many key heads
+# as tensor-parallel devices.
 TP_BLOCKS, FSDP_BLOCKS = "weight_blocks_for_tp", "weight_blocks_for_fsdp"
 KEY_BLOCKS = "weight_blocks_of_keys_for_tp"
 
 
 class Stage(NamedTuple):
-    """The devices of one pipeline stage, as the sizes of the axes of their mesh. Devices along `dp`
-    hold the same weights and train different samples (data parallelism). Devices along `fsdp` hold
-    a part of the weights each and train different samples (fully sharded data parallelism). Devices
-    along `tp` hold a part of each linear and train the same samples (tensor parallelism)."""
+    """The devices of one pipeline stage, as the sizes of their mesh axes. Devices along `dp` hold
+    the same weights and train different samples (data parallelism). Devices along `fsdp` each hold
+    a part of the weights and train different samples (fully sharded data parallelism). Devices
+    along `tp` each hold a part of each linear and train the same samples (tensor parallelism)."""
 
     dp: int = 1
     fsdp: int = 1
@@ -46,14 +47,14 @@ class Stage(NamedTuple):
 class Replica(NamedTuple):
     """One copy of the backbone: its pipeline stages in the order in which a microbatch passes them.
 
-    `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel devices each. If the stages
-    differ, it lists them, as in "tp2/tp2/tp4", and properties that need equal stages raise
+    `str(replica)` is "pp4,tp2" for four stages of two tensor-parallel devices each. Stages that
+    differ are listed, as in "tp2/tp2/tp4"; properties that need equal stages then raise
     PlanningError.
 
     Attributes:
       stages: the devices of each pipeline stage; at least one stage.
       parts: number of parts of the backbone on each stage. With S stages, stage s holds the parts
-        s, s + S and so on; more than one part make an interleaved pipeline.
+        s, s + S and so on. A pipeline with more than one part per stage is interleaved.
     """
 
     stages: tuple[Stage, ...] = (Stage(),)
@@ -65,10 +66,9 @@ class Replica(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> "Replica":
-        """Returns the replica of equal stages that a text such as "dp2,pp4,tp2" names. The axes, of
-        which "pp" is the number of stages, are in any order, and an absent axis has size 1.
-        PlanningError tells if an axis is unknown or repeated, or its size is not a positive
-        number."""
+        """Returns the replica of equal stages that a text such as "dp2,pp4,tp2" names. The axes may
+        be in any order; "pp" is the number of stages, and an absent axis has size 1. Raises
+        PlanningError if an axis is unknown or repeated, or its size is not a positive number."""
         return _parse_replica(text, f"mesh {text!r}")
 
     @property
@@ -77,7 +77,7 @@ class Replica(NamedTuple):
 
     @property
     def stage(self) -> Stage:
-        """The devices of each stage, if the stages are equal."""
+        """The devices of each stage. Raises PlanningError if the stages differ."""
         first = self.stages[0]
         if any(stage != first for stage in self.stages):
             raise PlanningError(f"replica {self}: costs are known for equal stages only")
@@ -89,8 +89,7 @@ class Replica(NamedTuple):
 
     @property
     def fsdp(self) -> int:
-        """Number of devices of each stage among which a copy of its weights is divided, besides
-        tensor parallelism."""
+        """Number of fsdp devices of each stage; they divide a copy of the stage's weights."""
         return self.stage.fsdp
 
     @property
@@ -116,21 +115,20 @@ class Replica(NamedTuple):
         return f"pp{self.pp},{names[0] or 'tp1'}"
 
     def stage_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
-        """Returns the number of layers of each stage, as the sums of `part_layers`."""
         of_parts = self.part_layers(layers, head_layers)
         return [sum(of_parts[stage :: self.pp]) for stage in range(self.pp)]
 
     def part_layers(self, layers: int, head_layers: float = 0.0) -> list[int]:
         """Returns the number of layers of each part of the backbone, a list of `pp * parts`
         numbers. The last part also has the head, whose work is that of `head_layers` layers. The
-        layers are divided so that the part with most work has as little as possible, and else as
-        evenly as possible; the first parts have one layer more than those after them."""
+        division minimises the work of the part with the most work, then the difference between
+        parts; the first parts get one layer more than later parts if the layers do not divide
+        evenly."""
         return list(_part_layers(self.pp * self.parts, layers, head_layers))
 
     def following(self, schedule: str) -> "Replica":
-        """Returns this replica with as many parts of the backbone on each stage as a schedule of
-        `SCHEDULES` has. PlanningError tells if the schedule needs a pipeline and the replica has a
-        single stage."""
+        """Returns this replica with the number of parts per stage that the schedule needs. Raises
+        PlanningError if the schedule needs a pipeline and the replica has a single stage."""
         if schedule != AUTO_SCHEDULE and self.pp == 1:
             raise PlanningError(
                 f"schedule={schedule!r} orders the passes of a pipeline: it needs a mesh with at "
@@ -142,10 +140,11 @@ class Replica(NamedTuple):
         """Raises PlanningError if a backbone cannot be spread over the replica's devices. The
         message names the nearest size of the axis that would fit.
 
-        `tp` has to divide the attention heads and the width of the MLP. It may exceed the key
-        heads, as a multiple of them: then several devices compute with the same key head. `fsdp`
-        has to divide the model width. The keys of `sizes` are those of the backbone's config.json,
-        and `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` if weights have scales.
+        `tp` has to divide the attention heads and the width of the MLP. It has to divide the key
+        heads or be a multiple of them; if it exceeds them, several devices compute with the same
+        key head. `fsdp` has to divide the model width. The keys of `sizes` are those of the
+        backbone's config.json, and `TP_BLOCKS`, `KEY_BLOCKS` and `FSDP_BLOCKS` if weights have
+        scales.
         """
         if self.parts > 1 and self.pp * self.parts > layers:
             raise PlanningError(
@@ -172,7 +171,7 @@ class Replica(NamedTuple):
 
 
 def _parse_replica(text: str, where: str) -> Replica:
-    """`Replica.parse`; error messages begin with `where`."""
+    """Like `Replica.parse`, but error messages begin with `where`."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
         match = re.fullmatch(_AXIS, part)
@@ -208,7 +207,7 @@ def _part_layers(parts: int, layers: int, head_layers: float) -> tuple[int, ...]
 
 
 def _tp_misfit(tp: int, sizes: Mapping[str, int]) -> str | None:
-    """The name of a size that tensor parallelism cannot divide; None if there is none."""
+    """The name of a size that `tp` devices cannot divide; None if they can divide all."""
     for name in ("num_attention_heads", "intermediate_size", TP_BLOCKS):
         if sizes.get(name, 0) % tp:
             return name
@@ -223,21 +222,20 @@ def _fsdp_misfit(fsdp: int, sizes: Mapping[str, int]) -> str | None:
     return next((name for name in names if sizes.get(name, 0) % fsdp), None)
 
 
-# The replica of one stage with one device.
 ONE_DEVICE = Replica()
 
 
 class Deployment(NamedTuple):
-    """Replicas that train side by side, each with its copy of the backbone (LobRA 4).
-    `str(deployment)` is "2*(pp1,tp1) + pp2,tp2" for two replicas of one device each and one of two
-    stages with two devices each. Equal replicas have an entry each."""
+    """Replicas that train side by side, each with its own copy of the backbone (LobRA 4). Equal
+    replicas have an entry each. `str(deployment)` is "2*(pp1,tp1) + pp2,tp2" for two replicas of
+    one device each and one replica of two stages with two devices each."""
 
     replicas: tuple[Replica, ...]
 
     @classmethod
     def parse(cls, text: str) -> "Deployment":
-        """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, with replicas as
-        for `Replica.parse`. PlanningError tells which replica cannot be read."""
+        """Returns the deployment that a text such as "2*(tp1) + pp2,tp2" names, with replicas as in
+        `Replica.parse`. Raises PlanningError if a replica cannot be read."""
         replicas: list[Replica] = []
         for term in text.split("+"):
             match = re.fullmatch(_REPLICAS, term)
@@ -258,7 +256,6 @@ class Deployment(NamedTuple):
 
     @classmethod
     def of_counts(cls, counts: Mapping[Replica, int]) -> "Deployment":
-        """Returns the deployment with the given `counts`, in the order of the keys."""
         return cls(tuple(replica for replica, count in counts.items() for _ in range(count)))
 
     def following(self, schedule: str) -> "Deployment":
@@ -266,7 +263,7 @@ class Deployment(NamedTuple):
 
     @property
     def counts(self) -> dict[Replica, int]:
-        """The number of replicas of each kind, in the order of first appearance."""
+        """The number of equal replicas of each kind, in the order of first appearance."""
         return dict(Counter(self.replicas))
 
     @property

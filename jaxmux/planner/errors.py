@@ -1,8 +1,8 @@
-"""The exception of planning."""
+"""The exception that planning raises."""
 
 from ..errors import InputError
 
 
 class PlanningError(InputError):
-    """Tasks, sizes or limits with which nothing can be planned. The message names the value or the
-    limit at fault, and where possible a change that would help."""
+    """Nothing can be planned with these tasks, sizes or limits. The message names the value or the
+    limit at fault and, where possible, a change that would help."""

@@ -1,4 +1,4 @@
-"""Chooses the tasks that train next among those that want to (mLoRA 3.4, MuxTune 3.3)."""
+"""Chooses the tasks that train next among the candidates (mLoRA 3.4, MuxTune 3.3)."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
@@ -6,24 +6,24 @@ from typing import NamedTuple
 
 from .packing.rows import ShapeClass
 
-# At most this many later tasks of its priority may begin before a task that does not fit yet.
+# A task that does not fit yet is passed by at most this many later tasks of its priority.
 MOST_PASSES = 8
 
-# A function from the names of tasks to the reason why they cannot train together; None if they can.
+# Takes the names of tasks; returns why they cannot train together, or None if they can.
 Refusal = Callable[[Sequence[str]], str | None]
 
-# A function from the names of tasks that train together to the value of their training, for
-# example the predicted effective tokens (tokens without padding) per second.
+# Takes the names of tasks that train together; returns the value of their training, for example the
+# predicted effective tokens (tokens without padding) per second.
 Worth = Callable[[Sequence[str]], float]
 
 
 def tokens_per_microbatch(
     batches: Sequence[int], shape: ShapeClass, round_tokens: int | None = None
 ) -> float:
-    """The effective tokens (tokens without padding) of a microbatch, on average over a round.
-    Microbatches of one shape class take equally long, so this is the throughput of tasks that train
-    together, up to a factor (MuxTune 3.3). `batches` holds the tokens of each task's global batch,
-    of which a round trains at most `round_tokens`."""
+    """Returns the mean number of effective tokens (tokens without padding) in a microbatch of a
+    round. Microbatches of one shape class take equally long, so this is proportional to the
+    throughput of tasks that train together (MuxTune 3.3). `batches` has the tokens of each task's
+    global batch; a round trains at most `round_tokens` of them."""
     turns = [min(tokens, round_tokens or tokens) for tokens in batches]
     # A chunk belongs to one task.
     padded = sum(-(-tokens // shape.chunk_len) * shape.chunk_len for tokens in turns)
@@ -31,8 +31,9 @@ def tokens_per_microbatch(
 
 
 class Candidate(NamedTuple):
-    """A task that wants to train. Higher priorities go first; tasks that arrive together have the
-    same `arrival`. So far, `passes` tasks of its priority arrived later and began before it."""
+    """A task that wants to train. Higher priorities go first. Tasks that arrive together have the
+    same `arrival`. `passes` counts the tasks of the same priority that arrived later and began
+    before it."""
 
     name: str
     priority: int
@@ -42,9 +43,9 @@ class Candidate(NamedTuple):
 
 
 class TaskSchedule(NamedTuple):
-    """The choice of the tasks that train, with reasons for those that do not. For a task that loses
-    its slot, `takers` has the tasks of higher priority that begin. In `passed`, a waiting task
-    occurs once for each later task of its priority that begins before it."""
+    """The tasks that train, and for each other task the reason why it waits. `takers` names, for
+    each task that loses its slot, the tasks of higher priority that begin. `passed` names a waiting
+    task once for each later task of its priority that begins before it."""
 
     runs: tuple[str, ...]
     waits: dict[str, str]
@@ -55,17 +56,17 @@ class TaskSchedule(NamedTuple):
 def schedule(candidates: Iterable[Candidate], refusal: Refusal, worth: Worth = len) -> TaskSchedule:
     """Chooses the tasks that train.
 
-    - A task of a higher priority comes before all tasks of lower ones. If it does not fit beside
-      them, tasks of the lowest priority make room, those that arrived last first.
-    - Tasks of one priority come in the order of their arrival, and a task that trains does not make
-      room for another of its priority.
+    - A task comes before all tasks of lower priority. If it does not fit beside them, tasks of the
+      lowest priority make room, beginning with the last that arrived.
+    - Tasks of one priority come in the order of their arrival. A task that trains does not make
+      room for another task of its priority.
     - Of tasks that arrived together, the next is the one with which `worth` is highest (MuxTune
-      chooses the tasks with the most effective throughput in the memory, 3.3).
-    - A task that does not fit yet is passed by later ones that do. After `MOST_PASSES` of its
-      priority have passed it, the others of this priority wait too, until it fits. So no task waits
-      for ever while others of its priority come and go.
+      chooses the tasks with the highest effective throughput that fit into memory, 3.3).
+    - Later tasks that fit may pass a task that does not fit yet. After `MOST_PASSES` tasks of its
+      priority have passed it, the others of this priority wait until it fits. So it does not wait
+      for ever while others come and go.
 
-    Tasks for which `refusal` returns None must also fit without one of them.
+    If `refusal` returns None for some tasks, it must also return None without one of them.
     """
     chosen: list[Candidate] = []
     waits: dict[str, str] = {}

@@ -127,8 +127,8 @@ def _measure(backbone: Backbone, missing: Iterable[Point], seconds: float) -> It
 
 def kept_by_policy(config: BackboneConfig, dtype: jnp.dtype) -> dict[str, tuple[float, float]]:
     """The field `BackboneSize.kept`: for each remat policy, the bytes that a layer keeps for its
-    backward pass, per token, and per token and rank. Nothing is computed on a device, but tracing
-    the layers takes seconds. `dtype` is that of the weights and of the stream."""
+    backward pass: per token, and per token for each unit of rank. Nothing is computed on a device,
+    but tracing the layers takes seconds. `dtype` is that of the weights and of the stream."""
     weights = abstract_weights(config, dtype)
     return {policy: _kept_per_token(config, weights, policy) for policy in NAMED_POLICIES}
 

@@ -23,26 +23,21 @@ from . import orbax_files
 from .orbax_files import numbers
 from .run_directory import RunDirectoryError
 
-# The format of a checkpoint's contents. Checkpoints of older versions have no format number.
+# The format of a checkpoint's contents. The earliest checkpoints have no format number.
 FORMAT = 4
 
 
 class Found(NamedTuple):
-    """A checkpoint that was read.
-
-    Attributes:
-      number: number of the checkpoint.
-      record: the JSON object that was saved with it.
-      arrays: by name, the arrays of tasks by path.
-    """
+    """A checkpoint that was read. `record` is the JSON object that was saved with it. `arrays` has,
+    by task name, the task's arrays by path."""
 
     number: int
     record: dict[str, Any]
     arrays: dict[str, SlotArrays]
 
 
-# Function that gets a record and selects the tasks whose arrays are read: by name, the expected
-# arrays by path, or None if any arrays are accepted.
+# Takes a record and returns the tasks whose arrays are read: by name, the expected arrays by path,
+# or None if any arrays are accepted.
 Wanted = Callable[[dict[str, Any]], Mapping[str, Mapping[str, LeafSpec] | None]]
 
 
@@ -50,42 +45,37 @@ class Checkpoints:
     """Saves checkpoints asynchronously and atomically, keeps the last few, and restores the newest
     that is not damaged.
 
-    A checkpoint holds the arrays of all tasks and a record. To the record are added its format, a
-    checksum of the record itself and, in the entry of each task, the paths and a checksum of the
-    task's arrays."""
+    A checkpoint holds the arrays of all tasks and a record. `save` adds to the record: its format,
+    its own checksum and, in the entry of each task, the paths and a checksum of the task's arrays.
+    """
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None]):
-        """Opens the folder of the checkpoints, or creates it, and deletes unfinished checkpoints.
-
-        Args:
-          folder: the folder; its parent must exist.
-          keep: number of checkpoints to keep; older ones are deleted.
-          say: function that prints one line; it is called for damaged checkpoints.
-        """
+        """Opens or creates the folder of the checkpoints, whose parent must exist, and deletes
+        unfinished checkpoints. `keep` checkpoints are kept, and older ones deleted. `say` prints
+        one line; it is called for damaged checkpoints."""
         self._folder, self._keep, self._say = folder.absolute(), keep, say
         folder.mkdir(exist_ok=True)
         orbax_files.remove_unfinished(folder)
         self._writer = ThreadPoolExecutor(1)
-        # The save that is under way, or whose error has not been raised yet.
+        # The save in progress, or a finished save whose error has not been raised yet.
         self._saving: Future[None] | None = None
 
     def has(self, number: int) -> bool:
-        """Waits as `wait` does; returns whether there is a checkpoint of this number."""
+        """Waits like `wait`, then returns whether there is a checkpoint of this number."""
         self.wait()
         return number in self.numbers
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of all checkpoints on disk, ascending."""
         return orbax_files.numbers(self._folder)
 
     def save(self, number: int, record: dict[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-        """Waits until the previous checkpoint is on disk, then starts to save another one.
+        """Waits until the previous checkpoint is on disk, then starts to save the next one.
 
         Args:
           number: its number, larger than that of any other.
           record: a JSON object. Its entry "tasks" has an object for each name in `arrays`.
-          arrays: by name, the arrays of tasks by path. They are copied.
+          arrays: by task name, the task's arrays by path. They are copied.
 
         Raises:
           OSError: the previous checkpoint could not be written.
@@ -98,8 +88,8 @@ class Checkpoints:
         self._saving = self._writer.submit(self._write, number, record, arrays)
 
     def newest(self, wanted: Wanted, beginning: bool = False) -> Found | None:
-        """Reads the newest checkpoint that is not damaged. Damaged checkpoints that are newer are
-        renamed to "damaged.NUMBER".
+        """Reads the newest checkpoint that is not damaged. Newer checkpoints, which are damaged,
+        are renamed to "damaged.NUMBER".
 
         Args:
           wanted: selects the arrays to read.
@@ -116,17 +106,14 @@ class Checkpoints:
         return newest
 
     def wait(self) -> None:
-        """Waits until all saves are on disk.
-
-        Raises:
-          OSError: a checkpoint could not be written. It is raised once.
-        """
+        """Waits until all saves are on disk. Raises OSError, once, if a checkpoint could not be
+        written."""
         saving, self._saving = self._saving, None
         if saving:
             saving.result()
 
     def close(self) -> None:
-        """Waits until all saves are on disk, as `wait` does, and ends the writing thread."""
+        """Waits like `wait`, and ends the writing thread."""
         self._writer.shutdown()
         self.wait()
 
@@ -163,21 +150,20 @@ def read_task(
 
     Args:
       folder: the folder `checkpoints` of a run directory.
-      name: name of the task.
       rounds: read the newest checkpoint after exactly this number of rounds (a round is one global
         batch of every task that still trains). None reads the newest checkpoint that is not
         damaged.
-      say: function that prints one line; it is called for damaged checkpoints.
+      say: prints one line; it is called for damaged checkpoints.
 
     Returns:
       The rounds completed before the checkpoint, the task's progress, and its NumPy arrays by path
-      ("adapter/mlp.up_proj/a"), at the task's own rank: its adapter, the gradients and the loss
-      accumulated over its current global batch, and its optimizer state.
+      ("adapter/mlp.up_proj/a"). The arrays have the task's own rank: its adapter, the gradients and
+      the loss accumulated over its current global batch, and its optimizer state.
 
     Raises:
       RunDirectoryError: there is no such checkpoint, it lacks the task, it is damaged, or it has
-        another format. The message names the folder and, if the checkpoint is missing, the
-        existing checkpoints.
+        another format. The message names the folder and, if the checkpoint is missing, the existing
+        checkpoints.
     """
     empty = RunDirectoryError(f"{folder.absolute()}: no checkpoint; nothing was trained yet")
     if not folder.is_dir():
@@ -193,7 +179,7 @@ def read_task(
         for number, completed in rounds_by_number.items()
         if rounds is None or rounds == (number if completed is None else completed)
     ]
-    # Earlier versions numbered checkpoints differently; training renames those folders.
+    # Earlier versions numbered checkpoints differently; training renames their folders.
     others = [
         str(completed) if completed == number else f"{completed} (in {folder.name}/{number})"
         for number, completed in rounds_by_number.items()
@@ -221,7 +207,7 @@ def read_task(
 
 
 def rounds_of(folder: Path) -> int | None:
-    """Number of rounds completed before the checkpoint in this folder; None if it is damaged."""
+    """Number of rounds completed before this checkpoint; None if the checkpoint is damaged."""
     try:
         return int(orbax_files.read_record(folder)["position"]["rounds"])
     except MemoryError:
@@ -242,8 +228,8 @@ def _newest_intact(
 
     Args:
       beginning: whether training can start again from step 0 if every checkpoint is damaged.
-      way_out: advice for the error that every checkpoint is damaged, shown as an alternative to
-        restoring the folder from a backup.
+      way_out: advice in the error that every checkpoint is damaged, besides restoring the folder
+        from a backup.
     """
     problems = []
     for number in sorted(numbers, reverse=True):
@@ -272,7 +258,8 @@ def _newest_intact(
 
 
 def _read(folder: Path, number: int, wanted: Wanted) -> Found:
-    """Reads a checkpoint. Any exception except RunDirectoryError means that it is damaged."""
+    """Reads a checkpoint. Every exception except RunDirectoryError means that the checkpoint is
+    damaged."""
     run = orbax_files.read_record(folder / str(number))
     if "checksum" in run and run["checksum"] != _record_checksum(run):
         raise ValueError("the checksum of its item run differs")
@@ -298,7 +285,8 @@ def _read(folder: Path, number: int, wanted: Wanted) -> Found:
 
 
 def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | None:
-    """Path of the first array that is missing, lacks a spec, or has another shape or dtype."""
+    """Path of the first array that is missing, has no spec, or has another shape or dtype than its
+    spec."""
     for path in sorted(arrays.keys() | specs.keys()):
         array, spec = arrays.get(path), specs.get(path)
         if array is None or spec is None:
@@ -317,12 +305,13 @@ def _checksum(arrays: SlotArrays) -> int:
 
 
 def _record_checksum(run: Mapping[str, Any]) -> int:
-    """CRC-32 of a record without the record's own checksum."""
+    """CRC-32 of a record without its checksum."""
     rest = {key: value for key, value in run.items() if key != "checksum"}
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
-# Prefix of the name of a checkpoint that a newer one with the same number is about to replace.
+# While a newer checkpoint replaces an older one with the same number, the older one's name has this
+# prefix.
 REPLACED = "replaced"
 
 
@@ -333,9 +322,9 @@ class RunPosition:
     Attributes:
       rounds: number of rounds completed.
       microbatches: number of microbatches trained, including those of the unfinished round.
-      metrics_bytes: length of metrics.jsonl at this position, in bytes.
-      held_out_bytes: length of held_out.jsonl at this position, in bytes.
-      rounds_bytes: length of rounds.jsonl at this position, in bytes.
+      metrics_bytes: length in bytes of metrics.jsonl at this position.
+      held_out_bytes: length in bytes of held_out.jsonl at this position.
+      rounds_bytes: length in bytes of rounds.jsonl at this position.
       computed_tokens: number of tokens computed in training, padding included.
       train_seconds: wall time spent training, in seconds.
     """
@@ -350,13 +339,8 @@ class RunPosition:
 
 
 class SavedRun(NamedTuple):
-    """Contents of a checkpoint of a training run.
-
-    Attributes:
-      position: the position of the training run.
-      tasks: by name, the task's progress and accumulated samples, as JSON.
-      arrays: by name, the task's arrays by path.
-    """
+    """Contents of a checkpoint of a training run. `tasks` has, by name, each task's progress and
+    accumulated samples as JSON; `arrays` has, by name, each task's arrays by path."""
 
     position: RunPosition
     tasks: dict[str, Any]
@@ -365,12 +349,12 @@ class SavedRun(NamedTuple):
     def restore(self, engine: Engine) -> None:
         """Resets the engine's counters and its tasks to the checkpoint. All tasks of the training
         run must be registered in the engine."""
-        # The checkpoint lacks tasks that were still waiting for a slot.
+        # The checkpoint lacks tasks that were waiting for a slot.
         for name, task in self.tasks.items():
             progress = TaskProgress.from_json(task["progress"])
             prepared = engine.prepared(name)
             if progress.step < prepared.steps:
-                # The task may have been extended since.
+                # The task may have been given more steps since the checkpoint.
                 train_on(progress, prepared.task)
             engine.restore_task(name, self.arrays[name], progress, task["accumulated"])
         engine.rounds, engine.microbatches = self.position.rounds, self.position.microbatches
@@ -378,12 +362,9 @@ class SavedRun(NamedTuple):
 
 
 def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str, LeafSpec]]:
-    """By task, the specs of the arrays, by path, that a checkpoint of this engine holds.
-
-    Args:
-      engine: an engine in which the tasks are registered.
-      tasks: by name, the entries of the tasks in the checkpoint's record.
-    """
+    """By task, the specs by path of the arrays that a checkpoint of this engine holds. The tasks
+    must be registered in the engine. `tasks` has, by name, the tasks' entries in the checkpoint's
+    record."""
 
     def specs_of(name: str) -> dict[str, LeafSpec]:
         specs = named_leaves(engine.task_specs(name))
@@ -405,13 +386,9 @@ def save_run(
     """Starts to save everything that a training run needs to continue from here.
 
     The number of the checkpoint is the number of completed rounds. If training stops within a
-    round, this checkpoint replaces the one from the beginning of the round.
-
-    Args:
-      checkpoints: receives the checkpoint.
-      engine: the engine; its results must have been fetched (`Engine.drain`).
-      position: saved in the record.
-      arrays: by task, the result of `Engine.task_arrays`.
+    round, the checkpoint replaces the one that was saved at the beginning of the round. The
+    engine's results must have been fetched (`Engine.drain`). `arrays` has, by task, the result of
+    `Engine.task_arrays`.
     """
     tasks = {
         name: {
@@ -430,9 +407,9 @@ def save_run(
 def number_by_rounds(folder: Path) -> None:
     """Renames each checkpoint of a training run to its number of completed rounds.
 
-    Earlier versions added the number of microbatches to it. If there are two checkpoints of the
-    same round, the later one stays. A checkpoint that was about to be replaced is restored if the
-    process ended before the new one was complete. No other process may use the folder meanwhile.
+    Earlier versions added the number of microbatches to this number. Of two checkpoints of the same
+    round, the later one stays. If a process ended while it replaced a checkpoint, the old
+    checkpoint is restored. No other process may use the folder meanwhile.
     """
     for replaced in folder.glob(f"{REPLACED}.*"):
         number = folder / replaced.name.removeprefix(f"{REPLACED}.")
@@ -440,7 +417,7 @@ def number_by_rounds(folder: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(number)
-    # Earlier numbers are rounds plus microbatches, so their order is that of the rounds.
+    # Earlier numbers are rounds plus microbatches, so they have the order of the rounds.
     for number in numbers(folder):
         rounds = rounds_of(folder / str(number))
         if rounds not in (None, number):
@@ -449,12 +426,9 @@ def number_by_rounds(folder: Path) -> None:
 
 
 def newest_run(checkpoints: Checkpoints, engine: Engine) -> SavedRun | None:
-    """Reads the newest checkpoint of a training run that is not damaged; None if there is none.
-    All tasks of the training run must be registered in the engine.
-
-    Raises:
-      RunDirectoryError: every checkpoint is damaged, or the newest has another format.
-    """
+    """Reads the newest checkpoint of a training run that is not damaged; None if there is none. All
+    tasks of the training run must be registered in the engine. Raises RunDirectoryError if every
+    checkpoint is damaged, or the newest has another format."""
     checkpoint = checkpoints.newest(lambda record: array_specs(engine, record["tasks"]))
     if checkpoint is None:
         return None

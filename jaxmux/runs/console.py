@@ -40,14 +40,15 @@ from .task_warnings import after_training, before_training
 
 # Number of lines printed for each task if there is no terminal.
 _PLAIN_LINES = 10
-# Lines of a terminal left free by a live table, for its heading, its footer and messages above it.
+# Lines of a terminal that a live table leaves free for its heading, its footer and messages above
+# it.
 _OTHER_LINES = 8
 # Maximum number of adapters that are listed one by one.
 _LISTED = 8
-# States of tasks, in the order of the counts below a live table.
+# States of tasks, in the order in which they are counted below a live table.
 _STATES = ("running", "queued", "succeeded", STOPPED_EARLY, "failed")
 _RATES = "tokens/s: of a task's samples, without padding, since its first step"
-# Least width of the column with the names of tasks, in characters.
+# Least width of the column of task names, in characters.
 _SHORTEST_NAME = 12
 
 
@@ -58,19 +59,14 @@ _OF_PROGRAMS = {
     "/jax/core/compile/backend_compile_duration": "compile",
     "/jax/compilation_cache/cache_retrieval_time_sec": "read from the cache of programs",
 }
-# Times of a program below this number of seconds are added up under "other programs".
+# Programs that take less than this number of seconds are added up under "other programs".
 _LEAST_SECONDS = 0.1
 
 
 class StartSpan(NamedTuple):
-    """A period of a training run's start.
-
-    Attributes:
-      what: the activity, for example "read the data".
-      begin: seconds since the process began.
-      seconds: its duration.
-      thread: name of the thread; several threads may work at the same time.
-    """
+    """A period of a training run's start: `what` was done, for example "read the data", from
+    `begin` (seconds since the process began), for how many seconds, and in which thread. Several
+    threads may work at the same time."""
 
     what: str
     begin: float
@@ -79,13 +75,13 @@ class StartSpan(NamedTuple):
 
 
 class StartTimeline:
-    """A context manager that records how a training run spends the time before its first results,
-    and how long JAX traces, lowers and compiles each program meanwhile."""
+    """A context manager that records how a training run spends the time before its first results.
+    It also records how long JAX traces, lowers and compiles each program."""
 
     def __init__(self):
-        """Starts the record. The time since the process began counts as the import of modules."""
+        """Starts the record. The time since the process began counts as importing modules."""
         self._spans: list[StartSpan] = []
-        # Seconds of short work on programs, by kind.
+        # Total seconds of short work on programs, by kind of work.
         self._short: dict[str, float] = {}
         self._began = _process_start()
         self._add("start Python, import modules", self._began, time.time())
@@ -99,7 +95,7 @@ class StartTimeline:
 
     @contextmanager
     def span(self, what: str) -> Iterator[None]:
-        """Records the time that the context takes, as a span with this description."""
+        """Records the time spent within the context, under the description `what`."""
         begin = time.time()
         try:
             yield
@@ -108,7 +104,6 @@ class StartTimeline:
 
     @property
     def spans(self) -> list[StartSpan]:
-        """The spans recorded so far, ordered by their beginning."""
         spans = sorted(self._spans, key=lambda span: span.begin)
         return spans + [
             StartSpan(f"{kind} other programs", spans[-1].begin, seconds, "")
@@ -131,7 +126,8 @@ class StartTimeline:
 
 
 def _process_start() -> float:
-    """Start of this process in seconds since 1970; the present time if the system cannot tell."""
+    """Start of this process in seconds since 1970; the present time if the system does not tell
+    it."""
     try:
         after_name = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
         since_boot = int(after_name[19]) / os.sysconf("SC_CLK_TCK")
@@ -141,8 +137,8 @@ def _process_start() -> float:
 
 
 class RunConsole:
-    """Prints the progress and the results of a training run: a live table on a terminal, else
-    lines."""
+    """Prints the progress and the results of a training run, as a live table on a terminal and as
+    lines elsewhere."""
 
     def __init__(
         self,
@@ -150,34 +146,29 @@ class RunConsole:
         log_every: int | None = None,
         verbose: bool = False,
     ):
-        """Creates the console; nothing is printed yet.
-
-        Args:
-          console: the rich console to print to; None for standard output.
-          log_every: without a terminal, number of a task's steps from one printed line to the
-            next; None prints about ten lines for each task.
-          verbose: whether to print how the time before the first results was spent.
-        """
+        """Prints to `console`; None means standard output. Without a terminal, prints a line every
+        `log_every` steps of a task; None means about ten lines for each task. `verbose` also prints
+        how the time before the first results was spent."""
         self.console = console or Console(file=_PatientOutput(sys.stdout), highlight=False)
         self._log_every, self._verbose = log_every, verbose
         self._live: Live | None = None
         self._latest: dict[str, TaskUpdate] = {}
-        # By task, the time and the step of its first results. Rates are measured from there,
-        # because the time before them is mostly compilation.
+        # By task, the time and the step of its first results. Rates are measured from then on,
+        # because the time before is mostly compilation.
         self._first: dict[str, tuple[float, int]] = {}
         self._tokens: dict[str, int] = {}
-        # Tasks with a skipped update, for which a warning has been printed.
+        # Tasks for which a skipped update has been reported.
         self._warned: set[str] = set()
-        # Tasks whose early stop has been printed.
+        # Tasks whose early stop has been reported.
         self._stopped: set[str] = set()
 
     @classmethod
     def silent(cls) -> "RunConsole":
-        """A console that prints nothing, for every process except the first."""
+        """A console that prints nothing, for all processes but the first."""
         return cls(Console(quiet=True))
 
     def say(self, text: str) -> None:
-        """Prints one line of text, without markup and without wrapping it."""
+        """Prints one line of text as it is: markup is not interpreted and lines are not wrapped."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask], config: BackboneConfig) -> None:
@@ -199,8 +190,9 @@ class RunConsole:
                 self.say(f"task {name}: warning: {warning}")
 
     def announce_restart(self, directory: RunDirectory) -> None:
-        """Prints the tasks of the earlier training run that a restart deletes, with their numbers
-        of steps; nothing if there was no earlier run. Call it before `RunDirectory.begin`."""
+        """Prints the tasks of the earlier training run that a restart deletes, with the steps that
+        they were trained; nothing if there was no earlier run. Call it before
+        `RunDirectory.begin`."""
         if not directory.replaced:
             return
         steps = dict.fromkeys(directory.replaced, 0)
@@ -210,15 +202,15 @@ class RunConsole:
         self.say(f"{directory.path}: restart deletes the earlier training of {tasks}")
 
     def start(self, engine: Engine) -> None:
-        """On a terminal, shows the live table from now on. The engine must be at the position from
-        which training continues."""
+        """Shows the live table from now on, if there is a terminal. The engine must be at the
+        position from which training continues."""
         self._stopped = {name for name in engine.names if engine.progress(name).stopped_early}
         if self.console.is_terminal:
             self._live = Live(console=self.console, refresh_per_second=4, transient=True)
             self._live.start()
 
     def show_start(self, spans: Sequence[StartSpan]) -> None:
-        """If the console is verbose, prints these parts of the time before the first results."""
+        """If the console is verbose, prints how the time before the first results was spent."""
         if not self._verbose:
             return
         caption = "seconds; work in another thread goes on beside that of the main thread"
@@ -235,14 +227,8 @@ class RunConsole:
         updates: Sequence[TaskUpdate],
         evaluations: Sequence[TaskEvaluation] = (),
     ) -> None:
-        """Shows new results of training.
-
-        Args:
-          engine: the engine that trains.
-          updates: the updates of a round, shown in the live table or as about ten lines for each
-            task.
-          evaluations: the held-out losses that arrived with the updates.
-        """
+        """Shows the updates of a round, in the live table or as about ten lines for each task, and
+        the held-out losses that arrived with them."""
         for update in updates:
             name = update.task
             if name in self._first:
@@ -289,14 +275,7 @@ class RunConsole:
         sweeps: Sequence[Sweep] = (),
     ) -> None:
         """Prints the final tables, the adapter folders, the errors of failed tasks, and warnings
-        about suspicious results. Of a sweep, only the best adapter is listed.
-
-        Args:
-          summary: the results of the training run.
-          directory: the run directory, to which the adapters were exported.
-          config: configuration of the backbone.
-          sweeps: the sweeps whose configurations are among the tasks.
-        """
+        about suspicious results. Of a sweep, only the best adapter is listed."""
         swept = {name for tasks in summary.sweeps.values() for name in tasks}
         table = Table(box=box.SIMPLE_HEAD)
         for column in ("task", "status", "steps", "train loss", "held-out loss"):
@@ -314,7 +293,7 @@ class RunConsole:
             self.say(
                 f"\nsweep {sweep.name}, the best of {len(sweep.tasks())} configurations first:"
             )
-            # Without markup, because rich would read a value such as [qv]_proj as markup.
+            # Without markup, because rich would interpret a value such as [qv]_proj as markup.
             self.console.print(sweep_table(sweep, summary), markup=False)
         self.say(
             f"{summary.tokens_per_second:,.0f} tokens/s "
@@ -356,14 +335,8 @@ class RunConsole:
         tasks: Sequence[Task],
         sweeps: Sequence[Sweep] = (),
     ) -> None:
-        """Prints shell commands with which the results can be used.
-
-        Args:
-          summary: the results of the training run.
-          directory: the run directory.
-          tasks: all tasks, with the configurations of `sweeps`.
-          sweeps: the sweeps whose configurations are among the tasks.
-        """
+        """Prints shell commands that use the results. `tasks` includes the configurations of
+        `sweeps`."""
         self.say("\nnext:")
         for command in _next_commands(summary, directory, tasks, sweeps):
             self.say(f"  {command}")
@@ -396,7 +369,7 @@ class RunConsole:
         told = ("queued" if name in queued else states[name] for name in states)
         skips = any(task.skipped for task in progress.values())
         rows = []
-        # If there is no room for all tasks, those that train come first.
+        # If there is no room for all tasks, those that train are shown.
         for name in sorted(self._latest, key=lambda name: states[name] != "running"):
             update = self._latest[name]
             rows.append(
@@ -423,13 +396,13 @@ class RunConsole:
         return live_table(self.console, headings, rows, footer)
 
     def _rate(self, task: str) -> str:
-        """Tokens of the task per second since its first results, without padding; empty if no
-        later results have arrived."""
+        """Tokens of the task per second since its first results, without padding; empty if there
+        are no later results yet."""
         tokens, (started, _) = self._tokens[task], self._first[task]
         return f"{tokens / (time.monotonic() - started):,.0f}" if tokens > 0 else ""
 
     def _eta(self, engine: Engine, name: str) -> str:
-        """Hours, minutes and seconds until the task ends; empty if no step was timed yet."""
+        """Time until the task ends, as h:mm:ss; empty if no step has been timed yet."""
         started, first = self._first[name]
         done = self._latest[name].task_step - first
         left = engine.prepared(name).steps - self._latest[name].task_step
@@ -441,7 +414,7 @@ class RunConsole:
 
 
 class _PatientOutput(io.TextIOBase):
-    """A text stream that ignores further output once its reader has gone (`… | head`), so that
+    """A text stream that ignores further output when its reader has gone (`… | head`), so that
     training continues."""
 
     def __init__(self, stream: TextIO):
@@ -471,7 +444,7 @@ class _PatientOutput(io.TextIOBase):
             with suppress(OSError):
                 gone = "the reader of the output is gone; training goes on in silence"
                 print(gone, file=sys.stderr)
-            # When Python exits, it flushes standard output once more.
+            # Python flushes standard output once more when it exits.
             sys.stdout = open(os.devnull, "w")
 
 
@@ -479,7 +452,7 @@ def _next_commands(
     summary: Summary, directory: RunDirectory, tasks: Sequence[Task], sweeps: Sequence[Sweep]
 ) -> Iterator[str]:
     """Yields commands that show a training run, evaluate its adapters, generate with them, and
-    merge one of them."""
+    merge an adapter."""
     run_dir = f"--run_dir={shlex.quote(str(directory.path))}"
     if find_spec("starlette") and find_spec("uvicorn"):
         yield f"jaxmux ui {shlex.quote(str(directory.path))}"
@@ -511,19 +484,13 @@ def live_table(
     footer: str,
     texts: int = 1,
 ) -> Group:
-    """A table of tasks that fits the terminal in width and height, with a footer below it.
-
-    Args:
-      console: the terminal.
-      headings: headings of the columns; the first column has the names of the tasks.
-      rows: one row per task. Rows for which the terminal has no line are only counted.
-      footer: text below the table.
-      texts: number of columns, from the left, that hold text; the others hold numbers.
-    """
+    """A table of tasks that fits the terminal in width and height, with a footer below it. The
+    first column has the names of the tasks. The first `texts` columns hold text, the others
+    numbers. Rows for which there is no room are only counted."""
     room = max(1, console.height - _OTHER_LINES)
     shown = rows if len(rows) <= room else rows[: max(1, room - 1)]
     widths = [max(map(len, column)) for column in zip(headings, *shown, strict=True)]
-    # Three spaces separate two columns, and each edge has two more.
+    # Three spaces separate two columns, and each edge takes two more.
     longest = max(_SHORTEST_NAME, console.width - sum(widths[1:]) - 3 * len(widths) - 1)
     table = Table(box=box.SIMPLE_HEAD)
     for i, heading in enumerate(headings):
@@ -533,14 +500,14 @@ def live_table(
     if len(shown) < len(rows):
         more = f"… {len(rows) - len(shown)} more"
         table.add_row(more, *[""] * (len(headings) - 1))
-    # rich would wrap a caption to the width of the table, so the footer is a text of its own.
+    # rich would wrap a caption to the width of the table, so the footer is a separate text.
     below = Text(footer, style="table.caption")
     return Group(table, below) if rows else Group(below)
 
 
 def _shortened(names: Sequence[str], longest: int) -> list[str]:
-    """Shortens names to `longest` characters, so that they still differ if possible: first by
-    leaving out their middles, else by leaving out words that all names share, as in
+    """Shortens names to `longest` characters such that they still differ, if possible. First leaves
+    out their middles; if names become equal, leaves out words that all names share instead, as in
     "…16…0.002…all-linear"."""
     cut = [_cut(name, longest) for name in names]
     if len({*cut}) == len({*names}):
@@ -560,21 +527,21 @@ def _cut(name: str, longest: int) -> str:
 
 
 def counted(states: Iterable[str], order: Sequence[str]) -> str:
-    """Counts of tasks by state, in the given order of states, such as "3 running, 12 queued"; "no
-    tasks" if there are none."""
+    """Counts of tasks by state, in the given order of states, for example "3 running, 12 queued";
+    "no tasks" if there are none."""
     counts = Counter(states)
     return ", ".join(f"{counts[state]} {state}" for state in order if counts[state]) or "no tasks"
 
 
 def hours(seconds: float) -> str:
-    """Hours, minutes and seconds, rounded up, such as "1:02:03"."""
+    """Seconds as h:mm:ss, rounded up, for example "1:02:03"."""
     seconds = math.ceil(seconds)
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
 def _loss(update: TaskUpdate) -> str:
-    """The loss of an update as text. It is nan for a skipped update, whose gradient is not finite:
-    a finite loss would look as if the task were well."""
+    """The loss of an update as text. For a skipped update, whose gradient is not finite, it is
+    "nan": a finite loss would hide that something is wrong with the task."""
     return "nan" if update.skipped else f"{update.loss:.4f}"
 
 

@@ -1,5 +1,6 @@
-"""Chooses the mesh of a training run, among all layouts of the devices and among replicas that may
-differ (LobRA 4): the one that is predicted to train fastest and has memory for the tasks."""
+"""Chooses the mesh of a training run: the one that has memory for the tasks and is predicted to
+train fastest. The candidates are all layouts of the devices, and replicas that may differ (LobRA
+4)."""
 
 import logging
 from collections import Counter
@@ -35,10 +36,7 @@ class ReplicaFit(NamedTuple):
     """The microbatches of tasks on a replica, with their costs.
 
     Attributes:
-      costs: predicted seconds and bytes on the replica.
-      source: origin of the costs.
-      shape: shape class of the microbatches.
-      choice: the search for the shape class; None if the caller prescribed it.
+      choice: the search for the shape class; None if the caller prescribed the shape class.
       admission: predicts whether tasks fit into memory.
       lengths: by task and step, the lengths of the samples that a data shard of the replica trains.
     """
@@ -51,8 +49,8 @@ class ReplicaFit(NamedTuple):
     lengths: Sequence[PartOfBatches]
 
     def round_seconds(self) -> float | None:
-        """Predicted mean seconds of a round (one global batch of every task): its microbatches,
-        idle stages of a pipeline, and the updates. None if the shape class was prescribed."""
+        """Predicted mean seconds of a round (one global batch of every task), with idle stages of a
+        pipeline and the updates. None if the shape class was prescribed."""
         if self.choice is None:
             return None
         seconds = self.choice.alignment.seconds
@@ -62,15 +60,15 @@ class ReplicaFit(NamedTuple):
 
     @property
     def in_flight(self) -> float:
-        """Most microbatches in flight on a stage: `ReplicaCosts.full_depth`; with GPipe, the number
-        of microbatches in the longest of the sampled rounds."""
+        """Most microbatches in flight on a stage: `ReplicaCosts.full_depth`, or with GPipe the
+        number of microbatches in the longest of the sampled rounds."""
         if self.costs.schedule != "gpipe":
             return self.costs.full_depth
         return max(Counter(self._pipeline().rounds).values())
 
     def _pipeline(self) -> "PipelinePlan":
         """The pipeline plan of a sample of the rounds."""
-        # Imported here because training on one device does not need the planner of pipelines.
+        # Imported here because training on one device does not need the pipeline planner.
         from jaxmux.planner.pipeline import grouping_of_tasks, plan_with
 
         costs, shape = self.costs, self.shape
@@ -112,22 +110,15 @@ def fit_replica(
     slots: int | None = None,
     device: PlannedDevice | None = None,
 ) -> ReplicaFit:
-    """Chooses the shape class of a replica's microbatches.
+    """Chooses the shape class of a replica's microbatches. Raises PlanningError if a sample is
+    longer than `options.row_len`, or a prescribed length is not a power of two.
 
     Args:
-      tasks: the tasks of the training run.
-      config: configuration of the backbone.
-      options: settings of the training run.
-      replica: the devices.
-      shape: a prescribed shape class; None chooses it.
-      longest: tokens of the longest sample that the replica trains; None for all samples.
+      shape: a prescribed shape class; None means that it is chosen.
+      longest: tokens of the longest sample that the replica trains; None means all samples.
       shares: number of parts into which a global batch is divided among replicas.
-      slots: number of tasks that train at the same time; None for all of them.
+      slots: number of tasks that train at the same time; None means all.
       device: as for `run_costs`.
-
-    Raises:
-      PlanningError: a sample is longer than `options.row_len`, or a prescribed length is not a
-        power of two.
     """
     costs = costs_of_run(tasks, config, options, replica, slots, shares, device)
     choice = None
@@ -161,21 +152,9 @@ def fit_longest(
     slots: int | None = None,
     device: PlannedDevice | None = None,
 ) -> ReplicaFit:
-    """Chooses the shape class of a replica that trains beside others. If its memory is too small
-    for the longest samples, it leaves them to the others.
-
-    Args:
-      tasks: the tasks of the training run.
-      config: configuration of the backbone.
-      options: settings of the training run.
-      replica: the devices.
-      shares: number of parts into which a global batch is divided among replicas.
-      slots: number of tasks that train at the same time; None for all of them.
-      device: as for `run_costs`.
-
-    Raises:
-      PlanningError: the replica has too little memory for any sample of the tasks.
-    """
+    """Chooses the shape class of a replica that trains beside other replicas. If its memory is too
+    small for the longest samples, it leaves these to the others. The arguments are those of
+    `fit_replica`. Raises PlanningError if the replica has no memory for any sample of the tasks."""
     lengths = [length for task in tasks for length in task.lengths]
     longest = power_of_two(max(lengths))
     costs = costs_of_run(tasks, config, options, replica, slots, shares, device)
@@ -206,7 +185,7 @@ def fit_longest(
 
 
 def _holds_row(costs: ReplicaCosts, row_len: int) -> bool:
-    """Whether memory suffices for microbatches of a single row of this length."""
+    """Whether there is memory for microbatches of a single row of this length."""
     row = ShapeClass(rows=1, row_len=row_len, chunk_len=MIN_CHUNK_LEN, max_sequences=1)
     return costs.depth(row) >= costs.full_depth
 
@@ -218,20 +197,14 @@ def choose_unlike(
     devices: int,
     single: ReplicaFit,
 ) -> tuple[Deployment, float] | None:
-    """Chooses replicas by simulating a sample of rounds, and compares them with a single one.
-
-    Args:
-      tasks: the tasks of the training run.
-      config: configuration of the backbone.
-      options: settings of the training run.
-      devices: number of devices.
-      single: all devices as a single replica, in which all tasks fit.
+    """Chooses several replicas by simulating a sample of rounds, and compares them with `single`,
+    all devices as one replica in which all tasks fit.
 
     Returns:
-      The replicas, those with most devices first, and their predicted seconds of a round divided by
-      those of the single replica; None if some sample fits into no replica.
+      The replicas, in descending order of devices, and their predicted seconds of a round divided
+      by those of `single`; None if some sample fits into no replica.
     """
-    # Imported here because most runs have one replica and need no search for others.
+    # Imported here because most runs have one replica.
     from jaxmux.planner.replicas import (
         ShapeCosts,
         candidate_replicas,
@@ -260,7 +233,7 @@ def choose_unlike(
         return None
     largest_first = sorted(plan.replicas.items(), key=lambda counted: -counted[0].devices)
     deployment = Deployment.of_counts(dict(largest_first))
-    # Held-out samples must fit too.
+    # Held-out samples must fit as well.
     longest = max(task.longest for task in tasks)
     if longest > max(fits[replica].shape.row_len for replica in plan.replicas):
         return None
@@ -276,27 +249,23 @@ def _of(fit: ReplicaFit) -> Replica:
 
 
 _log = logging.getLogger("jaxmux")
-# Number of layouts that the message names besides the chosen one.
+# The message names this number of layouts besides the chosen one.
 _SHOWN = 2
-# Several replicas are chosen only if their round takes at most this fraction of the fastest single
-# replica's round.
+# Several replicas are chosen only if their round takes at most this fraction of the time of the
+# fastest single replica.
 _CLEARLY_FASTER = 0.95
 
 
 class PricedMesh(NamedTuple):
-    """A layout of the devices with its predicted time.
-
-    Attributes:
-      deployment: the layout, one replica or several.
-      seconds: predicted seconds of a round (one global batch of every task), on average.
-    """
+    """A layout of the devices, as one replica or several, with the predicted mean seconds of a
+    round (one global batch of every task)."""
 
     deployment: Deployment
     seconds: float
 
 
 class MeshChoice(NamedTuple):
-    """The layouts that fit, the fastest first; there is at least one."""
+    """The layouts that fit, fastest first; at least one."""
 
     meshes: tuple[PricedMesh, ...]
 
@@ -324,21 +293,19 @@ def choose_mesh(
 
     The predicted time of a layout includes its microbatches in the layout's best shape class,
     filling and emptying the pipeline in every round, and the updates. Several replicas are listed
-    only if they are clearly faster than every single one, because the simulation that compares them
-    ignores how samples fill microbatches, and the exchange of gradients.
+    only if they are clearly faster than every single replica, because the simulation that compares
+    them ignores how samples fill microbatches, and the exchange of gradients.
 
     Args:
-      tasks: the tasks of the training run.
-      config: configuration of the backbone.
       options: settings of the training run. With a schedule other than "auto", only pipelines that
-        can follow it are considered.
-      devices: number of devices; all of them are used.
-      places: number of tasks that train at the same time; None for all of them. With a number,
-        unlike replicas are not considered.
+        can follow the schedule are considered.
+      devices: number of devices; all are used.
+      places: number of tasks that train at the same time; None means all. If a number is given,
+        replicas that differ are not considered.
       failed: layouts to leave out because a device ran out of memory on them.
 
     Raises:
-      PlanningError: no layout fits. The message is that of the layout that needs least memory.
+      PlanningError: no layout fits. The message is about the layout that needs least memory.
     """
     priced, fits, refusal = [], [], None
     # Layouts that divide the weights most come first, because the first error is reported.
@@ -362,8 +329,8 @@ def choose_mesh(
         )
     singles = sorted(zip(fits, priced, strict=True), key=lambda pair: pair[1].seconds)
     best = singles[0][1]
-    # The simulation of replicas empties pipelines after every round, but training does not. So
-    # replicas are compared with a layout without a pipeline if there is one.
+    # The simulation of replicas empties pipelines after every round, but training does not.
+    # Replicas are therefore compared with a layout without a pipeline, if there is one.
     single, compared = next((pair for pair in singles if pair[0].costs.replica.pp == 1), singles[0])
     if devices > 1 and places is None and options.schedule == AUTO_SCHEDULE:
         unlike = choose_unlike(tasks, config, options, devices, single)
@@ -386,8 +353,8 @@ def possible_meshes(devices: int, config: BackboneConfig) -> Iterator[Replica]:
 
 
 def fewer_devices(replica: Replica, devices: int, config: BackboneConfig) -> Replica:
-    """The largest layout of at most `devices` devices in which no axis is larger than in `replica`,
-    whose stages are equal. The backbone can be divided among the layout's devices."""
+    """The largest possible layout of the backbone on at most `devices` devices in which no axis is
+    larger than in `replica`, whose stages are equal."""
     wanted = replica.sizes
     smaller = (
         layout

@@ -34,12 +34,12 @@ def json_line(fields: Mapping[str, Any]) -> bytes:
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value, or None for a number that is not finite, which JSON cannot express."""
+    """The value; None for a number that is not finite, because JSON cannot express it."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def objects(content: bytes) -> Iterator[dict[str, Any]]:
-    """Yields the objects in lines of JSON. Damaged lines are left out."""
+    """Yields the objects in lines of JSON and skips damaged lines."""
     for line in content.split(b"\n"):
         try:
             line_object = json.loads(line)
@@ -50,7 +50,7 @@ def objects(content: bytes) -> Iterator[dict[str, Any]]:
 
 
 def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
-    """Yields the objects in lines of JSON, the last one first. Damaged lines are left out."""
+    """Yields the objects in lines of JSON, last line first, and skips damaged lines."""
     end = len(content)
     while end:
         begin = content.rfind(b"\n", 0, end - 1) + 1
@@ -58,48 +58,42 @@ def objects_backwards(content: mmap.mmap | bytes) -> Iterator[dict[str, Any]]:
         end = begin
 
 
-# Size in bytes at which a new file is begun and the old one is kept as an earlier file.
+# When a file has this size in bytes, it is renamed and a new file is begun.
 LOG_BYTES = 64 * 2**20
-# Names of earlier files. Files of higher numbers are newer.
+# Names of earlier files; a higher number is newer.
 SET_ASIDE = re.compile(r"(?:events|rounds)\.(\d+)\.jsonl")
 # Maximum number of earlier files that are kept.
 _KEPT = 3
 
 
 class LineLog:
-    """Appends lines to a file. Training does not depend on the file, so it continues if the disk is
+    """Appends lines to a file. Training does not depend on the file and continues if the disk is
     full.
 
     When the file has become large, `set_aside_if_large` renames it from "events.jsonl" to
-    "events.<n>.jsonl", with a number higher than all others, and begins a new file. Only the last
-    few earlier files are kept.
-
-    Attributes:
-      size: length of the file in bytes.
+    "events.<n>.jsonl", with the highest number so far, and begins a new file. Only the last few
+    earlier files are kept. `size` is the length of the file in bytes.
     """
 
     def __init__(self, path: Path, say: Callable[[str], None], most_bytes: int = LOG_BYTES):
-        """Opens the file.
-
-        Args:
-          path: the file, "events.jsonl" or "rounds.jsonl".
-          say: function that prints one line; it is called when lines are lost.
-          most_bytes: size in bytes at which a new file is begun.
-        """
+        """Opens the file `path`, "events.jsonl" or "rounds.jsonl". `say` prints one line; it is
+        called when lines are lost. A new file is begun at `most_bytes` bytes."""
         self._path, self._say, self._fails = path, say, False
         self._most_bytes = most_bytes
         self._file = self._open()
         self.size = os.fstat(self._file).st_size
-        # A newline if the next line has to end one that was cut off; otherwise empty.
+        # A newline if the last line in the file is incomplete and must be ended first; otherwise
+        # empty.
         self._first = self._newline()
 
     def append(self, fields: Mapping[str, Any]) -> bool:
-        """Appends an object as a line; returns whether it could be. Numbers that are not finite
+        """Appends an object as a line; returns whether this succeeded. Numbers that are not finite
         become null."""
         line = self._first + json_line(fields)
         try:
             written = self._append(line)
-            # A full disk takes only the beginning of a line; the next write raises the error.
+            # If the disk is full, only the beginning of the line is written; the next write raises
+            # the error.
             while written < len(line):
                 self._first = b"\n"
                 written += self._append(line[written:])
@@ -113,29 +107,22 @@ class LineLog:
         os.close(self._file)
 
     def cut(self, size: int) -> None:
-        """Cuts off what was written later.
-
-        Args:
-          size: length of the file then, in bytes. The file may be shorter.
-        """
+        """Cuts the file to the length `size` in bytes that it had earlier. A shorter file stays as
+        it is."""
         if self.size > size:
             os.ftruncate(self._file, size)
             self.size = size
             self._first = self._newline()
 
     def sync(self) -> None:
-        """Waits until all lines are on disk.
-
-        Raises:
-          OSError: the file system reports an error.
-        """
+        """Waits until all lines are on disk. Raises OSError if the file system reports an error."""
         try:
             os.fsync(self._file)
         except OSError as e:
             raise OSError(e.errno, e.strerror, str(self._path)) from None
 
     def set_aside_if_large(self) -> bool:
-        """Begins a new file if the present one is large; returns whether it has."""
+        """Begins a new file if the present one is large; returns whether it did."""
         if self.size < self._most_bytes:
             return False
         try:
@@ -154,7 +141,7 @@ class LineLog:
         return os.open(self._path, flags, 0o666)
 
     def _complain(self, problem: str) -> None:
-        """Reports the first problem with the file; later ones are not reported."""
+        """Reports the first problem with the file and ignores later problems."""
         if not self._fails:
             self._say(f"{self._path}: {problem}")
         self._fails = True
@@ -165,7 +152,7 @@ class LineLog:
         return written
 
     def _set_aside(self) -> None:
-        """Begins a new file. If it cannot be created, the present file is continued."""
+        """Begins a new file, or continues the present file if none can be created."""
         number = max(self._numbers(), default=0) + 1
         self._path.rename(self._numbered(number))
         try:
@@ -176,7 +163,7 @@ class LineLog:
         os.close(self._file)
         self._file, self.size, self._first = file, 0, b""
         with suppress(OSError):
-            # Whoever has noted the length of the new file must not find the old one.
+            # After a crash, a recorded length of the new file must not be applied to the old one.
             sync(self._path.parent)
             for old in self._numbers()[:-_KEPT]:
                 self._numbered(old).unlink()
@@ -191,15 +178,16 @@ class LineLog:
         return self._path.with_name(f"{self._path.stem}.{number}.jsonl")
 
 
-# The first 64 rounds have details, and this many more each time the number of rounds doubles.
+# The first 64 rounds are described in detail, and this many more each time the number of rounds
+# doubles.
 _DETAILED = 32
 # Maximum number of microbatches and of passes in a line.
 MOST_MICROBATCHES, MOST_PASSES = 256, 4096
 
 
 def has_details(index: int) -> bool:
-    """Whether the line of round `index` (from 0) describes its microbatches: yes for the first 64
-    rounds, then for 32 evenly spaced rounds each time the number of rounds doubles."""
+    """Whether the line of round `index` (from 0) describes its microbatches. This is so for the
+    first 64 rounds, then for 32 evenly spaced rounds each time the number of rounds doubles."""
     return index % 2 ** max(0, index.bit_length() - _DETAILED.bit_length()) == 0
 
 
@@ -214,10 +202,10 @@ def round_line(
 
     Args:
       record: the contents of the round.
-      spent: seconds by activity since the previous round, from `DeviceTime.spent`. Their sum is
-        reported as the time of this round although the devices are one round behind.
+      spent: seconds by activity since the previous round, from `DeviceTime.spent`. The sum is
+        reported as the time of this round, although the devices are one round behind.
       memory: memory of the local devices; empty if they do not report it.
-      host_bytes: bytes of the host's memory that this process uses; None if that is not known.
+      host_bytes: bytes of host memory that this process uses; None if unknown.
       detailed: whether the line describes each microbatch; `has_details` recommends a value.
 
     Returns:
@@ -252,7 +240,7 @@ def round_line(
 
 
 def host_bytes() -> int | None:
-    """Bytes of the host's memory that this process uses; None if that is not known."""
+    """Bytes of host memory that this process uses; None if unknown."""
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[1])
     except (OSError, ValueError, IndexError):
@@ -276,13 +264,13 @@ def _passes(record: RoundRecord) -> list[list[Any]]:
     ]
 
 
-# A line of metrics.jsonl without one of these fields counts as damaged.
+# A line of metrics.jsonl that lacks one of these fields counts as damaged.
 _NEEDED = {"task", "task_step", "loss", "skipped"}
 
 
 class MetricsWriter:
     """Appends every task update to metrics.jsonl, every held-out loss to held_out.jsonl and every
-    round to rounds.jsonl; sends updates and held-out losses to the trackers."""
+    round to rounds.jsonl. Sends updates and held-out losses to the trackers."""
 
     def __init__(
         self,
@@ -291,14 +279,9 @@ class MetricsWriter:
         trackers: RunTrackers,
         say: Callable[[str], None],
     ):
-        """Opens the files and removes everything that was written after the last checkpoint.
-
-        Args:
-          directory: the run directory.
-          position: the position of the checkpoint.
-          trackers: the trackers, which `close` closes.
-          say: function that prints one line; it is called when metrics are lost.
-        """
+        """Opens the files and removes everything that was written after the checkpoint at
+        `position`. `close` also closes the trackers. `say` prints one line; it is called when
+        metrics are lost."""
         self._metrics = _Lines(directory.metrics, position.metrics_bytes, say)
         self._held_out = _Lines(directory.held_out, position.held_out_bytes, say)
         self._rounds = _Lines(directory.rounds, position.rounds_bytes, say)
@@ -308,8 +291,8 @@ class MetricsWriter:
             trackers.log(lines, file is self._held_out, repeated_to=sys.maxsize)
 
     def write(self, updates: Iterable[TaskUpdate], evaluations: Iterable[TaskEvaluation]) -> None:
-        """Appends one line for each update and for each held-out loss, with the time in seconds
-        since 1970. Numbers that are not finite become null."""
+        """Appends one line for each update and each held-out loss, with the time in seconds since
+        1970. Numbers that are not finite become null."""
         now = _now()
         for file, results in ((self._metrics, updates), (self._held_out, evaluations)):
             lines = [{**as_line(result), "time": now} for result in results]
@@ -327,7 +310,7 @@ class MetricsWriter:
         position.rounds_bytes = self._rounds.length()
 
     def finish(self) -> None:
-        """Records that the training run has ended, so that `close` reports it to the trackers."""
+        """Records that the training run has ended; `close` reports this to the trackers."""
         self._finished = True
 
     def close(self) -> None:
@@ -342,19 +325,13 @@ def _now() -> float:
 
 
 class _Lines:
-    """A file of JSON lines that is continued from a checkpoint.
-
-    Attributes:
-      last_removed: the last round whose lines were removed because they were written after the
-        checkpoint; -1 if there is none.
-    """
+    """A file of JSON lines that is continued from a checkpoint. `last_removed` is the last round
+    whose lines were removed because they were written after the checkpoint; -1 if there is none."""
 
     def __init__(self, path: Path, length: int, say: Callable[[str], None]):
-        """Opens the file and truncates it to its length at the checkpoint, in bytes. If the file
-        was changed since, that length may lie within a line; then the whole line is removed.
-
-        Lost lines are reported with `say`, a function that prints one line.
-        """
+        """Opens the file and truncates it to its length in bytes at the checkpoint. If this length
+        lies within a line, because the file was changed since, the whole line is removed. `say`
+        prints one line; it is called when lines are lost."""
         self._file = open(path, "a+b")
         size = self._file.seek(0, os.SEEK_END)
         if (kept := _end_of_line(self._file, min(size, length))) < length:
@@ -369,7 +346,7 @@ class _Lines:
         self._file.truncate(length)
 
     def since(self, step: int) -> list[dict[str, Any]]:
-        """The lines at the end of the file, beginning with the first line of round `step`."""
+        """The file's last lines, from the first line of round `step` on."""
         if not (end := self._file.seek(0, os.SEEK_END)):
             return []
         lines: list[dict[str, Any]] = []
@@ -400,8 +377,8 @@ class _Lines:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl as dicts with the fields of `as_line`, and "time". Damaged
-    lines are left out. Lines of older versions of jaxmux may lack some fields."""
+    """The lines of metrics.jsonl as dicts with the fields of `as_line`, and "time". Damaged lines
+    are left out. Lines of older versions of jaxmux may lack some fields."""
     return _read_lines(path, _NEEDED)
 
 
@@ -416,7 +393,7 @@ def _read_lines(path: Path, needed: set[str]) -> list[dict[str, Any]]:
 
 
 def _end_of_line(file: BinaryIO, size: int) -> int:
-    """Length in bytes of the complete lines in the first `size` bytes of a file."""
+    """Length in bytes of the complete lines within the first `size` bytes of a file."""
     file.seek(max(size - 1, 0))
     if file.read(1) == b"\n":
         return size

@@ -1,16 +1,16 @@
 """The files of one checkpoint, as Orbax writes and reads them. Nothing else in jaxmux uses Orbax.
 
-This module works around some of Orbax's behaviour. tests/runs/test_orbax_files.py shows each of
-these claims, and fails if another version of Orbax behaves differently:
+This module works around the following behaviour of Orbax. tests/runs/test_orbax_files.py shows each
+case, and fails if another version of Orbax behaves differently:
 
-- Its `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and raise an
-  error again when they are closed. The threads of the plain `Checkpointer` end with the call, or a
-  moment later, because closing an event loop does not wait for its threads.
+- `CheckpointManager` and `AsyncCheckpointer` start threads that outlive them, and raise an error
+  again when they are closed. The threads of the plain `Checkpointer` end with the call, or shortly
+  after it, because closing an event loop does not wait for its threads.
 - If one of many arrays cannot be read or written, Orbax closes its event loop while TensorStore
-  still works on the others. Each of those then prints a traceback, "Event loop is closed".
+  still works on the others. For each of these, "Event loop is closed" is printed with a traceback.
   `_array_handler` waits for all arrays before it raises the error of one.
-- Orbax logs the traceback of every failing thread, although it raises the error too, and warns of
-  missing files that it does not need. `_orbax` adds a filter that drops its log.
+- Orbax logs the traceback of every failing thread, although it also raises the error, and warns of
+  missing files that it does not need. `_orbax` adds a filter that drops Orbax's log.
 - A failed write leaves an unfinished folder behind. `remove_unfinished` deletes it.
 """
 
@@ -40,16 +40,9 @@ _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
 def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArrays]) -> None:
-    """Writes a checkpoint. Its folder gets its name only when it is complete.
-
-    Args:
-      folder: the folder of the checkpoint, which does not exist yet.
-      record: a JSON object.
-      arrays: by name, the NumPy arrays of tasks by path.
-
-    Raises:
-      OSError: it cannot be written, for example because the disk is full. Its files are deleted.
-    """
+    """Writes a checkpoint: `record`, a JSON object, and `arrays`, by task name the NumPy arrays by
+    path. `folder` must not exist; it gets its name when the checkpoint is complete. Raises OSError
+    if writing fails, for example because the disk is full; the files are then deleted."""
     args = _orbax().args
     items: dict[str, Any] = {_RUN: args.JsonSave(record)}
     if arrays:
@@ -64,28 +57,16 @@ def write(folder: Path, record: Mapping[str, Any], arrays: Mapping[str, SlotArra
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """The record of the checkpoint in a folder.
-
-    Raises:
-      Exception: it is damaged. The type varies, because Orbax passes on errors of many libraries.
-    """
+    """Reads the record of the checkpoint in a folder. If the record is damaged, the type of the
+    exception varies, because Orbax passes on errors of many libraries."""
     return _read(folder, **{_RUN: _orbax().args.JsonRestore()})[_RUN]
 
 
 def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, SlotArrays]:
-    """Reads the arrays of some tasks, without reading those of others.
-
-    Args:
-      folder: the folder of the checkpoint.
-      paths: by name of the task, the paths of its arrays.
-
-    Returns:
-      By name, NumPy arrays by path.
-
-    Raises:
-      Exception: it is damaged. The type varies, because Orbax passes on errors of many libraries.
-    """
-    # Orbax takes types, but not shapes, from this example: any array fits.
+    """Reads the arrays at `paths` (by task name) of the checkpoint in a folder, and nothing else.
+    Returns NumPy arrays by name and path. If they are damaged, the type of the exception varies,
+    because Orbax passes on errors of many libraries."""
+    # Orbax takes the types from this example but not the shapes, so it accepts arrays of any shape.
     any_array = np.zeros(())
     item = {name: dict.fromkeys(of_task, any_array) for name, of_task in paths.items()}
     restore = _orbax().args.PyTreeRestore(item=item, partial_restore=True)
@@ -93,13 +74,14 @@ def read_arrays(folder: Path, paths: Mapping[str, Iterable[str]]) -> dict[str, S
 
 
 def numbers(folder: Path) -> list[int]:
-    """The numbers of the checkpoints in a folder, ascending: the names of its subfolders."""
+    """The numbers of the checkpoints in a folder, ascending. They are the names of its
+    subfolders."""
     with os.scandir(folder) as entries:
         return sorted(int(e.name) for e in entries if _is_number(e.name) and e.is_dir())
 
 
 def delete(folder: Path) -> None:
-    """Deletes a checkpoint. If interrupted, it leaves an unfinished checkpoint."""
+    """Deletes a checkpoint. If it is interrupted, an unfinished checkpoint remains."""
     condemned = folder.with_name(f"{folder.name}{_UNFINISHED}-deleted")
     shutil.rmtree(condemned, ignore_errors=True)
     folder.rename(condemned)
@@ -114,7 +96,7 @@ def remove_unfinished(folder: Path) -> None:
 
 
 def reason(error: Exception) -> str:
-    """One line that tells why Orbax could not read a checkpoint, without TensorStore's long
+    """One line with the reason why Orbax could not read a checkpoint, without TensorStore's long
     specifications."""
     if isinstance(error, KeyError):
         return f"the key {error} is missing"
@@ -122,8 +104,8 @@ def reason(error: Exception) -> str:
 
 
 def _os_error(error: OSError | ValueError, folder: Path) -> OSError:
-    """The error of a failed write with its system error number, which TensorStore's ValueError only
-    quotes as text."""
+    """The error of a failed write, with its system error number. TensorStore raises ValueError,
+    which only quotes the number's text."""
     if isinstance(error, OSError) and error.errno:
         return OSError(error.errno, os.strerror(error.errno), str(folder))
     text = str(error)
@@ -144,7 +126,7 @@ def _read(folder: Path, **items: Any) -> Mapping[str, Any]:
 
 def _checkpointer() -> "ocp.Checkpointer":
     ocp = _orbax()
-    # Process 0 calls Orbax alone, so Orbax must not wait for the other processes.
+    # Only process 0 calls Orbax, so Orbax must not wait for the other processes.
     alone = ocp.options.MultiprocessingOptions(
         primary_host=0, active_processes={0}, barrier_sync_key_prefix="jaxmux"
     )
@@ -162,14 +144,14 @@ def _checkpointer() -> "ocp.Checkpointer":
 
 
 def _array_handler() -> "ocp.type_handlers.NumpyHandler":
-    """A handler that reads and writes NumPy arrays during one call of a checkpointer. It raises an
-    error only when no array is being read or written any more."""
+    """A handler that reads and writes NumPy arrays during one call of a checkpointer. If an array
+    fails, it raises the error only after all other arrays are done."""
     handler = _orbax().type_handlers.NumpyHandler
 
     class Handler(handler):
         def __init__(self):
             super().__init__()
-            # Number of arrays being written, and an event set when that number falls to 0.
+            # Number of arrays being written, and an event that is set when the number falls to 0.
             self._writing, self._is_done = 0, asyncio.Event()
 
         async def deserialize(self, infos, args=None):
@@ -185,7 +167,7 @@ def _array_handler() -> "ocp.type_handlers.NumpyHandler":
 
         async def _open_and_write(self, *args, **keywords):
             self._writing += 1
-            # Lets the writes of the other arrays begin too, so that they are counted.
+            # Let the writes of the other arrays begin too, so that they are counted.
             await asyncio.sleep(0)
             try:
                 await super()._open_and_write(*args, **keywords)

@@ -1,5 +1,5 @@
-"""Several processes that train one run: how they join and leave, how they agree on decisions, and
-the signals that stop a run."""
+"""Several processes that train one run: how they join, leave and agree on decisions, and the
+signals that stop a run."""
 
 import itertools
 import json
@@ -27,19 +27,14 @@ from jax.sharding import PartitionSpec as P
 from jaxmux.errors import InputError, Interrupted, ProcessFailed, first_line, ran_out_of_memory
 from jaxmux.sharding.transfers import put, share
 
-# Prefix of the keys under which ending processes store the reason, in JAX's coordination service.
+# An ending process stores its reason in JAX's coordination service, under a key with this prefix.
 ENDED = "jaxmux/ended/"
 
 
 class ProcessEnd(NamedTuple):
-    """The reason why a process ends.
-
-    Attributes:
-      message: the first line of its exception.
-      refused: whether it has refused its input.
-      signal: number of the signal that stopped it; 0 if there was none.
-      saved: whether a checkpoint was saved before the signal ended it.
-    """
+    """The reason why a process ends: the first line of its exception, whether it has refused its
+    input, the number of the signal that stopped it (0 for none), and whether a checkpoint was saved
+    before the signal ended it."""
 
     message: str
     refused: bool
@@ -55,7 +50,8 @@ class ProcessEnd(NamedTuple):
         return cls(first_line(error), isinstance(error, InputError), signal, saved)
 
     def exception(self, process: int) -> BaseException:
-        """The exception that other processes raise because process number `process` has ended."""
+        """The exception that the other processes raise because process number `process` has
+        ended."""
         if self.signal:
             return Interrupted(self.signal, self.saved)
         kind = InputError if self.refused else ProcessFailed
@@ -63,22 +59,17 @@ class ProcessEnd(NamedTuple):
 
 
 def tell_end(client: Any, folder: str, index: int, error: BaseException) -> None:
-    """Tells the other processes why this one ends.
-
-    Args:
-      client: the client of JAX's coordination service.
-      folder: prefix of the key under which the reason is stored.
-      index: number of this process.
-      error: the exception with which it ends.
-    """
-    # If process 0 has ended, the coordination service is gone and nobody can be told.
+    """Tells the other processes why this process ends. `client` is the client of JAX's coordination
+    service, `folder` the prefix of the key of the reason, `index` the number of this process, and
+    `error` its exception."""
+    # If process 0 has ended, the coordination service is gone and no process can be told.
     with suppress(jax.errors.JaxRuntimeError):
         client.key_value_set(f"{folder}{index}", json.dumps(ProcessEnd.of(error)._asdict()), True)
 
 
 def first_end(client: Any, folder: str, index: int) -> BaseException | None:
-    """The reason why another process than `index` has ended, as an exception; None if none has. The
-    arguments are those of `tell_end`."""
+    """The reason why a process other than `index` has ended, as an exception; None if none has
+    ended. The arguments are those of `tell_end`."""
     for key, text in client.key_value_dir_get(folder):
         other = int(key.rpartition("/")[2])
         if other != index:
@@ -88,13 +79,12 @@ def first_end(client: Any, folder: str, index: int) -> BaseException | None:
 
 # Seconds for which a process waits for the others to begin.
 _JOIN_SECONDS = 300
-# Seconds for which an ending process waits for the others to end: after success, and after an
-# error.
+# Seconds for which an ending process waits for the others to end, after success and after an error.
 _SHUTDOWN_SECONDS, _LEAVE_SECONDS = 60, 20
-# A process is ended if it still runs this many seconds after another one has ended. Process 0 waits
-# longer, so that the others can store their reasons.
+# A process that still runs this many seconds after another one has ended is ended too. Process 0
+# waits longer, so that the others can store their reasons.
 _HANGING_SECONDS = 15
-# JAX takes a process for dead after this many seconds without a sign of life, and ends the others.
+# After this many seconds without a sign of life, JAX considers a process dead and ends the others.
 _HEARTBEAT_SECONDS = 30
 # Seconds between two lines that report that a process does not answer.
 _SECONDS_A_LINE = 30
@@ -115,10 +105,10 @@ def join_processes(
 
     Raises:
       InputError: JAX finds no such job, or process 0 does not answer. If another process does not
-        join, JAX aborts process 0 after five minutes.
+        join, JAX aborts process 0 after five minutes instead.
     """
-    # On CPU, every running collective blocks a thread of XLA's pool, which by default has one
-    # thread per core. XLA reads this variable when the devices are first used.
+    # On CPU, every running collective blocks a thread of XLA's pool, which has one thread per core
+    # by default. XLA reads this variable when the devices are first used.
     os.environ.setdefault("NPROC", str(max(_THREADS, os.cpu_count() or 1)))
     if index:
         # Without this, JAX would abort this process with a stack trace if process 0 is missing.
@@ -142,20 +132,20 @@ def join_processes(
                 "--processes and --process"
             ) from None
         raise InputError(f"this process cannot join the others: {first_line(e)}") from None
-    # Starting the devices waits for all processes, which must not be interrupted later. So the
-    # devices are started here.
+    # Starting the devices waits for all processes, which must not be interrupted later. The devices
+    # are therefore started here.
     jax.devices()
 
 
 def process_index() -> int:
     """Number of this process among those that have joined; 0 if there are no others. Unlike
-    `jax.process_index`, it does not start the devices."""
+    `jax.process_index`, this function does not start the devices."""
     return distributed.global_state.process_id or 0
 
 
 def leave(error: BaseException) -> None:
-    """Tells the other processes that this one ends with an exception, so that none waits for it.
-    Process 0 then waits, for at most 20 seconds, until the others have stored their reasons too."""
+    """Tells the other processes that this one ends with an exception, so that they do not wait for
+    it. Process 0 then waits at most 20 seconds until the others have stored their reasons too."""
     state = distributed.global_state
     if state.client is None:
         return
@@ -163,7 +153,7 @@ def leave(error: BaseException) -> None:
     end = time.monotonic() + _LEAVE_SECONDS
     while state.process_id == 0 and time.monotonic() < end:
         all_know = len(state.client.key_value_dir_get(ENDED)) == state.num_processes
-        # When process 0 ends, JAX ends the others, which may still have to store their reasons.
+        # When process 0 ends, JAX ends the others, but they may still have to store their reasons.
         time.sleep(_PATIENCE)
         if all_know:
             return
@@ -171,15 +161,14 @@ def leave(error: BaseException) -> None:
 
 @contextmanager
 def watching_others(end: Callable[[BaseException], None]) -> Iterator[None]:
-    """Within this context, ends this process if it still runs some seconds after another one has
-    ended with an error.
+    """Within this context, ends this process if it still runs some seconds after another process
+    has ended with an error.
 
-    The process may be waiting for devices of the ended one, which nothing can interrupt. If it was
-    doing something else, for example exporting adapters, running the same command repeats that.
+    This process may be waiting for devices of the ended process, and nothing can interrupt this
+    wait. If it was doing something else, for example exporting adapters, running the same command
+    again repeats the work.
 
-    Args:
-      end: function that ends this process at once; a thread calls it with an exception that gives
-        the reason.
+    `end` ends this process at once; a thread calls it with an exception that gives the reason.
     """
     state, over = distributed.global_state, threading.Event()
 
@@ -232,17 +221,14 @@ _STOPPING = "stopping after this microbatch; a second signal stops at once"
 class StopSignals:
     """Handles SIGINT, SIGTERM and SIGHUP as a context manager.
 
-    A signal raises `Interrupted` at once, except within `deferred`: there it only sets `arrived`,
-    so that the state can be saved. The state counts as saved when `deferred` has ended.
-    After the first signal, a second one takes its usual effect. Python allows only the main thread
-    to handle signals; in other threads this class does nothing.
-
-    Attributes:
-      number: number of the signal that arrived; 0 if none has.
+    A signal raises `Interrupted` at once, but within `deferred` it only sets `arrived`, so that the
+    state can be saved. The state counts as saved when `deferred` has ended. After the first signal,
+    a second signal takes its usual effect. Only the main thread can handle signals in Python; in
+    other threads this class does nothing. `number` is the number of the signal that arrived; 0 if
+    none has.
     """
 
     def __init__(self):
-        """Creates the handler; signals are handled after `__enter__`."""
         self.number = 0
         self._deferred = self._saved = False
         self._notice = _STOPPING
@@ -260,7 +246,7 @@ class StopSignals:
                 # With nohup, SIGHUP is ignored so that the process continues; keep it ignored.
                 if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
                     continue
-                # None stands for a handler written in C, which Python cannot set again.
+                # None means a handler written in C, which Python cannot set again.
                 self._previous[number] = signal.signal(number, self._receive) or signal.SIG_DFL
         return self
 
@@ -272,18 +258,12 @@ class StopSignals:
 
     @contextmanager
     def deferred(self, say: Callable[[str], None], notice: str = _STOPPING) -> Iterator[None]:
-        """Within this context, a signal only sets `arrived`, so that the state can be saved.
-
-        Args:
-          say: function that prints one line; another thread calls it when a signal has arrived.
-          notice: the line that it prints.
-
-        Raises:
-          Interrupted: a signal arrived earlier, but code of a library swallowed its exception.
-        """
+        """Within this context, a signal only sets `arrived`, so that the state can be saved. When a
+        signal arrives, another thread prints the line `notice` with `say`. Raises Interrupted if a
+        signal arrived earlier but code of a library swallowed its exception."""
         if self.arrived:
             raise Interrupted(self.number, saved=self._saved)
-        # A signal handler may interrupt code that is printing, so it leaves printing to a thread.
+        # A signal handler may interrupt code that is printing, so another thread does the printing.
         thread = threading.Thread(target=self._say_lines, args=(say,), daemon=True)
         self._deferred, self._notice = True, notice
         thread.start()
@@ -308,24 +288,24 @@ class StopSignals:
 
 T = TypeVar("T")
 
-# Seconds between two checks for messages of other processes; signals are handled in between.
+# Seconds between two checks for messages of other processes; signals are handled between checks.
 _PATIENCE = 1.0
-# Beginnings of the messages of device errors that JAX raises as ValueError.
+# Beginnings of the messages of those device errors that JAX raises as ValueError.
 _DEVICE_ERROR = re.compile("UNKNOWN|INTERNAL|UNAVAILABLE|DEADLINE_EXCEEDED|ABORTED|CANCELLED")
 # Decisions are kept for this many rounds. When process 0 has the results of a round, the others
-# have dispatched that round, so they may still be at the end of the previous one.
+# have dispatched this round, but may still be at the end of the previous one.
 _KEPT_ROUNDS = 4
-# Counts the training runs in these processes.
+# The number of training runs so far in these processes.
 _runs = itertools.count()
 
 
 class Processes:
-    """The processes of a training run. Process 0 reads and writes the run directory, and decides
-    everything that depends on it, on the time or on signals; the others follow.
+    """The processes of a training run. Process 0 reads and writes the run directory, and makes
+    every decision that depends on it, on the time or on signals; the others follow.
 
-    All methods are called by every process, in the same order. With a single process, they do not
-    communicate. As a context manager, it reports an exception that leaves the context to the other
-    processes, which then raise one too as soon as they wait for a decision.
+    Every process calls all methods in the same order. With a single process, the methods do not
+    communicate. As a context manager, it tells the other processes of an exception that leaves the
+    context; they also raise one when they next wait for a decision.
 
     Attributes:
       count: number of processes.
@@ -333,7 +313,6 @@ class Processes:
     """
 
     def __init__(self):
-        """Finds the processes that have joined (see `join_processes`)."""
         # JAX's coordination service carries the messages.
         state = distributed.global_state
         self.count, self.index = state.num_processes or 1, process_index()
@@ -355,8 +334,8 @@ class Processes:
             tell_end(self._client, f"{self._run}/ended/", self.index, error)
 
     def agree(self, value: T) -> T:
-        """The value of process 0, which must be picklable. The values of other processes are
-        ignored."""
+        """Returns the value of process 0, which must be picklable, and ignores the values of other
+        processes."""
         if self.count == 1:
             return value
         key = self._next_key()
@@ -366,7 +345,7 @@ class Processes:
         return self._hear(key)
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, ordered by their numbers. They must be picklable."""
+        """The values of all processes in the order of their numbers. They must be picklable."""
         if self.count == 1:
             return [value]
         key = self._next_key()
@@ -374,7 +353,7 @@ class Processes:
         return [self._hear(f"{key}/{i}") for i in range(self.count)]
 
     def on_first(self, work: Callable[[], T]) -> T | None:
-        """Calls `work` in process 0 and returns its result there, None in the others. If it raises
+        """Calls `work` in process 0 and returns its result there, None elsewhere. If `work` raises
         an exception, every process raises one."""
         return self.together(work if self.is_first else lambda: None)
 
@@ -397,11 +376,8 @@ class Processes:
         return result
 
     def refuse_differences(self, texts: Mapping[str, str]) -> None:
-        """Checks that all processes have the same texts, each under a name such as "backbone".
-
-        Raises:
-          InputError: a process has another text than process 0.
-        """
+        """Raises InputError if a process has another text than process 0 under some name, such as
+        "backbone"."""
         first, *others = self.gather(dict(texts))
         for i, other in enumerate(others, start=1):
             names = [*first, *(name for name in other if name not in first)]
@@ -419,12 +395,8 @@ class Processes:
     def share_arrays(
         self, arrays: Mapping[str, np.ndarray] | None, specs: Mapping[str, Any]
     ) -> dict[str, np.ndarray]:
-        """The arrays of process 0, sent from device to device, one after the other.
-
-        Args:
-          arrays: arrays of the host by name; in other processes they are ignored.
-          specs: by name, an object with the array's shape and dtype.
-        """
+        """The arrays of process 0, sent from device to device one after another. Other processes
+        pass None for `arrays`. `specs` has, by name, an object with the array's shape and dtype."""
         if self.count == 1:
             return dict(arrays)
         sender = next(device for device in jax.devices() if device.process_index == 0)
@@ -441,7 +413,7 @@ class Processes:
 
     def stop_number(self, number: int) -> int:
         """The number of a signal that has arrived in any process; 0 if none has. `number` is the
-        one that has arrived in this process, or 0."""
+        signal in this process, or 0."""
         if self.count == 1:
             return number
         signals = f"{self._run}/signals/"
@@ -454,7 +426,7 @@ class Processes:
 
     @contextmanager
     def noticing_failures(self) -> Iterator[None]:
-        """Within this context, an exception of JAX that the end of another process may have caused
+        """Within this context, an exception of JAX that may be due to the end of another process
         becomes a `ProcessFailed`."""
         try:
             yield

@@ -33,8 +33,8 @@ class RunFiles(NamedTuple):
 class Recorder:
     """Records the progress and the results of a training run.
 
-    Of several processes, only the first has the files. The others call the same methods, because
-    arrays are read from the devices of all processes.
+    If there are several processes, only the first has the files. The others call the same methods,
+    because arrays are read from the devices of all processes.
     """
 
     def __init__(
@@ -45,15 +45,8 @@ class Recorder:
         processes: Processes,
         console: RunConsole,
     ):
-        """Creates a recorder at the position from which training continues.
-
-        Args:
-          engine: the engine with its tasks.
-          files: the files; None in a process that writes none.
-          position: changed by `save` to the current position.
-          processes: the processes of the training run.
-          console: shows updates.
-        """
+        """Records from the given position on. `save` changes `position` to the current position.
+        `files` is None in a process that writes none."""
         self._engine, self._files = engine, files
         self._processes, self._console = processes, console
         self._position, self._before = position, position.train_seconds
@@ -66,8 +59,8 @@ class Recorder:
         self._ended: Mapping[str, Any] | None = None
 
     def record(self, updates: Sequence[TaskUpdate]) -> None:
-        """Writes and shows the updates of a round, and exports the adapters of the tasks that they
-        complete."""
+        """Writes and shows the updates of a round, and exports the adapters of the tasks that end
+        with it."""
         evaluations = self._engine.take_evaluations()
         if self._files:
             self._files.metrics.write(updates, evaluations)
@@ -88,7 +81,7 @@ class Recorder:
         self._console.show_start(spans)
 
     def _record_round(self, metrics: MetricsWriter) -> None:
-        """Writes the line of the round that was dispatched last, unless it is written already."""
+        """Writes the line of the round that was dispatched last, unless it is already written."""
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
             spent = self._engine.device_time.spent(self._recorded, now)
@@ -97,7 +90,7 @@ class Recorder:
             metrics.write_round(round_line(record, spent, memory, host_bytes(), is_detailed))
 
     def _record_ends(self, directory: RunDirectory) -> None:
-        """Writes which tasks have ended before the others, if the list has changed."""
+        """Writes which tasks have ended while others still train, if the list has changed."""
         progress = {name: self._engine.progress(name) for name in self._engine.names}
         ended = {
             name: {
@@ -113,8 +106,8 @@ class Recorder:
             write_atomically(directory.ended, json.dumps({"tasks": ended}, indent=2) + "\n")
 
     def save(self) -> None:
-        """Fetches all results, records them, and starts to save a checkpoint unless this position
-        has one already."""
+        """Fetches and records all results, and starts to save a checkpoint unless there is one of
+        this position."""
         with self._engine.device_time.waiting(CHECKPOINTS):
             self._save()
 
@@ -134,12 +127,10 @@ class Recorder:
             save_run(files.checkpoints, engine, position, arrays)
 
     def wait(self) -> None:
-        """Waits until all checkpoints are on disk."""
         if self._files:
             self._files.checkpoints.wait()
 
     def export(self, name: str) -> None:
-        """Exports the trained adapter of a task."""
         engine = self._engine
         adapter, base, prepared = engine.result(name)(), engine.backbone, engine.prepared(name)
         if self._files:
@@ -163,13 +154,8 @@ class Recorder:
         self, round_seconds: float | None, sweeps: Sequence[Sweep], **predicted: float | None
     ) -> Summary:
         """Exports the adapters of the tasks that succeeded, and writes the plots, the results of
-        sweeps and the summary.
-
-        Args:
-          round_seconds: as in `Summary`.
-          sweeps: the sweeps whose configurations are among the tasks.
-          **predicted: the fields of `Summary` whose names begin with "predicted".
-        """
+        sweeps and the summary. `round_seconds` and the fields in `predicted`, whose names begin
+        with "predicted", are as in `Summary`."""
         engine, files = self._engine, self._files
         for name in engine.names:
             if engine.progress(name).status == "succeeded":

@@ -39,13 +39,13 @@ def fine_tune(
 
     Every task is read and checked before training starts. If an earlier call with these arguments
     was interrupted, this call continues from its last checkpoint. If it finished, this call returns
-    its summary. In the folder of an earlier call, another backbone, other tasks (`sample_prompt`
-    may change), or another dtype, tokens_per_microbatch, row_len, chunk_len or max_sequences are
-    refused; all other options may change.
+    its summary. In the folder of an earlier call, the following must not change: the backbone, the
+    tasks (except `sample_prompt`), and the options dtype, tokens_per_microbatch, row_len, chunk_len
+    and max_sequences. All other options may change.
 
-    Several processes train one run if each has joined the others (`jax.distributed.initialize`)
-    and makes the same call. Process 0 alone reads and writes `run_dir` and prints progress; all
-    need the backbone and the data.
+    Several processes train one run if each has joined the others (`jax.distributed.initialize`) and
+    makes the same call. Process 0 alone reads and writes `run_dir` and prints progress; all need
+    the backbone and the data.
 
     A task fails if too many consecutive updates are not finite (`options.max_bad_steps`). The
     training of the other tasks continues.
@@ -62,15 +62,15 @@ def fine_tune(
         tasks that have an adapter), loss.png, summary.json, run.json (the record of what is
         trained), and for sweeps sweep.json and sweep.png.
       options: sizes of microbatches, memory, checkpoints and other settings.
-      restart: True deletes the files that an earlier training run wrote to `run_dir`, and starts
-        anew.
+      restart: whether to delete the files that an earlier training run wrote to `run_dir`, and
+        start anew.
       config_text: text of a gin config that is kept as `run_dir/config.gin`; None keeps none.
       console: object that prints progress and results; None prints them to standard output. Of
         several processes, only process 0 uses it.
 
     Returns:
-      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if no
-      task failed.
+      The summary, which is also in `run_dir/summary.json`. `summary.succeeded` is True if no task
+      failed.
 
     Raises:
       TaskError: there is no task, or a task cannot be trained. Nothing has been trained by this

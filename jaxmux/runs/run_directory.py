@@ -23,11 +23,12 @@ from jaxmux.printable import spaced
 from jaxmux.tasks import TASK_NAME
 
 _NAME = ".lock"
-# Maximum number of attempts to create a folder that other processes remove at the same time.
+# At most this many attempts to create a folder that other processes remove at the same time.
 _ATTEMPTS = 10
-# Attempts to take the lock, and seconds between two: `lock_state` may hold it for a moment.
+# Number of attempts to take the lock, and seconds between two attempts; `lock_state` may hold the
+# lock for a moment.
 _TRIES, _SECONDS_A_TRY = 5, 0.005
-# Prefix in the lock file if an exception ended its process; the exception's message follows.
+# If an exception ended the process, its lock file holds this prefix and the exception's message.
 _FAILED = "failed: "
 
 
@@ -38,27 +39,22 @@ class FolderLockError(Exception):
 class FolderLock:
     """Locks a folder against other processes until `close`, by a lock on its file ".lock".
 
-    Until `close`, the file contains the number of the process, so that the number remains if the
-    process is killed. After `close`, it contains the exception that ended the process, or nothing.
-
-    Attributes:
-      created: True if the folder did not exist before.
+    Until `close`, the file contains the process id, which remains if the process is killed. After
+    `close`, it contains the exception that ended the process, or nothing. `created` is True if the
+    folder did not exist before.
     """
 
     def __init__(self, folder: Path):
-        """Opens a folder, or creates it with its parents, and locks it.
-
-        Raises:
-          FolderLockError: the folder is not writable, another process holds it, or its file system
-            has no locks.
-        """
+        """Opens a folder, or creates it with its parents, and locks it. Raises FolderLockError if
+        the folder is not writable, another process holds it, or its file system has no locks."""
         self.created = False
         self._folder = folder
         for _ in range(_ATTEMPTS):
             try:
                 self._open()
             except FileNotFoundError as e:
-                # Another process may have removed the folder that it had created but not used.
+                # The folder may have been removed by another process that had created it but not
+                # used it.
                 reason = e.strerror
                 continue
             except OSError as e:
@@ -78,13 +74,13 @@ class FolderLock:
         """Releases the folder.
 
         Args:
-          remove: whether to remove a folder that this lock created, if there is nothing else in it.
+          remove: whether to remove a folder that this lock created, if it holds nothing else.
           unused: whether to restore the earlier contents of the lock file, because this process did
             not use the folder.
-          error: the exception that ends the process. Only subclasses of Exception are recorded, so
+          error: the exception that ends the process. Only subclasses of Exception are recorded;
             signals are not.
         """
-        # The folder is still locked here, so no other process begins to use it.
+        # The folder is still locked here, so no other process starts to use it.
         with suppress(OSError):  # A file may have come into the folder, or the folder is gone.
             if remove and self.created and os.listdir(self._folder) == [_NAME]:
                 (self._folder / _NAME).unlink()
@@ -135,13 +131,14 @@ class FolderLock:
 
 
 class LockState(NamedTuple):
-    """State of the process that holds or last held a folder, as the folder's lock tells it.
+    """State of the process that holds or last held a folder, according to the folder's lock.
 
     Attributes:
-      holder: "alive" (a process holds the folder), "ended" (it released the folder), "failed" (it
-        released the folder because of an exception), "killed" (it ended without releasing the
-        folder), or "unknown" (there is no lock, or it cannot be read).
-      since: when the process took the folder or released it, in seconds since 1970; 0 if unknown.
+      holder: "alive" (a process holds the folder), "ended" (the process released it), "failed" (the
+        process released it because of an exception), "killed" (the process ended without releasing
+        it), or "unknown" (there is no lock, or it cannot be read).
+      since: time at which the process took or released the folder, in seconds since 1970; 0 if
+        unknown.
       failure: the first line of the exception's message; None unless the process failed.
     """
 
@@ -150,7 +147,8 @@ class LockState(NamedTuple):
     failure: str | None = None
 
     def __str__(self) -> str:
-        """The state of a training process in words; empty if it ended normally or is unknown."""
+        """The state of a training process in words; empty if the process ended normally or its
+        state is unknown."""
         ends = {
             "alive": "its training process is running",
             "failed": f"its training process failed: {self.failure}",
@@ -190,8 +188,8 @@ def _message(error: Exception) -> str:
 
 # The format of run.json. Files of older versions have no format number.
 FORMAT = 3
-# Files that a training run writes: by name, True for a folder. `restart` deletes nothing else, and
-# deletes in this order: until the others are gone, run.json proves that jaxmux wrote them.
+# Files that a training run writes, by name; True marks a folder. `restart` deletes only these, in
+# this order: run.json comes last, because it proves that jaxmux wrote the other files.
 _OWN = {
     "summary.json": False,
     "config.gin": False,
@@ -211,22 +209,23 @@ _OWN = {
     "trackers.json": False,
     "run.json": False,
 }
-# Keys of a task's length. It may grow: a finished run is then extended.
+# Keys of a task's length. The length may grow; a finished run is then extended.
 _LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
 
 
 class RunDirectoryError(InputError):
-    """The folder of a training run (`run_dir`) cannot be used. The message names it and says what
-    to do."""
+    """The folder of a training run (`run_dir`) cannot be used. The message names the folder and
+    says what to do."""
 
 
 class RecordedShapes(NamedTuple):
-    """The shape classes of a training run, which it keeps when it continues.
+    """The shape classes of a training run, which stay the same when the run continues.
 
     Attributes:
-      single: the shape class on any single replica: the one with which the run began, or, if it
+      single: the shape class on every single replica: the one with which the run began or, if it
         began on several replicas, the one with the longest rows.
-      several: by deployment of several replicas ("pp2,tp1 + pp1,tp1"), the shape class of each.
+      several: for each deployment of several replicas ("pp2,tp1 + pp1,tp1"), the shape class of
+        each replica.
     """
 
     single: ShapeClass
@@ -239,24 +238,23 @@ class RecordedShapes(NamedTuple):
         return self.several.get(str(deployment))
 
     def to_json(self) -> dict[str, Any]:
-        """The entries in run.json."""
         several = {n: [dataclasses.asdict(s) for s in each] for n, each in self.several.items()}
         return {"shape": dataclasses.asdict(self.single), "replica_shapes": several}
 
     @classmethod
     def from_json(cls, record: Mapping[str, Any]) -> "RecordedShapes":
-        """The inverse of `to_json`, also for a record without "replica_shapes"."""
+        """The inverse of `to_json`. The entry "replica_shapes" may be missing."""
         several = record.get("replica_shapes", {})
         shapes = {n: tuple(ShapeClass(**fields) for fields in each) for n, each in several.items()}
         return cls(ShapeClass(**record["shape"]), shapes)
 
 
 class RunDirectory:
-    """The folder of a training run: the paths of its files, and the record of what it trains. It is
-    locked against other processes until `close`.
+    """The folder of a training run: the paths of its files, and the record of what the run trains.
+    The folder is locked against other processes until `close`.
 
-    The folder may be a symbolic link, but nothing in it may be: jaxmux neither writes through links
-    nor deletes what they point to.
+    The folder may be a symbolic link, but nothing in it may be one: jaxmux neither writes through
+    links nor deletes what they point to.
 
     Attributes:
       path: absolute path of the folder.
@@ -265,30 +263,26 @@ class RunDirectory:
       held_out: path of held_out.jsonl, one line for each held-out loss that was measured.
       rounds: path of rounds.jsonl, one line for each round.
       samples: path of samples.jsonl, one line for each completion of a task's `sample_prompt`.
-      start: path of start.json, how the last start spent the time before its first round.
+      start: path of start.json, which tells how the last start spent the time before its first
+        round.
       ended: path of tasks.json, the tasks that have ended while others still train.
-      summary: path of summary.json.
-      loss_plot: path of loss.png.
-      sweep_results: path of sweep.json, the results of sweeps.
-      sweep_plot: path of sweep.png.
-      checkpoints: path of the folder of the checkpoints.
-      shapes: the shape classes with which the recorded training run began; None for a new one.
-      begun: when the training run began, in local time without a zone. Chat templates that write
-        the date write this one, also when the run is continued later.
+      sweep_results: path of sweep.json.
+      shapes: the shape classes with which the recorded training run began; None for a new run.
+      begun: time at which the training run began, in local time without a zone. Chat templates that
+        write the date use this time, also when the run is continued later.
       extended: whether a task shall train longer than in the recorded training run.
       replaced: names of the tasks whose files `begin` deletes because of `restart`.
       failure: first line of the exception that ended the previous process; None if there was none.
     """
 
     def __init__(self, path: str | Path, identity: dict[str, Any], *, restart: bool = False):
-        """Creates or opens the folder and locks it. No file besides the lock is written before
-        `begin`; a folder that was created is removed by `close` if `begin` was not called.
+        """Creates or opens the folder and locks it. Before `begin`, only the lock is written. If
+        `begin` is not called, `close` removes a folder that was created here.
 
         Args:
-          path: the folder.
-          identity: description of what is trained, as a JSON object. A folder that records another
-            identity is refused, unless only `steps` or `epochs` of tasks are larger.
-          restart: True accepts another identity, and `begin` deletes the files of the earlier
+          identity: description of what is trained, as a JSON object. A folder with another recorded
+            identity is refused, unless only `steps` or `epochs` of tasks are larger now.
+          restart: whether another identity is accepted and `begin` deletes the files of the earlier
             training run.
 
         Raises:
@@ -331,15 +325,9 @@ class RunDirectory:
         return self.path / "adapters" / task
 
     def refuse_changes(self, fingerprints: Mapping[str, str]) -> None:
-        """Checks that the backbone and the data are those with which the training run began.
-
-        Args:
-          fingerprints: hashes of the backbone and of the data, including held-out data, by name
-            ("backbone", "data of task 'a'").
-
-        Raises:
-          RunDirectoryError: a fingerprint differs from the recorded one.
-        """
+        """Raises RunDirectoryError if the backbone or the data differ from those with which the
+        training run began. `fingerprints` has hashes of the backbone and of the data, including
+        held-out data, by name ("backbone", "data of task 'a'")."""
         recorded = {} if self._recorded is None else self._recorded["fingerprints"]
         changed = [
             what
@@ -360,11 +348,10 @@ class RunDirectory:
         samples: Mapping[str, Mapping[str, int]],
         rendering: Mapping[str, Rendering],
     ) -> None:
-        """Writes run.json and config.gin. Call it when everything has been checked.
+        """Writes run.json and config.gin. Call it after everything has been checked.
 
         Args:
           fingerprints: as for `refuse_changes`.
-          shapes: the shape classes of the microbatches.
           config_text: text of config.gin; None writes no such file.
           samples: by task, the number of "training" and of "held_out" samples.
           rendering: by task, how the records of its training data became text.
@@ -384,7 +371,7 @@ class RunDirectory:
             if self._restart:
                 self._clear()
             if self.extended:
-                # This summary is that of the shorter training run.
+                # This is the summary of the shorter training run.
                 self.summary.unlink(missing_ok=True)
             write_atomically(self.path / "run.json", json.dumps(record, indent=2) + "\n")
             if config_text is not None:
@@ -394,14 +381,14 @@ class RunDirectory:
 
     @property
     def goes_on(self) -> bool:
-        """Whether an earlier call has left files of checkpoints. The training run continues from
-        them if one is complete."""
+        """Whether an earlier call has left files of checkpoints. The training run continues if one
+        of them is complete."""
         folder = self.checkpoints
         return not self._restart and folder.is_dir() and any(folder.iterdir())
 
     def close(self, error: BaseException | None = None) -> None:
-        """Releases the lock of the folder, and removes the folder if this training run created it
-        and did not begin. The lock file then records `error`, which ends the training run."""
+        """Releases the lock of the folder. Removes the folder if it was created here and `begin`
+        was not called. The lock file then records `error`, which ends the training run."""
         self._lock.close(remove=not self._begun, error=error)
 
     def __enter__(self) -> "RunDirectory":
@@ -476,24 +463,21 @@ class RunDirectory:
 
 
 def begun_of(record: Mapping[str, Any]) -> datetime | None:
-    """When the training run of a record (from `read_record`) began, in local time; None in older
-    records."""
+    """Time at which the training run of a record (from `read_record`) began, in local time; None in
+    older records."""
     return datetime.fromisoformat(record["begun"]) if "begun" in record else None
 
 
 def read_record(path: Path) -> dict[str, Any]:
     """Reads run.json, the record of what a training run trains.
 
-    Args:
-      path: the run directory.
-
     Returns:
       A dict with format, backbone (path), dtype, tokens_per_microbatch, row_len, chunk_len,
       fingerprints (hashes of the backbone and the data), shape and replica_shapes (from
-      `RecordedShapes.to_json`), begun (the time, not in older records), samples (by task, the
-      numbers of "training" and "held_out" samples, not in older records), rendering (by task, the
-      fields of `Rendering`, not in older records), and tasks: by name, the fields of the `Task`
-      except name and sample_prompt.
+      `RecordedShapes.to_json`), begun (the time), samples (by task, the numbers of "training" and
+      "held_out" samples), rendering (by task, the fields of `Rendering`), and tasks (by name, the
+      fields of the `Task` except name and sample_prompt). Older records lack begun, samples and
+      rendering.
 
     Raises:
       RunDirectoryError: the folder has no run.json, or run.json is damaged or has a format that
@@ -525,7 +509,8 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def _read_ours(path: Path) -> dict[str, Any]:
-    """The content of run.json in any format. RunDirectoryError if jaxmux did not write it."""
+    """The content of run.json in any format. Raises RunDirectoryError if jaxmux did not write the
+    file."""
     file = path / "run.json"
     try:
         record = json.loads(file.read_text())
@@ -548,7 +533,7 @@ def _read_ours(path: Path) -> dict[str, Any]:
 
 
 def without_adapter(path: Path) -> RunDirectoryError:
-    """The error of a run directory without adapters, with the state of its training process."""
+    """The error that a run directory has no adapter yet, with the state of its training process."""
     ends = str(lock_state(path))
     return RunDirectoryError(f"{path}: has no adapter yet" + (ends and f"; {ends}"))
 
@@ -557,7 +542,7 @@ _ABSENT = object()
 
 
 def _differences(recorded: Any, wanted: Any, path: str = "") -> list[tuple[str, Any, Any]]:
-    """The keys that differ ("tasks.a.adapter.rank"), each with both values; `_ABSENT` stands for a
+    """The keys that differ ("tasks.a.adapter.rank"), each with both values; `_ABSENT` marks a
     missing key."""
     if not (isinstance(recorded, dict) and isinstance(wanted, dict)):
         return [] if recorded == wanted else [(path, recorded, wanted)]

@@ -1,4 +1,4 @@
-"""Inputs of a training run: the checks of its arguments, and the tasks with their data."""
+"""Inputs of a training run: checks of its arguments, and its tasks with their data."""
 
 import dataclasses
 import json
@@ -33,14 +33,8 @@ from .sweep_results import halving_of, values_of
 
 
 class RunInputs(NamedTuple):
-    """The inputs that a training run reads before it begins.
-
-    Attributes:
-      config: configuration of the backbone.
-      tokenizer: the backbone's tokenizer.
-      prepared: the tasks with their data.
-      fingerprints: hashes of the backbone and of the data, by name ("backbone").
-    """
+    """The inputs that a training run reads before it begins. `fingerprints` has hashes of the
+    backbone and of the data, by name ("backbone")."""
 
     config: BackboneConfig
     tokenizer: Any
@@ -68,8 +62,6 @@ def check_arguments(
 
     Args:
       backbone: a path, or a name with a prefix such as "jaxmux:".
-      tasks: the tasks.
-      run_dir: the run directory.
       restart: whether the earlier training run in `run_dir` is deleted.
 
     Raises:
@@ -86,7 +78,7 @@ def check_arguments(
 
 
 def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) -> None:
-    """TaskError if a task begins with an adapter that `restart` would delete."""
+    """Raises TaskError if a task begins with an adapter that `restart` would delete."""
     for task in tasks:
         source = task.resume_from
         if restart and source and Path(source).resolve().is_relative_to(run_dir.resolve()):
@@ -99,8 +91,8 @@ def _refuse_own_adapters(tasks: Sequence[Task], run_dir: Path, restart: bool) ->
 def described(
     tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions, restart: bool
 ) -> dict[str, str]:
-    """The settings that all processes must share, as texts with a name for each. Paths of data
-    may differ between processes, so they are left out."""
+    """The settings that must be the same in all processes, as texts by name. Paths of data may
+    differ, so they are left out."""
     parts: dict[str, Any] = {
         "options": _settings(options) | {"restart": restart},
         "versions": installed_versions("jaxmux", "jax", "jaxlib"),
@@ -114,7 +106,7 @@ def described(
 
 
 def configuration_of(backbone: str, tasks: Sequence[Task], options: RunOptions) -> dict[str, Any]:
-    """The description of a training run that trackers get, as a JSON object."""
+    """The description of a training run for trackers, as a JSON object."""
     configuration = {
         "backbone": backbone,
         "options": _settings(options),
@@ -127,7 +119,7 @@ def configuration_of(backbone: str, tasks: Sequence[Task], options: RunOptions) 
 def identity_of(
     backbone: str, tasks: Sequence[Task], sweeps: Sequence[Sweep], options: RunOptions
 ) -> dict[str, Any]:
-    """Identity of a training run, which its run directory records, as a JSON object. A call with
+    """The identity of a training run, as a JSON object. The run directory records it; a call with
     another identity cannot continue the run."""
     return {
         "format": FORMAT,
@@ -153,7 +145,6 @@ def _settings(options: RunOptions) -> dict[str, Any]:
 
 
 def _identity(task: Task) -> dict[str, Any]:
-    """The entry of a task in run.json."""
     fields = task_to_json(task)
     del fields["name"], fields["sample_prompt"]
     return fields
@@ -167,21 +158,10 @@ def read_inputs(
     begun: datetime,
     timeline: StartTimeline,
 ) -> RunInputs:
-    """Reads and checks all inputs except the backbone's weights.
-
-    Args:
-      backbone: the backbone's folder.
-      tasks: the tasks.
-      options: settings of the training run.
-      directory: checks that the backbone is unchanged before the data is read; None in a process
-        without run directory.
-      begun: when the run began; chat templates read this time.
-      timeline: records the start.
-
-    Raises:
-      BackboneError, DataError, TaskError, PlanningError, RunDirectoryError: the message names the
-        input that cannot be used.
-    """
+    """Reads and checks all inputs except the backbone's weights. If there is a `directory`, it
+    checks that the backbone is unchanged before the data is read. Chat templates use `begun` as the
+    date. Raises BackboneError, DataError, TaskError, PlanningError or RunDirectoryError if an input
+    cannot be used; the message names it."""
     config = BackboneConfig.from_folder(backbone, options.backbone_format)
     with ThreadPoolExecutor(1) as thread:
         # Hashing releases Python's global lock, which the import of transformers holds.
@@ -197,7 +177,7 @@ def read_inputs(
     if options.mesh != AUTO_MESH:
         refuse_mesh(options.deployment, config)
     base = checkpoint_tensors(backbone, backbone_dtype(options.dtype), options.backbone_format)
-    # The configurations of a sweep read their data once.
+    # The configurations of a sweep share their data, which is read once.
     loaded = Loaded()
     with timeline.span("read the data"), TemplateClock(begun):
         prepared = [

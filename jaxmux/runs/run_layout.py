@@ -1,4 +1,4 @@
-"""The devices of a training run, and the shape classes of the microbatches that they train."""
+"""The devices of a training run, and the shape classes of its microbatches."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -50,15 +50,14 @@ class RunLayout(NamedTuple):
     """The devices of a training run and its microbatches.
 
     Attributes:
-      deployment: the replicas.
       shapes: for each replica, the shape class of its microbatches.
-      admissions: predictors of whether tasks fit into memory, one for each kind of replica,
-        beginning with that of the first replica; empty if the device's memory is unknown.
+      admissions: predict whether tasks fit into memory, one for each kind of replica, that of the
+        first replica first; empty if the device's memory is unknown.
       costs: times of the replicas; None if there is only one.
-      round_seconds: predicted seconds of a round (one global batch of every task), on average; None
-        if nothing was measured on such a device, or if a run continues. With several replicas, the
+      round_seconds: predicted mean seconds of a round (one global batch of every task); None if
+        nothing was measured on such a device, or if a run continues. With several replicas, the
         exchange of gradients is not included.
-      places: number of tasks that train at the same time; None for all of them.
+      places: number of tasks that train at the same time; None means all.
     """
 
     deployment: Deployment
@@ -80,12 +79,10 @@ class RunLayout(NamedTuple):
         options: RunOptions,
         device: PlannedDevice | None = None,
     ) -> Shrinking | None:
-        """Rules for making the engine smaller when tasks end; None if it keeps its size. An engine
-        of several replicas keeps it, and so does an engine on a CPU if the results of some task
-        would change their bits in microbatches of fewer rows.
-
-        `device` is as for `choose_layout`.
-        """
+        """Rules for making the engine smaller when tasks end; None if the engine keeps its size. It
+        keeps its size if it has several replicas. On a CPU, it also does so if microbatches of
+        fewer rows would change the bits of some task's results. `device` is as for
+        `choose_layout`."""
         on_cpu = (device.kind if device else jax.local_devices()[0].device_kind) == "cpu"
         any_rows = all(task.kind.same_in_any_rows for task in tasks)
         if len(self.deployment.replicas) > 1 or (on_cpu and not any_rows):
@@ -96,8 +93,8 @@ class RunLayout(NamedTuple):
         return shrinking_of(tasks, costs.replica, self.shape, first, places)
 
     def added_to(self, recorded: RecordedShapes | None) -> RecordedShapes:
-        """The shape classes that a training run records: those already recorded, if any, and those
-        of this layout."""
+        """The shape classes that a training run records: those in `recorded`, if any, and those of
+        this layout."""
         recorded = recorded or RecordedShapes(self.shape, {})
         if len(self.shapes) == 1:
             return recorded
@@ -106,11 +103,8 @@ class RunLayout(NamedTuple):
 
 
 def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
-    """Checks that the backbone can be divided among the devices, and that they exist.
-
-    Raises:
-      PlanningError: the layout is impossible; the message names the nearest possible one.
-    """
+    """Raises PlanningError if the backbone cannot be divided among the devices or if they do not
+    exist. The message names the nearest possible layout."""
     for replica in deployment.counts:
         replica.require(config.num_layers, mesh_sizes(config))
     if deployment.devices <= (available := len(jax.devices())):
@@ -127,7 +121,8 @@ def refuse_mesh(deployment: Deployment, config: BackboneConfig) -> None:
 
 
 def _refuse_idle_processes(deployment: Deployment) -> None:
-    """Raises PlanningError if a process has none of the first devices, which the mesh takes."""
+    """Raises PlanningError if a process has none of the mesh's devices, which are the first
+    ones."""
     busy = {device.process_index for device in jax.devices()[: deployment.devices]}
     if idle := set(range(jax.process_count())) - busy:
         raise PlanningError(
@@ -150,15 +145,12 @@ def choose_layout(
     """Chooses the devices, if `options.mesh` is "auto", and the shape classes of the microbatches.
 
     Args:
-      tasks: the tasks of the training run.
-      config: configuration of the backbone.
-      options: settings of the training run.
       recorded: the shape classes with which the training run began, which are kept; None for a new
         run.
       console: prints the choice.
-      places: number of tasks that train at the same time; None for all of them.
+      places: number of tasks that train at the same time; None means all.
       failed: layouts that "auto" leaves out because a device ran out of memory on them.
-      device: the kind of the devices; None for those of this machine, which "auto" needs. Another
+      device: the kind of the devices; None means those of this machine, which "auto" needs. Another
         kind needs `options.dtype` and `options.memory_gib`.
 
     Raises:
@@ -226,7 +218,7 @@ def _round_seconds(
         return fits[deployment.replicas[0]].round_seconds()
     if any(fit.choice is None for fit in fits.values()):
         return None
-    # Imported here because only runs with several replicas use the planner of deployments.
+    # Imported here because only runs with several replicas use the deployment planner.
     from jaxmux.planner.replicas import predicted_round_seconds
 
     batches = [BatchLengths(task.batches, task.steps) for task in tasks]
@@ -235,7 +227,7 @@ def _round_seconds(
 
 
 def _device_bytes(fit: ReplicaFit, known: bool) -> str:
-    """Contents of the fullest device's memory, for messages. `known` tells whether the size of the
+    """Contents of the fullest device's memory, for messages. `known` means that the size of the
     device's memory is known."""
     costs, shape = fit.costs, fit.shape
     held = size_text(costs.memory.resident(costs.pool, costs.replica))
@@ -256,17 +248,8 @@ def _dispatch_costs(fits: Mapping[Replica, ReplicaFit]) -> "SequenceCosts":
 def engine_options(
     options: RunOptions, config: BackboneConfig, shape: ShapeClass, **others: Any
 ) -> EngineOptions:
-    """The options of the engine of a training run or a server.
-
-    Args:
-      options: settings of the training run or the server.
-      config: configuration of the backbone.
-      shape: shape class of the microbatches.
-      **others: further fields of `EngineOptions`.
-
-    Raises:
-      PlanningError: `options.reserved_targets` matches no linear of the backbone.
-    """
+    """The options of the engine of a training run or a server, with the further fields `others`.
+    Raises PlanningError if `options.reserved_targets` matches no linear of the backbone."""
     return EngineOptions(
         shape,
         options.reserved(config),
@@ -288,20 +271,9 @@ def load_on(
     cache: str | None,
     say: Callable[[str], None],
 ) -> Backbone | list[PlacedBackbone]:
-    """Loads a backbone onto the default device, or onto each replica's devices.
-
-    Args:
-      deployment: the replicas.
-      folder: the backbone's folder.
-      dtype: dtype of the weights.
-      config: configuration of the backbone.
-      cache: as for `load_backbone`.
-      say: function that prints one line; it is called every few seconds with the progress.
-
-    Raises:
-      BackboneError: as `load_backbone`.
-      OSError: the cache cannot be written.
-    """
+    """Loads a backbone onto the default device, or onto each replica's devices. `cache` and errors
+    are as for `load_backbone`; raises OSError if the cache cannot be written. Every few seconds,
+    `say` prints a line with the progress."""
     form = config.backbone_format
     progress = _LoadingLines(bytes_of(abstract_weights(config, dtype)), say)
     if deployment.devices == 1:
@@ -316,8 +288,6 @@ def load_on(
 
 
 class _LoadingLines:
-    """Prints how much of a backbone is loaded, every few seconds."""
-
     def __init__(self, total: int, say: Callable[[str], None]):
         self._total, self._say = total, say
         self._done, self._said_at = 0, time.monotonic()
@@ -349,17 +319,13 @@ def layout_with_places(
     failed: Sequence[Deployment] = (),
     device: PlannedDevice | None = None,
 ) -> RunLayout:
-    """Chooses the devices and the shape classes of the microbatches. If not all tasks fit into
-    memory, as many of them train at the same time as fit.
+    """Chooses the devices and the shape classes of the microbatches like `choose_layout`. If not
+    all tasks fit into memory, as many as fit train at the same time, and `RunLayout.places` is
+    their number.
 
     Args:
-      tasks, config, options, recorded, console: as for `choose_layout`.
       may_wait: whether tasks may wait for a slot if they do not fit at the same time. If not, the
         error names the number of tasks that fit.
-      failed, device: as for `choose_layout`.
-
-    Returns:
-      The layout. `RunLayout.places` is None if all tasks train together.
 
     Raises:
       PlanningError: the tasks do not fit into memory; with `may_wait`, not even one of them does.
@@ -386,7 +352,8 @@ def layout_with_places(
 
 
 def _most_that_fit(choose: partial[RunLayout], too_many: int) -> int:
-    """The largest number of slots below `too_many` for which memory suffices; 0 if none does."""
+    """The largest number of slots below `too_many` for which there is memory; 0 if there is
+    none."""
     fitting = 0
     while too_many - fitting > 1:
         tried = (fitting + too_many) // 2

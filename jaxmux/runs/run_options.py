@@ -1,4 +1,4 @@
-"""The settings of a training run, besides its backbone, its tasks and its folder."""
+"""The settings of a training run besides its backbone, its tasks and its folder."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
@@ -20,7 +20,7 @@ from jaxmux.tasks import Task, TaskError
 
 from .trackers.tracker import TRACKERS
 
-# The mesh that stands for the best layout of all devices.
+# The value of `RunOptions.mesh` for the best layout of all devices.
 AUTO_MESH = "auto"
 _Attention = Literal[*attention.IMPLEMENTATIONS]
 _GroupedLora = Literal[*grouped_lora.IMPLEMENTATIONS]
@@ -39,11 +39,11 @@ class RunOptions:
         or "float32". Adapters and their optimizer states are always float32.
       backbone_format: format in which the weights of the layers' linears are stored. "float8"
         (e4m3, one byte a weight) also encodes activations and gradients, with a scale for each
-        token, and multiplies in float8: on Hopper GPUs a step takes seven tenths of the time, and
+        token, and multiplies in float8. On Hopper GPUs, a step then takes seven tenths of the time;
         products are exact to about 3%. "int8" (one byte) and "nf4" (half a byte, in blocks of 64 as
         in QLoRA) are decoded to `dtype` right before each product, so that memory shrinks and every
-        step takes a little longer. None stores weights as the checkpoint does: in `dtype`, or,
-        if it is quantised already, in its own format if that is decoded for products.
+        step takes a little longer. None stores weights in `dtype`. A checkpoint that is already
+        quantised keeps its own format if the format can be decoded for products.
       backbone_cache: folder in which the backbone is kept in its `backbone_format`, so that later
         training runs read less and encode nothing. Its entries are named after the backbone's
         fingerprint; transformers and vLLM can load them too. None keeps nothing.
@@ -53,27 +53,28 @@ class RunOptions:
         trains different samples, and divides the weights; layers are gathered when they are needed.
         "tp" (tensor parallelism) divides every linear. An axis that is not named has size 1. The
         results are those of one device, with "pp" alone bit for bit on CPU, else up to rounding.
-        Replicas that need not be alike are joined by plus signs, as in "pp2,tp2 + 2*(tp1)": each
-        has its own copy of the backbone and trains the samples that suit it, long samples on
-        replicas with much memory. The first one has the optimizer states. "auto" takes all devices,
-        in the layout, of one replica or of several, that is predicted to train fastest. None is one
-        device.
+        Several replicas are joined by plus signs, as in "pp2,tp2 + 2*(tp1)", and may differ. Each
+        has its own copy of the backbone and trains the samples that suit it: replicas with much
+        memory train the long samples. The first replica has the optimizer states. "auto" takes all
+        devices, in the layout of one or several replicas that is predicted to train fastest. None
+        is one device.
       schedule: order of the passes in a pipeline; it needs a mesh with "pp". "auto" is 1F1B on
         groups of tasks, which the planner chooses so that one group trains while another one is
         updated. "1f1b" and "gpipe" pack all tasks together; "gpipe" runs all forward passes of a
         round before the backward passes, and keeps the values of all its microbatches.
         "interleaved" puts two parts of the backbone on each stage. "lorapp" (mLoRA) and "template"
-        (MuxTune) give every task microbatches of its own: "lorapp" passes over a task that waits
-        for its update, "template" keeps more microbatches in flight. Results do not depend on it.
+        (MuxTune) give every task microbatches of its own: with "lorapp", other tasks pass a task
+        that waits for its update; "template" keeps more microbatches in flight. Results do not
+        depend on the schedule.
       tokens_per_microbatch: N, the most tokens of a microbatch; memory grows with N.
       row_len: tokens of a row, a power of two of at least 64 and at least the longest sample.
         Attention stays within a row. None chooses the row length that is predicted to train
         fastest.
       chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
         chooses the chunk length that is predicted to train fastest. If `row_len` or `chunk_len` is
-        None, microbatches may also get fewer tokens than N; if both are given, microbatches have N
-        tokens, rounded up to whole rows and chunks. Both get fewer when tasks have ended and the
-        others do not fill them.
+        None, microbatches may also get fewer tokens than N. If both are given, microbatches have N
+        tokens, rounded up to whole rows and chunks. In both cases, microbatches get fewer tokens
+        when tasks have ended and the others do not fill them.
       max_sequences: most samples of a row. None chooses the number that is predicted to train
         fastest. It can be given only together with `row_len` and `chunk_len`; then the shape of
         microbatches does not depend on the tasks, until some of them have ended.
@@ -90,24 +91,24 @@ class RunOptions:
         device, dtype and row length.
       grouped_lora: implementation of the linears with adapters: "mosaic_gpu" (Hopper GPUs),
         "triton" (Ampere, Ada and Hopper GPUs) or "xla" (any device). None picks the fastest.
-      reserved_slots: number of tasks for which arrays are allocated at least, even if fewer train.
-        On CPU, a task gets the same bits beside different other tasks if arrays and microbatches
-        have the same sizes. The other `reserved_` options and `max_sequences` have the same
-        purpose.
-      reserved_rank: adapter rank for which arrays are allocated at least.
+      reserved_slots: least number of tasks for which arrays are allocated, even if fewer train. On
+        CPU, a task gets the same bits whatever other tasks train beside it, if arrays and
+        microbatches have the same sizes. The other `reserved_` options and `max_sequences` have the
+        same purpose.
+      reserved_rank: least adapter rank for which arrays are allocated.
       reserved_targets: linears for which arrays are allocated, even if no task adapts them, chosen
-        like `LoRA.target_modules`; None for no others than those of the tasks.
+        like `LoRA.target_modules`; None allocates only those that tasks adapt.
       reserved_dropout: True compiles the training step with dropout, even if no task has any.
-      reserved_adapters: specifications of other kinds than plain LoRA, such as
+      reserved_adapters: specifications of adapters other than plain LoRA, such as
         `Bottleneck(size=64)`, `DoRA(16)`, or a `LoRA` with a pattern or the initialisation "pissa".
-        In every slot there is room for adapters of these kinds, up to these sizes and at these
-        places of the backbone.
+        Every slot has room for adapters of these kinds, up to these sizes and at these places of
+        the backbone.
       checkpoint_every: number of rounds between two checkpoints.
       keep_checkpoints: number of checkpoints that are kept; older ones are deleted.
       max_bad_steps: number of consecutive non-finite updates after which a task fails. The training
         of the other tasks continues.
-      tasks_at_once: number of tasks that train at the same time at most; the others wait until one
-        has ended. None lets all tasks train together; those of a `Sweep` wait if they do not fit
+      tasks_at_once: largest number of tasks that train at the same time; the others wait until one
+        has ended. None lets all tasks train together; tasks of a `Sweep` wait if they do not fit
         into memory.
       log_every: where there is no terminal, number of a task's steps from one printed line to the
         next. None prints about ten lines for each task.
@@ -156,7 +157,7 @@ class RunOptions:
         if self.backbone_cache and not self.backbone_format:
             raise PlanningError("backbone_cache needs a backbone_format beside it")
         self._check_trackers()
-        # A mesh that cannot be read is refused here, before anything is loaded.
+        # Refuse a mesh that cannot be read here, before anything is loaded.
         if self.mesh and self.mesh != AUTO_MESH:
             Deployment.parse(self.mesh)
 
@@ -190,24 +191,15 @@ class RunOptions:
 
     @property
     def deployment(self) -> Deployment:
-        """The devices that `mesh` names, which is not "auto".
-
-        Raises:
-          PlanningError: `mesh` cannot be read, or `schedule` does not suit it.
-        """
+        """The devices that `mesh` names; `mesh` must not be "auto". Raises PlanningError if `mesh`
+        cannot be read, or `schedule` does not suit it."""
         devices = Deployment.parse(self.mesh) if self.mesh else Deployment((ONE_DEVICE,))
         return devices.following(self.schedule)
 
     def reserved(self, config: BackboneConfig) -> PoolSpec:
-        """The smallest pool for which arrays are allocated, from the `reserved_` options.
-
-        Args:
-          config: configuration of the backbone.
-
-        Raises:
-          PlanningError: `reserved_targets` matches no linear of the backbone, or an adapter of
-            `reserved_adapters` does something nowhere in it.
-        """
+        """The smallest pool for which arrays are allocated, from the `reserved_` options. Raises
+        PlanningError if `reserved_targets` matches no linear of the backbone, or an adapter of
+        `reserved_adapters` has no place in it."""
         targets: Iterable[str] = ()
         if self.reserved_targets is not None:
             try:
@@ -226,15 +218,12 @@ class RunOptions:
             except ValueError as e:
                 kind = type(specification).__name__
                 raise PlanningError(f"reserved_adapters: {kind}: {e}") from None
-        # No further slots are needed for them.
+        # These adapters need no further slots.
         return merge_pool_specs([pool, *needed])._replace(slots=pool.slots)
 
     def shape_request(self, least_chunk_len: int) -> ShapeRequest:
-        """The limits within which the shape of microbatches is chosen.
-
-        Args:
-          least_chunk_len: tokens of the shortest chunk that the device's kernels support.
-        """
+        """The limits within which the shape of microbatches is chosen. `least_chunk_len` is the
+        number of tokens of the shortest chunk that the device's kernels support."""
         given = self.row_len, self.chunk_len
         sequences = self.max_sequences
         return ShapeRequest(
@@ -248,14 +237,7 @@ class RunOptions:
 
 
 def check_names(tasks: Sequence[Task]) -> None:
-    """Checks that no two tasks of a training run have the same name.
-
-    Args:
-      tasks: the tasks of a training run.
-
-    Raises:
-      TaskError: two tasks have the same name.
-    """
+    """Raises TaskError if two tasks have the same name."""
     names = [task.name for task in tasks]
     if repeated := sorted({name for name in names if names.count(name) > 1}):
         raise TaskError(f"task {repeated[0]!r}: {names.count(repeated[0])} tasks have this name")

@@ -1,13 +1,13 @@
 """Chooses the shape class of a training run on one device by predicted time (MuxTune 3.5).
 
 An *hTask* (MuxTune's hybrid task) is a group of tasks that may share microbatches. Here all tasks
-form one hTask. MuxTune fuses tasks into several hTasks (`planner.pipeline.fusion`) to fill a
-pipeline, and one device has no pipeline. Separate hTasks would have separate microbatches. The last
-microbatch of each hTask in a round is partly empty, and every microbatch takes some time that does
-not depend on its tokens. For mixes of real data sets on an H200, the time model predicts that two
-hTasks, each in its own best shape class, take 0.96 to 1.15 times as long as one, and that one hTask
-per task takes 1.1 to 1.5 times as long. Shorter rows for short samples are therefore not worth
-compiling a second program.
+form one hTask. MuxTune uses several hTasks to fill a pipeline (`planner.pipeline.groupings`), but
+one device has no pipeline. Separate hTasks have separate microbatches: the last microbatch of each
+hTask in a round is partly empty, and every microbatch takes some time that does not depend on its
+tokens. For mixes of real data sets on an H200, the time model predicts that two hTasks, each in its
+own best shape class, take 0.96 to 1.15 times as long as one hTask, and that one hTask per task
+takes 1.1 to 1.5 times as long. It is therefore not worth compiling a second program with shorter
+rows for short samples.
 """
 
 import dataclasses
@@ -54,12 +54,9 @@ _log = logging.getLogger("jaxmux")
 
 
 class PlannedDevice(NamedTuple):
-    """A kind of device whose costs are predicted. This machine need not have one.
-
-    Attributes:
-      kind: the kind, as JAX names it, for example "NVIDIA H200" or "cpu".
-      profile: file of the costs; None uses a profile that ships with jaxmux, or estimates.
-    """
+    """A kind of device whose costs are predicted; this machine need not have one. `kind` is the
+    name that JAX gives it, for example "NVIDIA H200" or "cpu". `profile` is the file of the costs;
+    None means a profile that ships with jaxmux, or estimates."""
 
     kind: str
     profile: Path | None = None
@@ -69,7 +66,7 @@ class RunCosts(NamedTuple):
     """Predicted costs of a training run.
 
     Attributes:
-      replica: cost model that gives the seconds and bytes of a microbatch for a shape class.
+      replica: gives the seconds and bytes of a microbatch for a shape class.
       source: origin of the costs. Estimates suffice to compare choices, but do not predict the
         device's times.
       least_chunk_len: tokens of the shortest chunk that the device's kernels support.
@@ -91,7 +88,7 @@ class Choice(NamedTuple):
     Attributes:
       alignment: the shape class, with its predicted cost over a sample of the rounds.
       source: origin of the costs, as messages show it, for example "measured for cpu".
-      rounds: number of rounds in that sample.
+      rounds: number of rounds in the sample.
     """
 
     alignment: PricedShape
@@ -122,21 +119,18 @@ def run_costs(
 
     Args:
       tasks: the tasks of the training run, at least one.
-      config: configuration of the backbone.
-      dtype: dtype of the backbone's weights.
       remat: remat policy, as in `EngineOptions`.
-      memory: bytes that the engine may use, as in `EngineOptions`; None for all of the device.
-      replica: the devices.
-      slots: number of slots of the pool; None for one slot per task.
+      memory: bytes that the engine may use, as in `EngineOptions`; None means all of the device.
+      slots: number of slots of the pool; None means one slot per task.
       replicas: number of replicas that train different samples.
-      device: the kind of the devices; None for this machine's.
+      device: the kind of the devices; None means this machine's.
       schedule: the order of a pipeline's passes, as in `RunOptions`.
 
     Raises:
       ProfileError: `device.profile` cannot be read, or belongs to another backbone.
     """
     pool = merge_pool_specs([task.pool for task in tasks])
-    # The engine makes room for the default optimizer, which has most moments.
+    # The engine makes room for the default optimizer, which has the most moments.
     pool = pool._replace(
         slots=slots or pool.slots,
         modules=tuple(sorted(pool.modules or ())),
@@ -156,7 +150,6 @@ def costs_of_run(
     replicas: int = 1,
     device: PlannedDevice | None = None,
 ) -> RunCosts:
-    """`run_costs` with the settings of a training run."""
     return run_costs(
         tasks,
         config,
@@ -181,7 +174,7 @@ def pool_costs(
     device: PlannedDevice | None = None,
     schedule: str = AUTO_SCHEDULE,
 ) -> RunCosts:
-    """As `run_costs`, for any tasks that fit into a pool."""
+    """Like `run_costs`, for any tasks that fit into a pool."""
     size = size_of(config, dtype)
     if device is None:
         kind, memory = jax.local_devices()[0].device_kind, memory or device_memory()
@@ -195,7 +188,7 @@ def pool_costs(
         models = device_models(size, memory, replica, kind, jnp.dtype(dtype).name, PROFILES)
     in_flight = ()
     if schedule != AUTO_SCHEDULE:
-        # Imported here because training without a pipeline does not use the planner of pipelines.
+        # Imported here because training without a pipeline does not use the pipeline planner.
         from jaxmux.planner.pipeline.schedules import microbatches_in_flight
 
         in_flight = microbatches_in_flight(schedule, replica.pp, replica.parts)
@@ -227,8 +220,7 @@ def choose_run_shape(
     Args:
       tasks: the tasks of the training run, at least one.
       costs: the costs of these tasks on this device, from `run_costs`.
-      request: limits of the choice.
-      longest: ignore samples with more tokens than this; None for all samples.
+      longest: ignore samples with more tokens; None means that none are ignored.
       shares: number of parts into which a global batch is divided among replicas.
 
     Raises:

@@ -25,7 +25,6 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(?:/[\w.-]+)?", re.ASCII)
 
 
 def notes_of_task(trained: TrainedTask) -> Notes:
-    """The training notes in the card of a task's adapter."""
     fields = task_to_json(trained.task)
     samples = {"training": trained.samples, "held_out": trained.held_out_samples}
     fingerprints = trained.fingerprints
@@ -42,14 +41,12 @@ def notes_of_record(
     progress: TaskProgress,
     is_best: bool,
 ) -> Notes:
-    """The same as `notes_of_task`, from the entries of a run directory.
+    """Like `notes_of_task`, from the entries of a run directory.
 
     Args:
-      name: name of the task.
       fields: the task as JSON, with or without its name.
-      samples: number of "training" and "held_out" samples; empty if they are not known.
+      samples: number of "training" and "held_out" samples; empty if unknown.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
-      progress: the progress of the task.
       is_best: whether the adapter is the one with the lowest held-out loss.
     """
     sources = fields["data"] if isinstance(fields["data"], list) else [fields["data"]]
@@ -96,7 +93,7 @@ def notes_of_record(
 
 
 def _shown(source: Mapping[str, Any]) -> str:
-    """The name of a source, without the folder in which a file lies on this machine."""
+    """The name of a source; for a file, without its folder on this machine."""
     if _is_on_hub(source):
         return source["path"]
     return Path(source["path"].removeprefix(HUGGING_FACE_PREFIX)).name
@@ -109,20 +106,15 @@ def _is_on_hub(source: Mapping[str, Any]) -> bool:
     return bool(is_name) and not is_saved_data_set(Path(name))
 
 
-# Number of points averaged by the running mean that is drawn over the raw losses.
+# The running mean over the raw losses averages this number of points.
 _SMOOTHING = 10
-# Maximum number of characters of adjacent names in the legend.
+# The legend is drawn only if its names side by side have at most this number of characters.
 _LEGEND = 100
 
 
 def plot_losses(metrics: Path, path: Path) -> None:
-    """Draws the loss of every task over its steps, raw and as a running mean. Skipped updates are
-    left out.
-
-    Args:
-      metrics: path of metrics.jsonl.
-      path: the PNG file to write.
-    """
+    """Draws the loss of every task over its steps to a PNG file, raw and as a running mean. Skipped
+    updates are left out."""
     # Imported here because importing matplotlib takes half a second, which would delay training.
     from matplotlib.figure import Figure
 
@@ -214,7 +206,7 @@ class Summary(NamedTuple):
 
     @property
     def succeeded(self) -> bool:
-        """True if no task failed."""
+        """Whether no task failed."""
         return all(task["status"] != "failed" for task in self.tasks.values())
 
     @classmethod
@@ -225,14 +217,8 @@ class Summary(NamedTuple):
         sweeps: dict[str, dict[str, dict[str, Any]]],
         **others: float | None,
     ) -> "Summary":
-        """The summary of a finished training run.
-
-        Args:
-          engine: the engine, after training.
-          position: the final position of the training run.
-          sweeps: as in `Summary`.
-          others: `round_seconds`, and the fields whose names begin with "predicted".
-        """
+        """The summary of a finished training run, after training and at its final position.
+        `others` are `round_seconds` and the fields whose names begin with "predicted"."""
         tasks = {name: _task_summary(engine, name) for name in engine.names}
         useful = sum(task["tokens"] for task in tasks.values())
         seconds = max(position.train_seconds, 1e-9)
@@ -263,12 +249,11 @@ class Summary(NamedTuple):
         return summary if complete else None
 
     def to_json(self) -> str:
-        """The text of summary.json: an object with the fields of this record."""
         return json.dumps(self._asdict(), indent=2) + "\n"
 
 
 def last_loss(task: Mapping[str, Any]) -> float | None:
-    """The last training loss of a task, from its entry in `Summary.tasks`: nan if its last update
+    """The last training loss of a task, from its entry in `Summary.tasks`; nan if its last update
     was skipped."""
     return math.nan if task.get("bad_streak") else task["train_loss_last"]
 

@@ -30,10 +30,10 @@ from .metrics import read_held_out_losses
 from .run_directory import RunDirectory
 from .summary import Summary, last_loss
 
-# A logarithmic axis is used if the largest value is at least this multiple of the smallest.
+# Values are drawn on a logarithmic axis if the largest is at least this multiple of the smallest.
 _WIDE = 8
 _LOSS_ROW, _VALUE_ROW, _WIDTH = 4.6, 3.3, 10.0
-# Number of panels of swept values side by side.
+# Number of panels with swept values side by side.
 _COLUMNS = 3
 _STOPPED, _FAILED = "0.55", "tab:red"
 
@@ -44,16 +44,10 @@ def plot_sweeps(
     held_out: Mapping[str, Mapping[int, float | None]],
     path: Path,
 ) -> None:
-    """Draws each sweep: above, the held-out losses of all configurations over their steps; below,
-    their final losses against each swept value. The colour of a configuration shows its rank, from
-    the best (bright) to the worst (dark).
-
-    Args:
-      sweeps: the sweeps.
-      summary: the results of the training run.
-      held_out: by name of a task, its held-out losses by step.
-      path: the PNG file to write.
-    """
+    """Draws each sweep to a PNG file. Above are the held-out losses of all configurations over
+    their steps; below are their final losses against each swept value. The colour of a
+    configuration shows its rank, from the best (bright) to the worst (dark). `held_out` has, by
+    task name, the held-out losses by step."""
     from matplotlib.figure import Figure
 
     rows = [math.ceil(len(sweep.space) / _COLUMNS) for sweep in sweeps]
@@ -75,7 +69,6 @@ def plot_sweeps(
 
 
 def _colours(sweep: Sweep, summary: "Summary") -> dict[str, Any]:
-    """The colour of each configuration, by its rank."""
     from matplotlib import colormaps
 
     names = ranked(sweep, summary)
@@ -177,7 +170,7 @@ def _positions(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> 
 
 def _wrapped(text: str) -> str:
     """Wraps a long label into several lines. Dollar signs are escaped, because matplotlib would
-    read formulas, and characters that no font has, such as lone surrogates, become spaces."""
+    read them as formulas. Characters that no font has, such as lone surrogates, become spaces."""
     import textwrap
 
     plain = spaced(text)
@@ -212,11 +205,8 @@ def halving_of(sweeps: Sequence[Sweep]) -> dict[str, dict[str, Any]]:
 
 
 def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> list[Bracket]:
-    """The configurations that compete in successive halving.
-
-    Raises:
-      TaskError: a sweep ends before its first rung.
-    """
+    """The configurations that compete in successive halving. Raises TaskError if a sweep ends
+    before its first rung."""
     steps, brackets = {p.task.name: p.steps for p in prepared}, []
     for sweep in sweeps:
         if sweep.first_rung is None:
@@ -229,8 +219,8 @@ def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> li
 
 
 def ranked(sweep: Sweep, summary: Summary) -> list[str]:
-    """Names of the tasks of a sweep, the best first: by the held-out loss of their adapters, or by
-    the last training loss if none has held-out data. Failed tasks come last."""
+    """Names of the tasks of a sweep, best first: by the held-out loss of their adapters, or by the
+    last training loss if no task has held-out data. Failed tasks come last."""
     names = list(summary.sweeps[sweep.name])
     loss = loss_field(sweep, summary)
 
@@ -249,12 +239,11 @@ def loss_field(sweep: Sweep, summary: Summary) -> str:
 
 
 def best_of(sweep: Sweep, summary: Summary) -> str:
-    """Name of the best task of a sweep, as in `ranked`."""
     return ranked(sweep, summary)[0]
 
 
 def sweep_table(sweep: Sweep, summary: Summary) -> Table:
-    """The configurations of a sweep, the best first, with their losses in nats per target token."""
+    """The configurations of a sweep, best first, with their losses in nats per target token."""
     values = {each.task.name: each.values for each in sweep.configurations()}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:
@@ -271,7 +260,7 @@ def sweep_table(sweep: Sweep, summary: Summary) -> Table:
 
 
 def result_of(task: Mapping[str, Any]) -> str:
-    """Result of a task's training in one or two words, from its entry in `Summary.tasks`."""
+    """The result of a task's training in one or two words, from its entry in `Summary.tasks`."""
     if task["status"] == "failed":
         return "failed"
     if rung := rung_of(task.get("stopped_early")):
@@ -282,9 +271,9 @@ def result_of(task: Mapping[str, Any]) -> str:
 def write_results(sweeps: Sequence[Sweep], summary: Summary, directory: RunDirectory) -> None:
     """Writes sweep.json and sweep.png.
 
-    sweep.json has an object for each sweep: its settings, and its configurations, the best first,
-    each with its swept values, its results as in summary.json, and "held_out", the held-out losses
-    as pairs of step and loss.
+    sweep.json has an object for each sweep: its settings and its configurations, best first. A
+    configuration has its swept values, its results as in summary.json, and "held_out", the held-out
+    losses as pairs of step and loss.
     """
     held_out: dict[str, dict[int, float | None]] = {}
     for line in read_held_out_losses(directory.held_out):

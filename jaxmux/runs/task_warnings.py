@@ -2,7 +2,7 @@
 
 Each warning is one line with the suspicious number. A training run prints the warnings of
 `before_training` once, when it begins, and those of `after_training` with its results. A server
-shows both in the task's status (`of_live_task`), and their number on its terminal.
+shows both kinds in the task's status (`of_live_task`), and their number on its terminal.
 """
 
 import math
@@ -23,34 +23,33 @@ from .run_options import RunOptions
 if TYPE_CHECKING:
     from jaxmux.server import ServerOptions
 
-# Fractions above which a warning is printed.
+# A warning is printed if a fraction is larger than this.
 UNKNOWN_TOKENS = 0.01
 CUT_TOKENS = 0.1
 DROPPED_RECORDS = 0.05
 ENDLESS_CHATS = 0.5
-# A loss closer than this to that of uniform predictions, in nats, shows that nothing was learnt.
+# If a loss differs from the loss of uniform predictions by less than this, in nats, nothing was
+# learnt.
 _NEAR_UNIFORM = 0.05
 # A loss counts as risen if it rose by at least this, in nats.
 _RISE = 0.01
 
 
 def before_training(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
-    """The warnings about a task's settings and data."""
     return [*_of_settings(prepared, config), *_of_data(prepared, config)]
 
 
 def of_live_task(
     prepared: PreparedTask, progress: TaskProgress | None, config: BackboneConfig
 ) -> list[str]:
-    """The warnings about a task of a server. `progress` is its progress at its end, or None before
-    it begins."""
+    """The warnings about a task of a server. `progress` is the task's final progress, or None
+    before the task begins."""
     if progress is None:
         return before_training(prepared, config)
     return after_training({**progress.to_json(), "steps": progress.step}, config)
 
 
 def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) -> list[str]:
-    """The warnings about the settings of a training run or a server."""
     context = config.max_position_embeddings
     if not options.row_len or options.row_len <= context:
         return []
@@ -61,7 +60,7 @@ def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) ->
 
 
 def after_training(results: Mapping[str, Any], config: BackboneConfig) -> list[str]:
-    """The warnings about a task's results, its entry in `Summary.tasks`."""
+    """The warnings about a task's results. `results` is its entry in `Summary.tasks`."""
     warnings = []
     if (skipped := results["skipped"]) and results["status"] != "failed":
         warnings.append(

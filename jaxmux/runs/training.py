@@ -41,13 +41,8 @@ from .trackers import RunTrackers, TrackedRun
 
 
 class Results(NamedTuple):
-    """The results of training.
-
-    Attributes:
-      summary: the summary.
-      adapters: by name, the adapters of the tasks that have a prompt and succeeded.
-      model: the backbone on the devices.
-    """
+    """The results of training. `adapters` has, by name, the adapters of the tasks that have a
+    prompt and succeeded. `model` is the backbone on the devices."""
 
     summary: Summary
     adapters: dict[str, Adapter]
@@ -58,9 +53,8 @@ class _Attempt:
     """An attempt to train in a layout, which may run out of memory.
 
     Attributes:
-      layout: the layout.
-      has_trained: whether a round has ended in it, or a checkpoint has been restored.
-      predicted_memory: predicted peak memory of its first round, in bytes; None if it is not known.
+      has_trained: whether a round has ended in this layout, or a checkpoint has been restored.
+      predicted_memory: predicted peak memory of its first round, in bytes; None if unknown.
     """
 
     def __init__(self, layout: RunLayout):
@@ -74,13 +68,9 @@ class Training:
 
     Attributes:
       backbone: the backbone's folder.
-      inputs: the tasks with their data.
       sweeps: the sweeps whose configurations are among the tasks.
-      options: settings of the training run.
       directory: the run directory; None in a process that writes nothing.
       config_text: as for `fine_tune`.
-      processes: the processes of the training run.
-      console: prints progress.
       stop: signals that stop training.
       timeline: records the start.
     """
@@ -97,14 +87,12 @@ class Training:
     timeline: StartTimeline
 
     def run(self) -> Results:
-        """Trains the tasks.
-
-        If the planner chose a layout of several devices and a device runs out of memory before the
-        first round has ended, training starts again with the next best layout.
+        """Trains the tasks. If the planner chose a layout of several devices and a device runs out
+        of memory before the first round has ended, training starts again with the next best layout.
 
         Raises:
-          BackboneError, PlanningError, RunDirectoryError: the message names the input that cannot
-            be used. Nothing has been trained by this call.
+          BackboneError, PlanningError, RunDirectoryError: an input cannot be used; the message
+            names it. Nothing has been trained by this call.
           Interrupted: a signal arrived; the state is saved.
         """
         config, prepared = self.inputs.config, self.inputs.prepared
@@ -113,7 +101,7 @@ class Training:
         for warning in of_options(options, config):
             console.say(f"warning: {warning}")
         if self.directory:
-            # This must be printed before `_begin` deletes anything.
+            # Print this before `_begin` deletes anything.
             console.announce_restart(self.directory)
         if processes.count > 1:
             timed = [p.task.name for p in prepared if p.task.max_seconds]
@@ -152,13 +140,14 @@ class Training:
                 return self._train_in(attempt, options)
             except (OutOfDeviceMemory, jax.errors.JaxRuntimeError) as e:
                 was_chosen = options.mesh == AUTO_MESH and layout.deployment.devices > 1
-                # With several processes, the others cannot learn of the error, so all of them end.
+                # With several processes, the others cannot learn of the error, so all processes
+                # end.
                 if attempt.has_trained or not was_chosen or processes.count > 1:
                     raise
                 if not ran_out_of_memory(e):
                     raise
                 out_of_memory = first_line(e)
-            # The exception held references to the arrays of the layout.
+            # The exception held references to the layout's arrays.
             gc.collect()
             failed.append(layout.deployment)
             console.say(
@@ -167,7 +156,7 @@ class Training:
             )
 
     def _train_in(self, attempt: _Attempt, options: RunOptions) -> Results:
-        """Trains the tasks in a layout. `options` contain the memory that all processes have."""
+        """Trains the tasks in a layout. `options` contains the memory that all processes have."""
         config, prepared, layout = self.inputs.config, self.inputs.prepared, attempt.layout
         processes, console, directory = self.processes, self.console, self.directory
         brackets = brackets_of(self.sweeps, prepared)
@@ -241,7 +230,6 @@ class Training:
         return Results(summary, adapters, model)
 
     def _begin(self, layout: RunLayout) -> Checkpoints:
-        """Begins the run directory and returns its checkpoints."""
         directory, inputs = self.directory, self.inputs
         directory.begin(
             inputs.fingerprints,
@@ -259,13 +247,9 @@ class Training:
         self, engine: Engine, checkpoints: Checkpoints | None, goes_on: bool
     ) -> RunPosition:
         """Restores the newest checkpoint and returns its position. If there is none, starts to
-        measure the losses before training.
-
-        Args:
-          engine: an engine with the tasks; with `goes_on`, without their initial adapters.
-          checkpoints: the checkpoints; None in a process that reads none.
-          goes_on: whether checkpoints are expected.
-        """
+        measure the losses before training. With `goes_on`, checkpoints are expected, and the engine
+        has its tasks without their initial adapters. `checkpoints` is None in a process that reads
+        none."""
         saved = self.processes.on_first(lambda: newest_run(checkpoints, engine))
         # The arrays are sent separately, task by task.
         described = self.processes.agree(saved and saved._replace(arrays={}))
@@ -305,7 +289,8 @@ class Training:
                     with nullcontext() if ends else self.timeline.span("first round"):
                         updates = engine.train_round(stopped, stream=bool(ends) and not saves)
                         if not ends:
-                            # Shows the first results at once, although the devices then idle.
+                            # Show the first results at once, although the devices are idle
+                            # meanwhile.
                             updates += engine.drain()
                             attempt.has_trained = True
                             attempt.predicted_memory = _predicted_memory(engine, attempt.layout)
@@ -334,7 +319,7 @@ class Training:
 
 
 def _predicted_memory(engine: Engine, layout: RunLayout) -> int | None:
-    """Predicted peak memory of rounds of the engine's size, in bytes; None if it is not known."""
+    """Predicted peak memory in bytes of rounds of the engine's size; None if unknown."""
     # With GPipe, the peak depends on the length of every round.
     is_gpipe = engine.options.schedule == "gpipe"
     if not layout.admissions or engine.remat is None or is_gpipe:

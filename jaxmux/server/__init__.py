@@ -1,4 +1,4 @@
-"""Tasks that come and go while training goes on, and the server that trains them for tenants.
+"""Trains tasks that come and go on one engine, and serves tenants with it.
 
     live = LiveTraining(engine, prepare)
     threading.Thread(target=live.run).start()
@@ -7,7 +7,7 @@
         ...
 
 `LiveTraining` owns an engine and keeps a queue of tasks with priorities. `planner.scheduling`
-chooses which of them train.
+chooses the tasks that train.
 """
 
 from .store import Event, Store

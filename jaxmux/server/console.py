@@ -17,42 +17,34 @@ from . import TaskStatus
 from .inbox.status import places_in_queue
 from .task import CANCELLED, ENDED, FAILED, PAUSED, PREPARING, QUEUED, RUNNING, SUCCEEDED
 
-# Tasks in the order in which the table shows them.
+# States in the order in which the table shows their tasks.
 _STATES = (RUNNING, PREPARING, QUEUED, PAUSED)
-# Rates are means over so many seconds.
+# Rates are means over this number of seconds.
 _WINDOW = 15.0
-# Characters of a reason that are printed; a status file has all of them.
+# At most this many characters of a reason are printed; a status file has all of them.
 _LONGEST_REASON = 500
-# Seconds between two lines about all tasks, where there is no terminal.
+# Without a terminal, seconds between two lines about all tasks.
 _SECONDS_A_LINE = 60.0
 
 
 class ServerConsole:
-    """Prints what becomes of the tasks of a server."""
+    """Prints the state and the progress of a server's tasks."""
 
     def __init__(self, console: Console | None = None, log_every: int | None = None):
-        """Creates the console; nothing is printed yet.
-
-        Args:
-          console: the rich console to print to; None for standard output.
-          log_every: where there is no terminal, number of a task's steps from one printed line to
-            the next; None prints none, but a line about all tasks once a minute.
-        """
+        """Prints to `console`; None means standard output. Without a terminal, prints a line every
+        `log_every` steps of a task; None means only a line about all tasks once a minute."""
         lines = RunConsole(console)
         self.say, self._console, self._log_every = lines.say, lines.console, log_every
         self._live: Live | None = None
-        # The tasks as they were shown last.
+        # The statuses of the tasks when they were shown last.
         self._statuses: dict[str, TaskStatus] = {}
-        # By task that trains, its tokens and steps at some moments of the last seconds.
+        # For each task that trains, its (time, tokens, steps) at some moments of the last seconds.
         self._trained: dict[str, deque[tuple[float, int, int]]] = {}
         self._said_at = time.monotonic()
 
     def start(self, statuses: Sequence[TaskStatus]) -> None:
-        """Begins to show the tasks.
-
-        Args:
-          statuses: the tasks of an earlier server in the same folder.
-        """
+        """Begins to show the tasks. `statuses` are those of an earlier server in the same
+        folder."""
         self._statuses = {status.name: status for status in statuses}
         if statuses:
             self.say(f"tasks of an earlier start: {_counted(statuses)}")
@@ -61,12 +53,8 @@ class ServerConsole:
             self._live.start()
 
     def show(self, statuses: Sequence[TaskStatus], adapters: str) -> None:
-        """Shows what has changed.
-
-        Args:
-          statuses: all tasks.
-          adapters: the folder of the adapters.
-        """
+        """Shows what has changed. `statuses` are those of all tasks, `adapters` is the folder of
+        the adapters."""
         now = time.monotonic()
         known, self._statuses = self._statuses, {status.name: status for status in statuses}
         for name in self._trained.keys() - self._statuses.keys():
@@ -89,7 +77,6 @@ class ServerConsole:
             self.say(self._totals(statuses, now))
 
     def stop(self) -> None:
-        """Removes the live table."""
         if self._live:
             self._live.stop()
             self._live = None
@@ -111,8 +98,8 @@ class ServerConsole:
                 self.say(f"{name}: cancelled after {numbered(status.step, 'step')}")
 
     def _say_skipped(self, status: TaskStatus, before: TaskStatus | None) -> None:
-        """Warns of the first update of a task that is skipped. Where the loss is nan, the task has
-        been said to be ill, unless it has trained on since."""
+        """Warns if an update of a task is skipped. It does not warn again until an update has been
+        applied."""
         loss = None if before is None else before.loss
         if _is_nan(status.loss) and not _is_nan(loss):
             self.say(
@@ -131,24 +118,23 @@ class ServerConsole:
             return
         readings = self._trained.setdefault(status.name, deque())
         readings.append((now, status.meter.effective_tokens, status.step))
-        # Steps may take longer than the window.
+        # A step may take longer than the window, so at least one earlier reading is kept.
         while now - readings[0][0] > _WINDOW and readings[1][2] < status.step:
             readings.popleft()
 
     def _rates(self, name: str, now: float) -> tuple[float, float]:
-        """Tokens of a task, without padding, and its steps per second; 0 as long as they are
-        unknown."""
+        """Tokens without padding and steps of a task per second; 0 while they are unknown."""
         readings = self._trained.get(name)
         if not readings or len(readings) < 2:
             return 0.0, 0.0
         (first, *before), (last, *present) = readings[0], readings[-1]
-        # A task that has waited since then has a lower rate.
+        # The rate of a task falls while it waits.
         seconds = max(last - first, now - last, 1e-9)
         tokens, steps = (b - a for a, b in zip(before, present, strict=True))
         return tokens / seconds, steps / seconds
 
     def _eta(self, status: TaskStatus, now: float) -> str:
-        """Hours, minutes and seconds until a task ends; empty as long as they are unknown."""
+        """Time until a task ends, as h:mm:ss; empty while it is unknown."""
         _, rate = self._rates(status.name, now)
         return hours((status.steps - status.step) / rate) if status.steps and rate else ""
 
@@ -193,11 +179,11 @@ def _is_nan(loss: float | None) -> bool:
 
 
 def _shown(text: str) -> str:
-    """A text that may hold what a tenant has written, without characters that a terminal obeys."""
+    """A text that a tenant may have written, with the control characters of terminals escaped."""
     return escaped(text[:_LONGEST_REASON]) + "…" * (len(text) > _LONGEST_REASON)
 
 
 def _counted(statuses: Sequence[TaskStatus]) -> str:
-    """The numbers of tasks by state, as "3 running, 12 queued"."""
+    """The numbers of tasks by state, for example "3 running, 12 queued"."""
     ends = (SUCCEEDED, STOPPED_EARLY, FAILED, CANCELLED)
     return counted((status.state for status in statuses), (*_STATES, *ends))

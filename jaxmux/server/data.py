@@ -1,5 +1,5 @@
-"""The data of tasks of a live training: tokenized in threads, and checked for changes since the
-task was registered."""
+"""The data of tasks of a live training: read and tokenized in threads, and checked for changes
+since the task was registered."""
 
 import dataclasses
 import hashlib
@@ -22,25 +22,22 @@ from jaxmux.tasks import Task, TaskError
 
 
 def file_identities(task: Task) -> dict[str, str]:
-    """What tells the files of a task's data from others, without reading them: by path, a text of
-    the file's size, the time of its last change and its inode.
+    """Identifies the files of a task's data without reading them: by path, a text of the file's
+    size, the time of its last change and its inode.
 
-    A pattern of names is told from others by the names that match it. A link stands for the file to
-    which it leads. The inode tells a file from one that has taken its
-    place with the same time. Left out are files that are not there, and data sets of the Hugging
-    Face hub, which have no file of their own. What does not show is a change in place that keeps
-    the size, if it comes before the time stamps of the file system go on: milliseconds after the
-    change before, on some network disks up to two seconds.
-
-    Args:
-      task: the task.
+    A pattern of names is identified by the names that match it, a link by the file to which it
+    leads. The inode differs if another file with the same time has replaced a file. Missing files
+    are left out, and so are data sets of the Hugging Face hub, which have no file of their own. A
+    change in place that keeps the size is not noticed if the time stamps of the file system have
+    not advanced since the previous change: for milliseconds, on some network disks for up to two
+    seconds.
     """
     found = {}
     for path in _paths(task):
         try:
             stat = os.stat(path)
         except (OSError, ValueError):
-            # Reading the data tells what is wrong with the path.
+            # Reading the data reports the problem with the path.
             continue
         found[path] = f"{stat.st_size} bytes, {stat.st_mtime_ns} ns, inode {stat.st_ino}"
     for path in map(_path_of, _sources(task)):
@@ -53,17 +50,10 @@ def file_identities(task: Task) -> dict[str, str]:
 def read_unchanged(
     prepare: Callable[[Task], PreparedTask], task: Task, files: Mapping[str, str]
 ) -> PreparedTask:
-    """Prepares a task, if its files are those that were registered and stay so meanwhile.
-
-    Args:
-      prepare: function that prepares the task.
-      task: the task.
-      files: its files when it was registered, from `file_identities`; empty if that does not
-        matter.
-
-    Raises:
-      TaskError: a file has changed; the message names it. `prepare` may raise other exceptions.
-    """
+    """Prepares a task with `prepare`, if its files are those that were registered and do not change
+    meanwhile. `files` are the files at the registration, from `file_identities`; empty accepts any
+    files. Raises TaskError if a file has changed; the message names it. `prepare` may raise other
+    exceptions."""
     before = file_identities(task)
     for path, identity in before.items():
         if files.get(path, identity) != identity:
@@ -74,7 +64,7 @@ def read_unchanged(
     try:
         return prepare(task)
     finally:
-        # Reading a file while somebody writes it may fail, and this is then the cause.
+        # Reading may have failed because a file was being written; then report the change instead.
         after = file_identities(task)
         for path in sorted({*before, *after}):
             if before.get(path) != after.get(path):
@@ -110,28 +100,27 @@ def _files_of(source: Source) -> list[str]:
         if is_saved_data_set(folder):
             return sorted(str(file) for file in folder.rglob("*") if file.is_file())
     except OSError:
-        # Reading the data tells what is wrong with the folder.
+        # Reading the data reports the problem with the folder.
         pass
     return []
 
 
-# Maximum number of readings at the same time, those included that are slow and those of paused
-# tasks.
+# Maximum number of readings at the same time, including slow ones and those of paused tasks.
 MOST_READINGS = 32
 
 
 @dataclasses.dataclass(eq=False)
 class Reading:
-    """The reading of one task's data. A task that is registered again gets another one.
+    """The reading of one task's data. If the task is registered again, there is a new reading.
 
     Attributes:
-      task: the task as it was when its data were asked for.
-      files: its files at the time of its registration, from `file_identities`; empty if its data
-        were read before.
-      aside: whether nobody waits for the data, because the task is paused.
+      task: the task when the reading was requested.
+      files: the task's files at its registration, from `file_identities`; empty if its data were
+        read before.
+      aside: whether no one waits for the data, because the task is paused.
       begins: False if the task has begun before.
-      registered: when it was registered, in seconds since 1970. Chat templates that write the date
-        write this one, in UTC, whenever the data are read.
+      registered: time of the registration, in seconds since 1970. Chat templates that write the
+        date use this time, in UTC, whenever the data are read.
     """
 
     task: Task
@@ -142,28 +131,25 @@ class Reading:
 
 
 class Prepared(NamedTuple):
-    """The end of a preparation.
-
-    Attributes:
-      reading: what `Preparation.add` has returned.
-      result: the prepared task, or the exception that ended its preparation.
-    """
+    """The end of a preparation: the `reading` that `Preparation.add` returned, and the prepared
+    task or the exception that ended its preparation."""
 
     reading: Reading
     result: PreparedTask | Exception
 
 
 class Preparation:
-    """Prepares tasks in the order in which they come, a few at a time.
+    """Prepares tasks in the order in which they come, a few at the same time.
 
-    A source of data may hang, and Python cannot end a thread. So a preparation that takes long no
-    longer counts among the few, and the next task is prepared beside it. One that takes too long is
-    given up: its task gets an error. A thread whose preparation was given up or dropped counts no
-    longer; it ends with its source or with the process, and its result is ignored.
+    A source of data may hang, and Python cannot end a thread. A slow preparation therefore no
+    longer counts among the few, and the next task is prepared beside it. A preparation that takes
+    too long is given up, and its task gets an error. The thread of a preparation that was given up
+    or dropped no longer counts; it ends with its source or with the process, and its result is
+    ignored.
 
     Initial adapters that take long keep all processors busy and need memory. They wait for their
-    turn after the data have been read, and a computation counts until it has ended, also if its
-    task was given up or dropped meanwhile.
+    turn after the data have been read. A computation counts until it has ended, even if it was
+    given up or dropped.
     """
 
     def __init__(
@@ -179,30 +165,31 @@ class Preparation:
         """Starts without tasks.
 
         Args:
-          prepare: function that prepares a task; it is called in several threads.
-          changed: function that is called, in another thread, when a preparation has ended.
-          at_once: number of tasks whose data are read at the same time, and of computations of
-            initial adapters.
-          slow_seconds: the time after which a reading no longer counts among them, in seconds.
-            There are at most `MOST_READINGS` in all, or `at_once` if that is more.
-          most_seconds: the longest that a reading may take, and a computation, in seconds.
-          begin: function of the prepared task that makes its initial adapter. It is called after
-            `prepare` for tasks that have not begun before.
-          begins_slowly: function of the prepared task that tells whether `begin` takes long, and so
-            has to wait for its turn.
+          prepare: prepares a task; it is called in several threads.
+          changed: called, in another thread, when a preparation has ended.
+          at_once: number of tasks whose data are read at the same time, and number of initial
+            adapters that are computed at the same time.
+          slow_seconds: seconds after which a reading no longer counts among `at_once`. There are at
+            most `MOST_READINGS` readings in total, or `at_once` if that is more.
+          most_seconds: longest time in seconds that a reading, or a computation, may take.
+          begin: computes the initial adapter of a prepared task. It is called after `prepare`, for
+            tasks that have not begun before.
+          begins_slowly: whether `begin` takes long for a prepared task and has to wait for its
+            turn.
         """
         self._begin, self._begins_slowly = begin, begins_slowly
         self._prepare, self._changed = prepare, changed
         self._at_once, self._most_readings = at_once, max(at_once, MOST_READINGS)
         self._slow_seconds, self._most_seconds = slow_seconds, most_seconds
         self._lock = threading.Lock()
-        # Those that wait, in their order; the values have no meaning.
+        # The readings that wait to begin, in order, as the keys of a dict.
         self._waiting: dict[Reading, None] = {}
-        # When those that are being read began, by the monotonic clock.
+        # Start times, by the monotonic clock, of the readings that run.
         self._active: dict[Reading, float] = {}
-        # Those that have been read and wait for their initial adapters, in their order.
+        # Tasks whose data have been read and whose initial adapters wait to be computed, in order.
         self._read: dict[Reading, PreparedTask] = {}
-        # When the computations began that somebody waits for, and the number of all of them.
+        # Start times of the computations whose results are awaited, and the number of all
+        # computations.
         self._computing: dict[Reading, float] = {}
         self._computations = 0
         self._ended: list[Prepared] = []
@@ -219,12 +206,11 @@ class Preparation:
         """Prepares a task when its turn has come.
 
         Args:
-          task: the task.
-          files: its files at the time of its registration, from `file_identities`. If they differ
-            when they are read, the result is an error. Empty if that does not matter.
+          files: the task's files at its registration, from `file_identities`. If they have changed
+            when they are read, the result is an error. Empty accepts any files.
           aside: whether the task is paused, as for `set_aside`.
           begins: False if the task has begun before.
-          registered: when it was registered, in seconds since 1970; None for now.
+          registered: time of the registration, in seconds since 1970; None means now.
         """
         reading = Reading(task, files, aside, begins, registered)
         with self._lock:
@@ -233,12 +219,9 @@ class Preparation:
         return reading
 
     def drop(self, reading: Reading) -> None:
-        """Gives up a preparation whose result nobody needs. What waits for its turn never begins.
-        The place of a reading is free at once, that of a computation when it has ended.
-
-        Args:
-          reading: what `add` has returned.
-        """
+        """Drops a preparation whose result is not needed. If it waits for its turn, it never
+        begins. Its place is free at once; the place of a computation is free when the computation
+        has ended."""
         with self._lock:
             for readings in (self._waiting, self._active, self._read, self._computing):
                 readings.pop(reading, None)
@@ -246,13 +229,9 @@ class Preparation:
             self._start_threads()
 
     def set_aside(self, reading: Reading, aside: bool) -> None:
-        """Lets others go before a preparation for which nobody waits. If it has begun, it goes on,
-        and its place is free at once; if not, it begins when no other waits.
-
-        Args:
-          reading: what `add` has returned.
-          aside: False takes this back.
-        """
+        """With `aside`, lets other preparations go before this one, because no one waits for it. If
+        it has begun, it goes on, but its place is free at once; otherwise it begins when no other
+        preparation waits. False takes this back."""
         with self._lock:
             reading.aside = aside
             self._start_threads()
@@ -272,13 +251,14 @@ class Preparation:
 
     @property
     def waiting(self) -> list[Reading]:
-        """Those whose data wait to be read, in their order, without those that were set aside."""
+        """Readings that wait to begin, in order, without those that are set aside."""
         with self._lock:
             return [reading for reading in self._waiting if not reading.aside]
 
     @property
     def waiting_to_begin(self) -> list[Reading]:
-        """Those whose initial adapters wait to be computed, as `waiting`."""
+        """Tasks whose initial adapters wait to be computed, in order, without those that are set
+        aside."""
         with self._lock:
             return [reading for reading in self._read if not reading.aside]
 
@@ -296,12 +276,14 @@ class Preparation:
         return max(0.0, min(ends) - time.monotonic()) if ends else None
 
     def close(self) -> None:
-        """Begins nothing more. What has begun ends with its source or with the process."""
+        """Begins no further preparation. Those that have begun end with their sources or with the
+        process."""
         with self._lock:
             self._closed = True
 
     def _running(self) -> list[tuple[dict[Reading, float], str]]:
-        """When what runs has begun, and what is not done if it takes too long."""
+        """The start times of what is running, each with the text for an error that it takes too
+        long."""
         return [
             (self._active, "its data were not read"),
             (self._computing, "its initial adapter was not computed"),
@@ -311,7 +293,7 @@ class Preparation:
         return TaskError(f"task {task.name!r}: {what} within {self._most_seconds:g} s")
 
     def _quick(self) -> list[Reading]:
-        """Those that are being read and are not slow yet."""
+        """Readings that run and are not slow yet."""
         began = time.monotonic() - self._slow_seconds
         return [reading for reading, begun in self._active.items() if begun > began]
 
@@ -323,7 +305,7 @@ class Preparation:
             self._active[reading] = time.monotonic()
             _start(self._read_data, reading)
         while self._read and self._computations < self._at_once:
-            # Those that are not set aside go first.
+            # Tasks that are set aside go last.
             reading = min(self._read, key=lambda reading: reading.aside)
             prepared = self._read.pop(reading)
             self._computing[reading] = time.monotonic()
@@ -331,13 +313,13 @@ class Preparation:
             _start(self._compute, reading, prepared)
 
     def _next(self) -> Reading | None:
-        """The next one to begin; None if none has a place."""
+        """The next reading to begin; None if none has a place."""
         quick = self._quick()
         if sum(not reading.aside for reading in quick) < self._at_once:
             for reading in self._waiting:
                 if not reading.aside:
                     return reading
-        # All that wait now are set aside, or have no place.
+        # All readings that wait are set aside, or there is no place for others.
         return next(iter(self._waiting), None) if len(quick) < self._at_once else None
 
     def _read_data(self, reading: Reading) -> None:
@@ -354,8 +336,8 @@ class Preparation:
         except Exception as e:
             result = e
         with self._lock:
-            # The lock is held while threads start, so the reading is known here unless it was given
-            # up or dropped.
+            # The lock is held while threads start, so the reading is in `_active` unless it was
+            # given up or dropped.
             if self._active.pop(reading, None) is None:
                 return
             if slowly and not isinstance(result, Exception):
@@ -366,7 +348,8 @@ class Preparation:
         self._changed()
 
     def _prepare_again(self, task: Task) -> PreparedTask:
-        """Prepares a task that has begun, so that the adapter with which it began may be gone."""
+        """Prepares a task that has begun before; the adapter with which it began may no longer
+        exist."""
         prepared = self._prepare(dataclasses.replace(task, resume_from=None))
         return dataclasses.replace(prepared, task=task)
 

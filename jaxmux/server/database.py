@@ -1,7 +1,8 @@
-"""The SQL database of a server: a table with one row a task, and one with a row of the server.
+"""The SQL database of a server: a table with one row per task, and a table with one row for the
+server.
 
-This module alone depends on SQLite. The tables and statements are those of SQLAlchemy Core, and
-`migrations` has the steps from one version of the tables to the next (Alembic).
+Only this module depends on SQLite. Tables and statements use SQLAlchemy Core; `migrations` has the
+steps from one version of the tables to the next (Alembic).
 """
 
 import dataclasses
@@ -42,20 +43,19 @@ from jaxmux.runs.run_directory import RunDirectoryError
 
 from .task import Meter
 
-# The version of the tables, which the newest file in `migrations/versions` has.
+# The version of the tables, which the newest file in `migrations/versions` creates.
 REVISION = "0001"
 METADATA = MetaData()
 _Json = JSON(none_as_null=True)
 
 
 def _meter() -> list[Column]:
-    """The columns of a `Meter`."""
     types = {int: BigInteger, float: Double}
     return [Column(f.name, types[f.type], nullable=False) for f in dataclasses.fields(Meter)]
 
 
-# `LiveTask.first_row` and `LiveTask.row` make all columns but two: "id" has the order of the
-# registrations, and "checkpoint" the number of the last checkpoint with the task.
+# `LiveTask.first_row` and `LiveTask.row` make all columns but two: "id" is the order of the
+# registrations, and "checkpoint" the number of the last checkpoint that has the task.
 TASKS = Table(
     "tasks",
     METADATA,
@@ -79,11 +79,11 @@ TASKS = Table(
     Column("told", Boolean, nullable=False),
     Column("checkpoint", BigInteger),
     *_meter(),
-    # A number is never used again, so tasks that came later have higher ones.
+    # An id is never used again, so later tasks have higher ids.
     sqlite_autoincrement=True,
 )
-# `checkpoints` is the number of checkpoints that have been written; the last two columns have the
-# lengths of events.jsonl and rounds.jsonl.
+# `checkpoints` is the number of checkpoints that have been written. `events_bytes` and
+# `rounds_bytes` are the lengths of events.jsonl and rounds.jsonl.
 SERVER = Table(
     "server",
     METADATA,
@@ -94,20 +94,20 @@ SERVER = Table(
     Column("rounds_bytes", BigInteger, nullable=False),
     *_meter(),
 )
-# Of Alembic: the version that the tables have.
+# Alembic's table with the version of the other tables.
 _VERSION = Table("alembic_version", MetaData(), Column("version_num", String))
 
-# By error code of SQLite (https://www.sqlite.org/rescode.html), without its extension, the errno
-# with the same meaning.
+# For each error code of SQLite without its extension (https://www.sqlite.org/rescode.html), the
+# errno with the same meaning.
 _ERRORS = {5: errno.EBUSY, 8: errno.EROFS, 10: errno.EIO, 13: errno.ENOSPC}
-# The codes that tell of a damaged file.
+# The error codes of a damaged file.
 _DAMAGED = {11, 26}
 # Milliseconds for which a write waits while another process, such as a backup, holds a lock.
 _BUSY_MILLISECONDS = 10_000
 
 
 class Rows(NamedTuple):
-    """What a transaction changes in the table of tasks.
+    """The changes that a transaction makes in the table of tasks.
 
     Attributes:
       new: the columns of new tasks, by name.
@@ -121,37 +121,26 @@ class Rows(NamedTuple):
 
 
 class Checkpoint(NamedTuple):
-    """A checkpoint that has been written.
-
-    Attributes:
-      number: its number.
-      keys: the keys of its tasks.
-    """
+    """A checkpoint that has been written: its number, and the keys of its tasks."""
 
     number: int
     keys: Sequence[str]
 
 
 class Database:
-    """The database of a server, in a file of its folder. One thread at a time uses it."""
+    """The database of a server, in a file of its folder. Only one thread at a time may use it."""
 
     def __init__(self, path: Path):
-        """Opens the database, or creates it, and brings its tables to the present version.
-
-        Args:
-          path: its file.
-
-        Raises:
-          RunDirectoryError: it is damaged, or a later version of jaxmux has written it.
-          OSError: it cannot be written.
-        """
+        """Opens the database, or creates it, and brings its tables to the present version. Raises
+        RunDirectoryError if the file is damaged or was written by a later version of jaxmux, and
+        OSError if it cannot be written."""
         self._path = path
         self._engine = _engine(path)
         try:
             with self._errors():
                 with self._engine.begin() as connection:
                     _migrate(connection, path)
-                # SQLite does not sync the name of this file.
+                # SQLite does not sync the directory entry of this file.
                 sync(path.parent)
                 self._connection = self._engine.connect()
         except BaseException:
@@ -159,13 +148,9 @@ class Database:
             raise
 
     def read(self) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
-        """The rows of the tasks in the order of their registration, and that of the server, which
-        is None before the first `write`.
-
-        Raises:
-          RunDirectoryError: the file is damaged.
-          OSError: it cannot be read.
-        """
+        """The rows of the tasks in the order of their registration, and the row of the server,
+        which is None before the first `write`. Raises RunDirectoryError if the file is damaged, and
+        OSError if it cannot be read."""
         try:
             with self._errors(), self._connection.begin():
                 rows = self._connection.execute(select(TASKS).order_by(TASKS.c.id)).mappings().all()
@@ -180,17 +165,9 @@ class Database:
         server: Mapping[str, Any],
         checkpoint: Checkpoint | None = None,
     ) -> None:
-        """Writes rows in one transaction, which is on disk afterwards.
-
-        Args:
-          tasks: the rows of tasks.
-          server: the columns of the server by name.
-          checkpoint: a new checkpoint; its number is stored in the rows of its tasks.
-
-        Raises:
-          OSError: nothing is written.
-          RunDirectoryError: the file is damaged.
-        """
+        """Writes rows in one transaction, which is then on disk. `server` has the columns of the
+        server by name. The number of a new checkpoint is stored in the rows of its tasks. If it
+        raises OSError, nothing is written; it raises RunDirectoryError if the file is damaged."""
         is_its_row = TASKS.c.key == bindparam("its_key")
         with self._errors(), self._connection.begin():
             execute = self._connection.execute
@@ -208,13 +185,12 @@ class Database:
                 execute(insert(SERVER).values(**server))
 
     def close(self) -> None:
-        """Closes the file."""
         self._connection.close()
         self._engine.dispose()
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
-        """Raises the errors of the database as those of the system."""
+        """Raises errors of the database as OSError or RunDirectoryError."""
         try:
             yield
         except DBAPIError as e:
@@ -226,17 +202,13 @@ class Database:
             return unusable(self._path, f"damaged ({error.orig})")
         if code in _ERRORS:
             return OSError(_ERRORS[code], os.strerror(_ERRORS[code]), str(self._path))
-        # Its own message would quote the values of the statement.
+        # SQLAlchemy's message would quote the values of the statement.
         return OSError(errno.EIO, str(error.orig), str(self._path))
 
 
 def unusable(path: Path, why: str) -> RunDirectoryError:
-    """The error for a file or folder of a server without which its tasks cannot go on.
-
-    Args:
-      path: the file or folder, which lies in the server's folder itself.
-      why: what is wrong with it.
-    """
+    """The error that a file or folder of a server cannot be used, without which its tasks cannot go
+    on. `path` lies directly in the server's folder."""
     return RunDirectoryError(
         f"{path}: {why}; restore the folder {path.parent} from a backup, or delete the whole "
         "folder to begin anew"
@@ -245,28 +217,24 @@ def unusable(path: Path, why: str) -> RunDirectoryError:
 
 def read_origin(path: Path, name: str) -> dict[str, Any] | None:
     """The specification of a task as its tenant wrote it, from the database of a server that may be
-    running; None if there is none.
-
-    Args:
-      path: file of the database.
-      name: name of the task.
-    """
+    running; None if there is none."""
     engine = _engine(path, reads=True)
     try:
         with engine.connect() as connection:
             return connection.execute(select(TASKS.c.origin).where(TASKS.c.name == name)).scalar()
     except (DBAPIError, ValueError):
-        # There is no database, or none of this version, or it is damaged.
+        # The database does not exist, has another version, or is damaged.
         return None
     finally:
         engine.dispose()
 
 
 def _engine(path: Path, reads: bool = False) -> Engine:
-    """What makes connections to the database."""
+    """The SQLAlchemy engine, which makes connections to the database."""
     query = {"mode": "ro" if reads else "rwc", "uri": "true"}
     if reads and not path.with_name(f"{path.name}-wal").exists():
-        # Nobody writes to it. SQLite would create files beside it, or fail where it must not.
+        # No process writes to the database. SQLite would create files beside it, or fail where it
+        # must not.
         query["immutable"] = "1"
     file = f"file:{quote(str(path.absolute()))}"
     url = URL.create("sqlite", database=file, query=query)
@@ -274,7 +242,7 @@ def _engine(path: Path, reads: bool = False) -> Engine:
 
     @event.listens_for(engine, "connect")
     def connect(connection: Any, _: Any) -> None:
-        # The driver would begin no transaction for statements that define tables.
+        # Otherwise the driver begins no transaction for statements that define tables.
         connection.isolation_level = None
         cursor = connection.cursor()
         cursor.execute(f"PRAGMA busy_timeout = {_BUSY_MILLISECONDS}")
@@ -296,7 +264,7 @@ def _migrate(connection: Connection, path: Path) -> None:
     found = connection.execute(select(_VERSION.c.version_num)).scalar() if has_version else None
     if found == REVISION:
         return
-    # Only a new version needs Alembic, whose import takes half a second.
+    # Imported here because the import takes half a second and only a new version needs it.
     from alembic import command
     from alembic.config import Config
     from alembic.util import CommandError

@@ -11,13 +11,13 @@ from jaxmux.models import may_be_the_same
 from jaxmux.runs.metrics import SET_ASIDE
 from jaxmux.runs.run_directory import FolderLock, FolderLockError, RunDirectoryError
 
-# The format of the folder, and the last version of jaxmux that wrote the one before.
+# The format of the folder, and the last version of jaxmux that wrote the previous format.
 FORMAT, _LAST_VERSION = 2, "0.1.0"
-# The key of the sizes in server.json.
+# The key in server.json of the sizes with which tasks are trained.
 _SIZES = "sizes"
-# The file of the database; SQLite keeps two more beside it.
+# The file of the database; SQLite keeps two more files beside it.
 DATABASE = "server.db"
-# What a server writes: by name, True for a folder.
+# Files that a server writes, by name; True marks a folder.
 _OWN = {
     "server.json": False,
     "events.jsonl": False,
@@ -38,30 +38,14 @@ _OWN = {
 
 
 class ServerDirectory:
-    """The folder of a server, locked against other processes until `close`.
-
-    The folder may be a symbolic link, but nothing in it is: jaxmux does not write through links.
-
-    Attributes:
-      path: absolute path of the folder.
-      checkpoints: path of the folder of the checkpoints.
-      database: path of the database.
-      events: path of events.jsonl.
-      rounds: path of rounds.jsonl.
-    """
+    """The folder of a server, locked against other processes until `close`. The folder may be a
+    symbolic link, but nothing in it may be one: jaxmux does not write through links."""
 
     def __init__(self, path: str | Path, identity: dict[str, Any]):
-        """Creates or opens the folder, and locks it.
-
-        Args:
-          path: the folder.
-          identity: description of what is served, as a JSON object. A folder that records another
-            one is refused.
-
-        Raises:
-          RunDirectoryError: the folder is not writable, another process uses it, it belongs to
-            another server, it holds links, or it holds files but no server.json.
-        """
+        """Creates or opens the folder, and locks it. `identity` describes what is served, as a JSON
+        object; a folder with another recorded identity is refused. Raises RunDirectoryError if the
+        folder is not writable, another process uses it, it belongs to another server, it holds
+        links, or it holds files but no server.json."""
         self.path = Path(path).absolute()
         self.checkpoints = self.path / "checkpoints"
         self.database = self.path / DATABASE
@@ -78,27 +62,16 @@ class ServerDirectory:
             raise
 
     def adapter(self, task: str) -> Path:
-        """Path of the folder to which a task's adapter is exported.
-
-        Args:
-          task: name of the task.
-        """
+        """Path of the folder to which a task's adapter is exported."""
         return self.path / "adapters" / task
 
     def record_sizes(self, sizes: Mapping[str, Any], say: Callable[[str], None]) -> None:
-        """Records the sizes with which tasks are trained. The results of tasks that have begun with
-        other sizes than the recorded ones are no longer exactly reproducible, so that is said.
-
-        Args:
-          sizes: the sizes by name, as a JSON object.
-          say: function that prints one line.
-
-        Raises:
-          RunDirectoryError: server.json is damaged.
-        """
+        """Records the sizes with which tasks are trained, by name, as a JSON object. If they differ
+        from the recorded sizes, `say` prints that the results of tasks that have already begun are
+        no longer exactly reproducible. Raises RunDirectoryError if server.json is damaged."""
         path = self.path / "server.json"
         record = self._read(path)
-        # A server that ended early has recorded none.
+        # A server that ended early has recorded no sizes.
         before = record.get(_SIZES, {})
         if before == sizes:
             return
@@ -119,11 +92,8 @@ class ServerDirectory:
             say(f"{path}: its sizes cannot be recorded ({e.strerror}); training goes on")
 
     def close(self, error: BaseException | None = None) -> None:
-        """Releases the lock of the folder.
-
-        Args:
-          error: the exception that ends the server; the lock then tells of it.
-        """
+        """Releases the lock of the folder. If an `error` ends the server, the lock file records
+        this error."""
         self._lock.close(error=error)
 
     def __enter__(self) -> "ServerDirectory":
@@ -177,7 +147,6 @@ class ServerDirectory:
             )
 
     def _read(self, path: Path) -> dict[str, Any]:
-        """The content of server.json."""
         try:
             recorded = json.loads(path.read_text())
         except (OSError, ValueError) as e:
@@ -194,7 +163,6 @@ class ServerDirectory:
 
 
 def _shown(value: Any) -> str:
-    """A size in words."""
     if isinstance(value, list):
         return " ".join(map(str, value)) or "nothing"
     return "not recorded" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Keeps the tasks of a live training: their rows in a table, and copies of them in checkpoints."""
+"""Saves the tasks of a live training: their rows in a table, and copies of them in checkpoints."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,19 +13,15 @@ from .store import Store
 from .task import RUNNING, LiveTask, TaskCopy
 from .tasks import LiveTasks
 
-# Tasks that are copied to the host at the same time, while all are being saved.
+# When all tasks are being saved, this many are copied to the host at the same time.
 _COPIED_AT_ONCE = 4
-# What tasks have used is written at least so often, in seconds.
+# The tasks' usage is written at least every this many seconds.
 _USE_EVERY = 1.0
 
 
 class Saving:
-    """Gives the rows of tasks and their copies to a store. Only the thread that owns the engine
-    uses it.
-
-    Attributes:
-      changed: whether anything has been trained since the tasks were copied.
-    """
+    """Gives the rows of tasks and their copies to a store. Only the thread that owns the engine may
+    use it. `changed` is True if something has been trained since the tasks were copied."""
 
     def __init__(
         self,
@@ -35,49 +31,37 @@ class Saving:
         every: int,
         show_end: Callable[[LiveTask], None],
     ):
-        """Begins with tasks that are kept as they are.
-
-        Args:
-          engine: the engine that trains the tasks.
-          tasks: the tasks.
-          store: what keeps them.
-          every: number of rounds from one checkpoint to the next.
-          show_end: function that is called when the end of a task has been kept.
-        """
+        """Begins with tasks that are saved in their present state. A checkpoint is made every
+        `every` rounds. `show_end` is called when the end of a task is on disk."""
         self.changed = False
         self._engine, self._tasks, self._store, self._every = engine, tasks, store, every
         self._show_end = show_end
-        # When rows were written last, or it was tried, and whether it failed.
+        # Time of the last attempt to write rows, and whether it failed.
         self._written_at, self._has_failed = time.monotonic(), False
         # The round in which the tasks were copied.
         self._saved_at = engine.rounds
         # The round in which copying began.
         self._began_at = 0
-        # By key, the copies of tasks while a checkpoint is made; else None.
+        # While a checkpoint is being made, the copies of tasks by key; otherwise None.
         self._copied: dict[str, TaskCopy] | None = None
 
     @property
     def wanted(self) -> bool:
-        """Whether there is anything for a checkpoint, or the last one could not be written."""
+        """Whether there is anything for a checkpoint, or the last checkpoint could not be
+        written."""
         return self.changed or self._store.behind
 
     @property
     def has_rows(self) -> bool:
-        """Whether there is anything to write to the table. It is true as long as an end waits for
+        """Whether there is anything to write to the table. This is so as long as an end waits for
         its adapter."""
         forgotten, news = bool(self._tasks.forgotten), self._store.has_news
         return forgotten or news or any(task.dirty for task in self._tasks)
 
     def write(self, commanded: Sequence[LiveTask] = ()) -> None:
-        """Writes the rows of all tasks that have changed, in one transaction.
-
-        Args:
-          commanded: new tasks, and copies of tasks as they will be after commands that the caller
-            carries out next.
-
-        Raises:
-          OSError: nothing of this was written.
-        """
+        """Writes the rows of all tasks that have changed, in one transaction. `commanded` has new
+        tasks, and copies of tasks as they will be after the commands that the caller carries out
+        next. If it raises OSError, nothing was written."""
         replaced = {task.name for task in commanded}
         written = [task for task in self._tasks if task.dirty and task.name not in replaced]
         written += commanded
@@ -90,7 +74,7 @@ class Saving:
                 new.append(task.first_row() | row)
             else:
                 changed[task.key] = row
-        # It has failed until it has succeeded.
+        # Counts as failed until it has succeeded.
         self._written_at, self._has_failed = time.monotonic(), True
         rows = Rows(new, changed, self._tasks.forgotten)
         self._store.write(rows, self._tasks.totals, self._engine.rounds)
@@ -107,12 +91,8 @@ class Saving:
                 self._show_end(task)
 
     def write_if_due(self, now: bool = False) -> None:
-        """Writes the rows of tasks that have changed, if there is news or some time has passed.
-        What cannot be written is tried again later.
-
-        Args:
-          now: whether to write whatever has changed.
-        """
+        """Writes the rows of tasks that have changed, if there is news, if some time has passed, or
+        `now`. A write that fails is tried again later."""
         is_late = now or time.monotonic() - self._written_at >= _USE_EVERY
         has_ends = any(not self._store.is_exporting(name) for name in self._tasks.unkept)
         is_urgent = (has_ends or self._tasks.is_news) and not self._has_failed
@@ -121,12 +101,12 @@ class Saving:
                 self.write()
 
     def begin(self) -> dict[str, Callable[[], SlotArrays]]:
-        """Begins to copy some tasks, when it is time for a checkpoint. They are not all copied at
-        once, because the devices keep the copies until they have arrived. But after as many rounds
-        as there are places, all that are left are: tasks may come as fast as they are copied.
+        """When a checkpoint is due, begins to copy some tasks, and returns, by name, functions that
+        wait for the copies. Pass them to `go_on` after the round.
 
-        Returns:
-          By name, functions that wait for the copies, for `go_on` after the round.
+        The tasks are not all copied at once, because the devices keep the copies until the host has
+        them. But after as many rounds as there are places, all remaining tasks are copied:
+        otherwise new tasks could come as fast as others are copied.
         """
         if self._copied is None:
             if not self.wanted or self._engine.rounds - self._saved_at < self._every:
@@ -144,12 +124,9 @@ class Saving:
         return begun
 
     def go_on(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> None:
-        """Notes the tasks that were copied before a round; after the last ones, the checkpoint is
-        written.
-
-        Args:
-          snapshots: from `begin`; all results from before have been fetched.
-        """
+        """Notes the tasks that were copied before a round; after the last ones, writes the
+        checkpoint. `snapshots` is from `begin`; all results of earlier rounds must have been
+        fetched."""
         if self._copied is not None:
             with self._engine.device_time.waiting(CHECKPOINTS):
                 self._note(self._tasks.copies(snapshots))
@@ -157,20 +134,16 @@ class Saving:
                     self._finish(wait=False)
 
     def save(self, wait: bool) -> None:
-        """Writes a checkpoint of all tasks as they are, if anything has been trained. All results
-        have been fetched.
-
-        Args:
-          wait: whether to wait until the checkpoint before is on disk. False writes nothing as long
-            as the disk is busy.
-        """
+        """Writes a checkpoint of all tasks in their present state, if anything has been trained.
+        All results must have been fetched. With `wait`, waits until the previous checkpoint is on
+        disk; otherwise, nothing is written while the disk is busy."""
         if wait:
-            # A write that fails makes `wanted` true.
+            # A failed write makes `wanted` true.
             self._store.wait()
         if self.wanted:
             self._copied = {}
             for name in self._tasks.running:
-                # One after another, as in `begin`.
+                # One after another, for the reason given in `begin`.
                 arrays = self._engine.snapshot(name)()
                 self._note(self._tasks.copies({name: lambda arrays=arrays: arrays}))
             self._finish(wait)
@@ -185,7 +158,7 @@ class Saving:
             if copy:
                 copies[task.key] = copy
         self._copied, self._saved_at = None, self._engine.rounds
-        # The use is written first, so the table counts at least what the checkpoint contains.
+        # The usage is written first, so the table counts at least what the checkpoint contains.
         with suppress(OSError):
             self.write()
             if self._store.save(copies, wait):

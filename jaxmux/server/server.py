@@ -1,4 +1,5 @@
-"""A server that trains the tasks of many tenants, and survives whatever ends its process."""
+"""A server that trains the tasks of many tenants, and whose tasks survive the end of its
+process."""
 
 import dataclasses
 import logging
@@ -39,40 +40,42 @@ from . import LiveTraining
 from .folder import ServerDirectory
 from .store import ServerStore
 
-# Microbatches of one task that a round trains unless `round_tokens` says otherwise.
+# Without `round_tokens`, a round trains at most this many microbatches of one task.
 _MICROBATCHES = 4
 
 
 @checked_dataclass(kw_only=True)
 class ServerOptions(RunOptions):
-    """Settings of a tuning server. Those of `RunOptions` mean the same, with other defaults: a
-    server does not know its tasks when it starts, so it gets the sizes that tasks may have.
+    """Settings of a tuning server. The settings of `RunOptions` mean the same, but have other
+    defaults: a server does not know its tasks when it starts, so it needs the largest sizes that
+    tasks may have.
 
     Attributes:
       row_len: tokens of a row, a power of two of at least 64; the longest sample that a task may
         have.
       chunk_len: tokens of a chunk, a power of two of at least 64 (128 for the Hopper kernels). None
-        takes the shortest one that the device's kernels support.
-      max_sequences: most samples of a row; None makes room for one for every 16 tokens.
-      round_tokens: most tokens of one task that a round trains, see `EngineOptions`; None for four
-        microbatches of the mesh. The bits of a task whose global batches are larger depend on it.
+        takes the shortest chunk that the device's kernels support.
+      max_sequences: most samples of a row; None allows one sample per 16 tokens.
+      round_tokens: most tokens of one task that a round trains, see `EngineOptions`; None means
+        four microbatches of the mesh. If a task's global batches are larger, its results depend on
+        this number in their last bits.
       reserved_slots: number of tasks that train at the same time.
-      reserved_rank: the highest rank that a task may have. Low-rank adapters in
-        `reserved_adapters` add to the rank, linears and dropout that all tasks may have.
+      reserved_rank: the highest rank that a task may have. Low-rank adapters in `reserved_adapters`
+        add to the rank, linears and dropout that all tasks may have.
       reserved_targets: the linears that tasks may adapt, chosen like `LoRA.target_modules`.
       reserved_dropout: whether tasks may have dropout.
-      elastic: whether pool and microbatches begin with a quarter of their sizes, and follow the
-        load up to them. A task's results then depend on its neighbours, but only in the order of
-        sums. False keeps all sizes, and a task's bits depend on itself alone, but for several
-        replicas of the backbone.
-      prepared_at_once: number of tasks whose data are read at the same time, beside training, and
-        of initial adapters that are computed at the same time if they take long.
+      elastic: whether pool and microbatches begin with a quarter of their sizes, and grow up to
+        these sizes and shrink with the load. A task's results then depend on its neighbours, but
+        only in the order of sums. False keeps all sizes; with one replica of the backbone, the bits
+        of a task's results then depend on this task alone.
+      prepared_at_once: number of tasks whose data are read at the same time, during training. Also
+        the number of initial adapters that are computed at the same time, of those that take long.
       slow_preparation_seconds: a task whose data take longer to read, in seconds, no longer counts
-        among those, so that the data of others are read meanwhile: of at most 32 tasks in all.
-      most_ended: number of tasks whose status is known after their end.
+        in `prepared_at_once`, so that other data are read meanwhile, of at most 32 tasks in total.
+      most_ended: number of ended tasks whose status is kept.
       most_preparation_seconds: a task fails if reading its data takes longer, in seconds, or
         computing its initial adapter.
-      trackers: programs that show the metrics, as for `RunOptions`. A server is one run there.
+      trackers: programs that show the metrics, as in `RunOptions`. A server is one run there.
       events_bytes: size in bytes at which events.jsonl is set aside as events.<n>.jsonl, and
         rounds.jsonl as rounds.<n>.jsonl. The last three of these files are kept.
     """
@@ -100,23 +103,14 @@ class ServerOptions(RunOptions):
             )
 
     def most_tokens(self, shape: ShapeClass) -> int:
-        """Most tokens of one task that a round trains.
-
-        Args:
-          shape: shape class of the microbatches.
-        """
+        """Most tokens of one task that a round trains."""
         shards = sum(replica.shards for replica in self.deployment.replicas)
         return self.round_tokens or _MICROBATCHES * shards * shape.tokens
 
     def shape(self, least_chunk_len: int = MIN_CHUNK_LEN) -> ShapeClass:
-        """The shape class of the microbatches.
-
-        Args:
-          least_chunk_len: tokens of the shortest chunk that the device's kernels support.
-
-        Raises:
-          PlanningError: a length is not a power of two of at least 64.
-        """
+        """The shape class of the microbatches. `least_chunk_len` is the number of tokens of the
+        shortest chunk that the device's kernels support. Raises PlanningError if a length is not a
+        power of two of at least 64."""
         chunk_len = self.chunk_len or least_chunk_len
         found = smallest_shape_class([1], self.tokens_per_microbatch, chunk_len, self.row_len)
         if self.max_sequences is None:
@@ -127,18 +121,10 @@ class ServerOptions(RunOptions):
 def server_admissions(
     options: ServerOptions, config: BackboneConfig, engine_options: EngineOptions
 ) -> tuple[Admission, ...]:
-    """What predicts whether the pool and microbatches of a size fit into memory, for each kind of
+    """Predict whether the pool and microbatches of a size fit into memory, one for each kind of
     replica, that of the first replica first. Empty if the devices' memory is unknown, as on CPU
-    without `memory_gib`.
-
-    Args:
-      options: the settings of the server.
-      config: configuration of the backbone.
-      engine_options: the options with which its engine starts.
-
-    Raises:
-      PlanningError: the server does not fit as it starts. The message says what would.
-    """
+    without `memory_gib`. Raises PlanningError if the server does not fit in its first size; the
+    message says what would fit."""
     if not (options.memory or device_memory()):
         return ()
     pool, shape, found = engine_options.reserved, engine_options.shape, []
@@ -162,13 +148,15 @@ def server_admissions(
 
 _log = logging.getLogger("jaxmux")
 
-# Open files that suffice a server. Some systems refuse more, even if the hard limit is infinite.
+# A server never needs more open files than this. Some systems refuse a higher limit, even if the
+# hard limit is infinite.
 _MOST = 2**16
 
 
 def permit_open_files() -> None:
-    """Raises the soft limit of open files to the hard one, up to 65,536, because each task with a
-    million tokens has a file open (`TokenFile`). A limit that cannot be raised is logged."""
+    """Raises the soft limit of open files to the hard limit, but at most to 65,536, because each
+    task with a million tokens has an open file (`TokenFile`). Logs if the limit cannot be
+    raised."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST if hard == resource.RLIM_INFINITY else min(hard, _MOST)
     if soft == resource.RLIM_INFINITY or soft >= most:
@@ -193,7 +181,7 @@ def tuning_server(
     say: Callable[[str], None] = print,
 ) -> Iterator[LiveTraining]:
     """Opens a server for tasks that come and go. The tasks of an earlier server in the same folder
-    go on, with the bits that they would have had without a break.
+    go on, to the same bits as without the interruption.
 
         with tuning_server("/models/Llama-3.2-1B", "runs/server") as server:
             threading.Thread(target=server.run).start()
@@ -201,9 +189,9 @@ def tuning_server(
             ...
             server.close()
 
-    What a command changes is on disk before its future is done, and what tasks have used a second
-    later. Checkpoints of the tasks are written every `options.checkpoint_every` rounds and at the
-    end.
+    The changes of a command are on disk before its future is done; the tasks' usage is on disk a
+    second later. Checkpoints of the tasks are written every `options.checkpoint_every` rounds and
+    at the end.
 
     Args:
       backbone: Hugging Face checkpoint folder with config.json, safetensors and a tokenizer. A path
@@ -213,15 +201,17 @@ def tuning_server(
         rounds.<n>.jsonl before them, server.db (the table of tasks), checkpoints, server.json (the
         record of what is served) and the files of trackers.
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
-      say: function that prints one line; it is told of damaged checkpoints, of what cannot be
-        written, of sizes other than those of the earlier server, and how many warnings tasks have.
+      say: prints one line. It is called for damaged checkpoints, for files that cannot be written,
+        for sizes that differ from those of the earlier server, and with the number of a task's
+        warnings.
 
     Returns:
       A context manager that gives the `LiveTraining`. The thread that calls its `run` owns the
       devices. At the end, the context closes the server and waits until `run` has returned.
 
     Raises:
-      BackboneError, PlanningError, RunDirectoryError: what the message names cannot be used.
+      BackboneError, PlanningError, RunDirectoryError: the backbone, option or folder that the
+        message names cannot be used.
     """
     path = str(Path(resolve_backbone(backbone)).absolute())
     config = BackboneConfig.from_folder(path, options.backbone_format)
@@ -292,17 +282,13 @@ def tuning_server(
         yield live
         live.close()
         live.wait()
-        # `run` has already saved everything, but callers of `step` may not have.
+        # `run` has already saved everything, but a caller of `step` may not have.
         live.save()
 
 
 def _sizes(options: ServerOptions, most: EngineOptions) -> dict[str, Any]:
     """The sizes on which the bits of tasks depend, by the names of the options that set them.
-
-    Args:
-      options: settings of the server.
-      most: options of its engine at its largest size.
-    """
+    `most` are the options of the engine at its largest size."""
     pool, adapter = most.reserved, parts_of(Task)["adapter"]
     return dataclasses.asdict(most.shape) | {
         "round_tokens": most.round_tokens,

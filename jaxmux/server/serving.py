@@ -1,4 +1,4 @@
-"""A server whose tasks come from a watched directory, from its start to its end."""
+"""A server whose tasks come from a watched directory, from start to end."""
 
 import dataclasses
 import gc
@@ -28,10 +28,10 @@ from .server import ServerOptions, tuning_server
 
 _STOPPING = "stopping after this round; a second signal stops at once"
 _RECORD = "watched.json"
-# How often signals and results are looked at, in seconds.
+# Seconds between two checks for signals and results.
 _TICK = 0.25
-# Where nothing has been trained that could be lost, the end of the first round is waited for no
-# longer than this, in seconds.
+# If nothing has been trained that could be lost, the server waits at most this many seconds for the
+# end of the first round.
 _PATIENCE = 2.0
 
 
@@ -47,11 +47,11 @@ def serve(
     console: ServerConsole | None = None,
     every: float = 1.0,
 ) -> None:
-    """Trains the tasks that are specified in a directory, until a signal comes. The same call goes
-    on with them.
+    """Trains the tasks that are specified in a directory, until a signal comes. A later call with
+    the same arguments continues them.
 
     If the devices run out of memory and the server cannot make room, it begins again from its last
-    checkpoint with half of its places. The tasks that came last then wait.
+    checkpoint with half of its places. The last tasks then wait.
 
     Args:
       backbone: Hugging Face checkpoint folder, as for `tuning_server`.
@@ -61,16 +61,17 @@ def serve(
       options: sizes of microbatches and pool, memory, checkpoints and other settings.
       limits: the most that a tenant may ask for.
       config_text: text of a gin config that is kept as `run_dir/config.gin`; None keeps none.
-      end_at_once: function that ends the process; it is called if a signal comes before anything
-        was trained and the first round does not end soon. None waits.
+      end_at_once: ends the process; it is called if a signal comes before anything was trained and
+        the first round does not end soon. None means that the server waits.
       console: object that prints progress; None prints to standard output.
-      every: seconds from one look at the directory to the next.
+      every: seconds between two polls of the directory.
 
     Raises:
-      BackboneError, PlanningError, RunDirectoryError, WatchedDirectoryError: what the message names
-        cannot be used. Nothing has been trained by this call.
+      BackboneError, PlanningError, RunDirectoryError, WatchedDirectoryError: the input that the
+        message names cannot be used. Nothing has been trained by this call.
       OutOfDeviceMemory: the devices have too little memory for a single task.
-      Interrupted: SIGINT or SIGTERM arrived; the state is saved, or the message tells what is not.
+      Interrupted: SIGINT or SIGTERM arrived. The state is saved, or the message tells what is not
+        saved.
     """
     watched, run_dir = Path(watched).absolute(), Path(run_dir).absolute()
     refuse_nested(watched, run_dir)
@@ -104,16 +105,9 @@ def serve(
 def with_fewer_places(
     serve_with: Callable[[ServerOptions], None], options: ServerOptions, say: Callable[[str], None]
 ) -> None:
-    """Runs a server, and again with half of its places whenever the devices run out of memory.
-
-    Args:
-      serve_with: function that opens a server with the given options and runs it to its end.
-      options: settings of the server.
-      say: function that prints one line.
-
-    Raises:
-      OutOfDeviceMemory: the devices ran out of memory with a single place.
-    """
+    """Runs a server with `serve_with`, which opens it with the given options and runs it to its
+    end. Whenever the devices run out of memory, runs it again with half of its places. Raises
+    OutOfDeviceMemory if they run out of memory with a single place."""
     while True:
         try:
             return serve_with(options)
@@ -129,15 +123,8 @@ def with_fewer_places(
 
 
 def refuse_nested(watched: Path, run_dir: Path) -> None:
-    """Checks that the files of the server and those of tenants are apart.
-
-    Args:
-      watched: the directory of the tenants.
-      run_dir: the folder of the server.
-
-    Raises:
-      RunDirectoryError: one of the two lies in the other.
-    """
+    """Raises RunDirectoryError if the tenants' directory and the server's folder lie in each
+    other."""
     inner, outer = watched.resolve(), run_dir.resolve()
     if inner.is_relative_to(outer) or outer.is_relative_to(inner):
         raise RunDirectoryError(
@@ -154,7 +141,7 @@ def _serve(
     adapters: str,
     end_at_once: Callable[[Interrupted], None] | None,
 ) -> None:
-    """Trains in a thread and watches in another one, until a signal comes or training fails."""
+    """Trains in one thread and watches in another, until a signal comes or training fails."""
     steps = {status.name: status.step for status in live.statuses()}
     console.start(live.statuses())
     stopped_at = None
@@ -166,7 +153,7 @@ def _serve(
                     console.show(live.statuses(), adapters)
                     if stop.arrived and stopped_at is None:
                         stopped_at = time.monotonic()
-                        # A second signal ends the process, whatever it waits for.
+                        # A second signal ends the process at once.
                         for number in (signal.SIGINT, signal.SIGTERM):
                             signal.signal(number, signal.SIG_DFL)
                         watcher.stop()
@@ -189,7 +176,8 @@ def _serve(
 
 @contextmanager
 def _in_thread(run: Callable[[], None]) -> Iterator[Future[None]]:
-    """Calls a function in a thread, and waits for it at the end. The future has its exception."""
+    """Calls a function in a thread, and waits for the function at the end of the context. The
+    future has the function's exception."""
     future: Future[None] = Future()
 
     def call() -> None:
@@ -209,13 +197,8 @@ def _in_thread(run: Callable[[], None]) -> Iterator[Future[None]]:
 
 
 def within_pool(limits: TenantLimits, options: ServerOptions) -> TenantLimits:
-    """Limits without ranks for which no part of a server's pool has room. Whether an adapter fits
-    what is reserved for its kind is checked when its task is prepared.
-
-    Args:
-      limits: the limits.
-      options: the options of the server.
-    """
+    """Lowers the largest rank in the limits to what some part of a server's pool has room for.
+    Whether an adapter fits what is reserved for its kind is checked when its task is prepared."""
     kinds = [(kind_of(adapter), adapter) for adapter in options.reserved_adapters]
     ranks = [
         max(kind.rank(adapter), kind.rank_in(LOW_RANK_KIND, adapter)) for kind, adapter in kinds
@@ -225,11 +208,8 @@ def within_pool(limits: TenantLimits, options: ServerOptions) -> TenantLimits:
 
 
 def _recorded_directory(run_dir: Path, watched: Path) -> bool:
-    """Whether the server in this folder has watched the directory before.
-
-    Raises:
-      RunDirectoryError: it has watched another one. All of its tasks would seem to be deleted.
-    """
+    """Whether the server in this folder has watched the directory before. Raises RunDirectoryError
+    if it has watched another directory, because all of its tasks would then seem to be deleted."""
     try:
         found = json.loads((run_dir / _RECORD).read_text())["directory"]
     except FileNotFoundError:

@@ -13,55 +13,45 @@ _log = logging.getLogger("jaxmux")
 class ElasticSize:
     """Chooses the size of an engine between two rounds.
 
-    The pool is doubled when more tasks want to train than it has slots, and the microbatches when
-    a round needs more than keep all devices busy (on one device, more than one). Both are halved
-    when a quarter has sufficed for some time. The programs of another size are compiled beside
-    training, and for more slots before they are needed: when three quarters are taken. A size for
-    which there is too little memory, by the engine's prediction or because it was tried, is not
-    taken; the engine then grows as far as there is memory.
+    The pool is doubled when more tasks want to train than it has slots. The microbatches are
+    doubled when a round needs more microbatches than keep all devices busy (on one device, more
+    than one). Both are halved when a quarter of their size has sufficed for some time. Programs for
+    another size are compiled during training. Programs for more slots are compiled before they are
+    needed: when three quarters of the slots are taken. If a size has too little memory, by the
+    engine's prediction or because it ran out, the engine grows only as far as memory permits.
 
     Attributes:
       least: the smallest size.
-      short_of_memory: whether the size that is wanted is larger than the one that memory permits.
+      short_of_memory: whether memory is too small for the wanted size.
     """
 
     def __init__(self, engine: Engine, most: EngineSize, quiet_rounds: int):
-        """Begins with the engine's present size, which is also the smallest one.
-
-        Args:
-          engine: the engine.
-          most: the largest size.
-          quiet_rounds: number of rounds for which a smaller size must have sufficed.
-
-        Raises:
-          PlanningError: `most` is smaller than the engine, or the engine cannot have another size.
-        """
+        """Begins with the engine's present size, which is also the smallest. `most` is the largest
+        size. A smaller size must have sufficed for `quiet_rounds` rounds before the engine shrinks.
+        Raises PlanningError if `most` is smaller than the engine, or the engine cannot have another
+        size."""
         engine.options.of_size(most)
         self._engine, self.least, self._most = engine, engine.size, most
         if most.slots < self.least.slots or most.rows < self.least.rows:
             raise PlanningError(f"the largest size {most} should be at least {self.least}")
         self._quiet_rounds = quiet_rounds
         self.short_of_memory = False
-        # Sizes that ran out of memory, and those that are predicted to, as asked since a round.
+        # Sizes that ran out of memory; for each size, whether it is predicted to run out; and the
+        # round since which the predictions hold.
         self._full: list[EngineSize] = []
         self._refused: dict[EngineSize, bool] = {}
         self._asked_at = engine.rounds
         self._ahead: ProgramsAhead | None = None
-        # The round in which the present size was needed last, and the largest size needed since.
+        # The last round in which the present size was needed, and the largest size needed since
+        # then.
         self._needed_at = engine.rounds
         self._needed = self.least
 
     def adjust(self, tasks: int, tokens: int) -> bool:
-        """Changes the size of the engine if it should be another one and the programs for it are
-        compiled; begins to compile them if they are not.
-
-        Args:
-          tasks: number of tasks that train or wait for a place.
-          tokens: number of tokens of the last round, with padding.
-
-        Returns:
-          Whether the size has changed.
-        """
+        """Changes the size of the engine if another size is better and its programs are compiled;
+        if they are not, begins to compile them. `tasks` is the number of tasks that train or wait
+        for a place, `tokens` the number of tokens of the last round, with padding. Returns whether
+        the size has changed."""
         engine = self._engine
         rows = -(-tokens // (engine.options.shape.row_len * engine.microbatches_at_once))
         size = self._wanted(tasks, rows)
@@ -82,17 +72,14 @@ class ElasticSize:
         return size.slots if size.slots > self._engine.size.slots else None
 
     def note_full(self, size: EngineSize) -> None:
-        """Notes that there is no memory for a size, so neither it nor a larger one is taken again.
-
-        Args:
-          size: the size, which the engine has left for its present one.
-        """
+        """Notes that there is no memory for `size`, which the engine has left for its present size.
+        Neither `size` nor a larger size is taken again."""
         self._full.append(size)
         self._needed = self._engine.size
         self.least = EngineSize(*map(min, self.least, self._engine.size))
 
     def _fitting(self, tasks: int, rows: int) -> EngineSize:
-        """The size for so many tasks, and rounds of so many rows."""
+        """The size for this number of tasks and of rows in a round."""
         needs = EngineSize(tasks, rows)
         given = zip(needs, self._engine.size, self.least, self._most, strict=True)
         return EngineSize(*itertools.starmap(fitting_size, given))
@@ -112,8 +99,8 @@ class ElasticSize:
         return self._needed
 
     def _with_memory(self, size: EngineSize) -> EngineSize:
-        """The largest size up to this one for which there is memory. Slots, by which more tasks
-        train, count before rows."""
+        """The largest size up to `size` for which there is memory. More slots, with which more
+        tasks train, are preferred to more rows."""
         present = self._engine.size
         slots, rows = map(_doublings, present, size)
         sizes = [EngineSize(s, r) for s in reversed(slots) for r in reversed(rows)]
@@ -122,13 +109,13 @@ class ElasticSize:
         return found
 
     def _is_full(self, size: EngineSize) -> bool:
-        """Whether there is too little memory for a size, other than the present one."""
+        """Whether there is too little memory for a size that is not the present one."""
         engine = self._engine
         if size == engine.size:
             return False
         if any(_larger(size, full) == size for full in self._full):
             return True
-        # Rounds show how much memory they need, so a prediction may change.
+        # Rounds show how much memory they need, so predictions may change.
         if engine.rounds - self._asked_at >= self._quiet_rounds:
             self._refused, self._asked_at = {}, engine.rounds
         if size not in self._refused:
@@ -139,7 +126,8 @@ class ElasticSize:
         return self._refused[size]
 
     def _compiled(self, size: EngineSize) -> bool:
-        """Whether the programs for a size are compiled. If none are being compiled, it begins."""
+        """Whether the programs for a size are compiled. If no programs are being compiled, begins
+        to compile them."""
         present = self._engine.size
         if self._ahead is None or (self._ahead.ready and self._ahead.sizes != (present, size)):
             if size != present:
@@ -162,8 +150,8 @@ class ElasticSize:
 
 
 def _doublings(present: int, wanted: int) -> list[int]:
-    """The numbers from the present one to the wanted one, each the double of the one before except
-    the last."""
+    """The numbers from `present` to `wanted`: each is double the previous one, but the last is
+    `wanted`."""
     found = [present]
     while found[-1] < wanted:
         found.append(min(2 * found[-1], wanted))
@@ -176,8 +164,8 @@ def _larger(one: EngineSize, other: EngineSize) -> EngineSize:
 
 def fitting_size(needed: int, present: int, least: int, most: int) -> int:
     """Returns the size, from `least` to `most`, that suits a need. The present size is doubled as
-    soon as it is too small, and halved only when a quarter of it suffices, so a need that rises and
-    falls a little changes nothing."""
+    soon as it is too small, but halved only when a quarter of it suffices, so small changes of the
+    need change nothing."""
     size = present
     while size < min(needed, most):
         size = min(2 * size, most)

@@ -1,4 +1,5 @@
-"""Where a live training keeps what has to survive it: in memory, or in the folder of a server."""
+"""Keeps everything of a live training that must survive it: in memory, or in the folder of a
+server."""
 
 import errno
 import json
@@ -36,27 +37,27 @@ from .database import Checkpoint, Database, Rows, unusable
 from .folder import ServerDirectory
 from .task import ENDED, LiveTask, Meter, TaskCopy
 
-# A reader that falls behind by more events loses the oldest ones.
+# A reader that is this many events behind loses the oldest ones.
 MOST_UNREAD = 100_000
 # Seconds until a failed write is tried again: after the first failure, and at most.
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0
 
 
 class Event(NamedTuple):
-    """Something that has happened to a task.
+    """An event in the life of a task.
 
     Attributes:
-      number: number of the event, from 0. If a reader finds a gap in the numbers, it has lost
-        events because it read too slowly.
-      time: when it happened, in seconds since 1970.
+      number: number of the event, from 0. A reader that finds a gap in the numbers has lost events
+        because it read too slowly.
+      time: time of the event, in seconds since 1970.
       task: name of the task.
       kind: "state" (the task's state or its reason has changed), "warning" (something about the
         task is legal but suspicious), "update" (a step of the task has been trained) or
         "evaluation" (its held-out loss has been measured).
-      fields: what the event tells: for "state", `state`, `reason`, `priority`, `steps` (None until
-        the data have been read), `adapter` (its kind) and `rank` (None if the kind has none); for
-        "warning", `warnings`, a list of texts that have not been told before;
-        for the others, the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
+      fields: the content of the event. For "state": `state`, `reason`, `priority`, `steps` (None
+        until the data have been read), `adapter` (its kind) and `rank` (None if the kind has none).
+        For "warning": `warnings`, a list of texts that have not been reported before. For the other
+        kinds: the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
     """
 
     number: int
@@ -67,28 +68,18 @@ class Event(NamedTuple):
 
 
 class EventStream:
-    """Passes events on to readers. All methods may be called in any thread."""
+    """Passes events on to readers. Every thread may call all methods."""
 
     def __init__(self):
-        """Creates a stream without readers."""
         self._changed = threading.Condition()
-        # By identity, the unread events of each reader. A reader that nobody holds vanishes.
+        # The unread events of each reader, by identity. A reader to which no reference is left
+        # vanishes.
         self._readers: WeakValueDictionary[int, deque[Event]] = WeakValueDictionary()
         self._number = 0
         self._closed = False
 
     def add(self, time: float, task: str, kind: str, fields: dict[str, Any]) -> Event:
-        """Passes an event on to all readers.
-
-        Args:
-          time: when it happened, in seconds since 1970.
-          task: name of the task.
-          kind: kind of the event.
-          fields: what it tells.
-
-        Returns:
-          The event.
-        """
+        """Passes an event on to all readers, and returns it. The arguments are those of `Event`."""
         with self._changed:
             event = Event(self._number, time, task, kind, fields)
             self._number += 1
@@ -106,7 +97,7 @@ class EventStream:
         return self._events(unread)
 
     def close(self) -> None:
-        """Ends all iterators when they have passed on their events."""
+        """Ends each iteration after its remaining events."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -122,13 +113,8 @@ class EventStream:
 
 
 class Restored(NamedTuple):
-    """What an earlier training has kept.
-
-    Attributes:
-      tasks: its tasks, in the order in which they were registered.
-      totals: what all tasks together had used.
-      rounds: number of rounds that had been trained.
-    """
+    """The state of an earlier training: its tasks in the order of registration, what all tasks
+    together had used, and the number of rounds that had been trained."""
 
     tasks: list[LiveTask]
     totals: Meter
@@ -136,145 +122,96 @@ class Restored(NamedTuple):
 
 
 class Store(Protocol):
-    """Keeps tasks, their adapters, and what they have used. The thread that owns the engine calls
-    all methods but `adapter`, and none of them waits for the devices."""
+    """Keeps tasks, their adapters and their usage. The thread that owns the engine calls all
+    methods but `adapter`. No method waits for the devices."""
 
     @property
     def behind(self) -> bool:
-        """Whether the checkpoint that `save` was given last could not be written."""
+        """Whether the last checkpoint given to `save` could not be written."""
         ...
 
     @property
     def has_news(self) -> bool:
-        """Whether the next `write` notes something even without rows."""
+        """Whether the next `write` would write something even without rows."""
         ...
 
     @property
     def problem(self) -> str | None:
-        """Why not all has been written that was given; None if it has."""
+        """Why something that was given could not be written; None if everything has been
+        written."""
         ...
 
     def read(self) -> Restored:
-        """What an earlier training has kept. It is called once, before any other method."""
+        """The state of an earlier training. Called once, before any other method."""
         ...
 
     def check(self, task: Task) -> None:
-        """Checks that a task can be kept.
-
-        Args:
-          task: the task.
-
-        Raises:
-          TaskError: it would not be read back as it is.
-        """
+        """Raises TaskError if a task would not be read back as it is."""
         ...
 
     def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
-        """Writes rows of tasks, all of them or none.
-
-        Args:
-          tasks: the rows.
-          totals: what all tasks together have used.
-          rounds: number of rounds that have been trained.
-
-        Raises:
-          OSError: nothing is written.
-        """
+        """Writes rows of tasks: all of them, or none if it raises OSError. `totals` is what all
+        tasks together have used, `rounds` the number of rounds that have been trained."""
         ...
 
     def export(self, trained: TrainedTask, adapter: Callable[[], Adapter]) -> None:
-        """Keeps the adapter of a task that has succeeded, before whatever is saved later.
-
-        Args:
-          trained: the task.
-          adapter: function that waits for the adapter.
-        """
+        """Keeps the adapter of a task that has succeeded, before anything that is saved later.
+        `adapter` waits for the adapter and returns it."""
         ...
 
     def is_exporting(self, name: str) -> bool:
-        """Whether an adapter that `export` was given has not been kept yet.
-
-        Args:
-          name: name of the task.
-        """
+        """Whether an adapter of this task was given to `export` and has not been kept yet."""
         ...
 
     def when_written(self, call: Callable[[], None]) -> None:
-        """Calls a function whenever adapters have been kept.
-
-        Args:
-          call: the function; it is called in any thread.
-        """
+        """Calls `call`, in any thread, whenever adapters have been kept."""
         ...
 
     def adapter(self, task: Task) -> Adapter:
-        """An adapter that `export` was given. It may be called in any thread.
-
-        Args:
-          task: the task.
-        """
+        """An adapter that was given to `export`. Every thread may call this method."""
         ...
 
     def save(self, copies: Mapping[str, TaskCopy], wait: bool = False) -> bool:
-        """Writes a checkpoint.
-
-        Args:
-          copies: by key, the copies of the tasks that have begun and may go on.
-          wait: whether to wait until an earlier checkpoint has been written.
-
-        Returns:
-          False if nothing is written this time: the earlier one is still being written, or could
-          not be a short time ago, or the disk is full.
-        """
+        """Writes a checkpoint of `copies`, the tasks that have begun and may go on, by key. With
+        `wait`, waits until the previous checkpoint has been written. Returns False if nothing is
+        written this time: the previous checkpoint is still being written, or failed a short time
+        ago, or the disk is full."""
         ...
 
     def retry(self) -> None:
-        """Tries again to keep adapters that could not be kept, if that was some time ago."""
+        """Tries again to write adapters that could not be written, if the last attempt was some
+        time ago."""
         ...
 
     def wait(self) -> None:
-        """Waits until everything has been written, or could not be. Adapters that could not be
-        written before are tried again."""
+        """Waits until everything has been written, or has failed. Tries again to write adapters
+        that could not be written before."""
         ...
 
     def tell(self, event: Event) -> bool:
-        """Writes down an event; returns whether it could be. It raises no error.
-
-        Args:
-          event: the event.
-        """
+        """Records an event; returns whether this succeeded. Raises no error."""
         ...
 
     def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
-        """Writes down what a round held. It raises no error.
-
-        Args:
-          record: what it held.
-          spent: where the time went since the round before, or since there was something to train
-            again, in seconds by kind.
-        """
+        """Records the contents of a round. `spent` has the seconds by activity since the previous
+        round, or since there was something to train again. Raises no error."""
         ...
 
     def track(
         self, updates: Sequence[TaskUpdate], evaluations: Sequence[TaskEvaluation], time: float
     ) -> None:
-        """Shows results to whoever follows the training. It neither waits nor raises an error.
-
-        Args:
-          updates: the updates of a round, which are also told as events.
-          evaluations: the held-out losses that have arrived with them.
-          time: time of day in seconds since 1970.
-        """
+        """Shows results to the trackers: the updates of a round, which are also recorded as events,
+        and the held-out losses that have arrived with them. `time` is the time of day in seconds
+        since 1970. Neither waits nor raises an error."""
         ...
 
 
 class MemoryStore:
-    """Keeps adapters in memory, and nothing else: the `Store` of a training without a folder."""
+    """The `Store` of a training without a folder: keeps adapters in memory, and nothing else."""
 
     behind, has_news, problem = False, False, None
 
     def __init__(self):
-        """Starts empty."""
         self._adapters: dict[str, Callable[[], Adapter]] = {}
 
     def read(self) -> Restored:
@@ -319,23 +256,20 @@ class MemoryStore:
         pass
 
 
-# Times in events.jsonl are rounded to so many digits of a second.
+# Times in events.jsonl are rounded to this number of digits of a second.
 _DIGITS = 3
-# A line of rounds.jsonl has details at least so often, in seconds.
+# A line of rounds.jsonl has details at least every this many seconds.
 _DETAILS_EVERY = 60.0
-# So many problems are told together.
+# At most this many problems are reported together.
 _MOST_PROBLEMS = 5
 # Keys of `ServerStore._problems`.
 _TABLE, _CHECKPOINT = "table", "checkpoint"
 
 
 class _Retry:
-    """Tells when to try again after failures: one second after the first of several failures in a
-    row, then each time twice as long, but at most a minute. Threads may share it.
-
-    Attributes:
-      has_failed: whether the last attempt has failed.
-    """
+    """Decides when to try again after failures: one second after the first of several failures in a
+    row, then each time twice as long, but at most a minute. Threads may share it. `has_failed` is
+    True if the last attempt has failed."""
 
     def __init__(self):
         self.has_failed = False
@@ -348,13 +282,11 @@ class _Retry:
         return time.monotonic() >= self._at
 
     def note_failure(self) -> None:
-        """Records a failed attempt."""
         self.has_failed = True
         self._seconds = min(max(_FIRST_WAIT, 2 * self._seconds), _LONGEST_WAIT)
         self._at = time.monotonic() + self._seconds
 
     def note_success(self) -> None:
-        """Records a successful attempt."""
         self.has_failed = False
         self._seconds = self._at = 0.0
 
@@ -362,10 +294,9 @@ class _Retry:
 class ServerStore:
     """The `Store` of a server with a folder.
 
-    The table of tasks is the truth: what is in it holds. Checkpoints have the arrays of the tasks
-    that go on. Checkpoints and adapters are written by one thread, in the order in which they come.
-    If they cannot be written, training goes on: adapters are tried again with the next checkpoint
-    or by `retry`.
+    The table of tasks is authoritative; checkpoints have the arrays of the tasks that go on. One
+    thread writes checkpoints and adapters, in the order in which they come. If they cannot be
+    written, training goes on; adapters are tried again with the next checkpoint or by `retry`.
     """
 
     def __init__(
@@ -380,16 +311,15 @@ class ServerStore:
         """Opens the files.
 
         Args:
-          directory: the folder of the server.
-          backbone: the backbone, whose name and fingerprint adapters record.
+          backbone: the backbone, whose name and fingerprint are recorded in adapters.
           keep: number of checkpoints to keep.
           trackers: the trackers, which `close` closes.
-          say: function that prints one line; it is told what cannot be written or read, and how
-            many warnings tasks have.
+          say: prints one line. It is called for files that cannot be written or read, and with the
+            number of a task's warnings.
           events_bytes: size in bytes at which events.jsonl and rounds.jsonl are set aside.
 
         Raises:
-          RunDirectoryError: the database is damaged, or a later version of jaxmux has written it.
+          RunDirectoryError: the database is damaged, or was written by a later version of jaxmux.
         """
         self._directory, self._backbone, self._say = directory, backbone, say
         self._base = checkpoint_tensors(
@@ -400,35 +330,31 @@ class ServerStore:
         self._checkpoints = Checkpoints(directory.checkpoints, keep, say)
         self._events = LineLog(directory.events, say, events_bytes)
         self._rounds = LineLog(directory.rounds, say, events_bytes)
-        # Whether a state was told since the last commit.
+        # Whether a state was recorded in events.jsonl since the last commit.
         self._has_told = False
-        # When the last line of rounds.jsonl with details was written, by `time.monotonic`.
+        # Time of the last line of rounds.jsonl with details, by `time.monotonic`.
         self._detailed_at = -math.inf
         self._trackers = trackers
         self._writer = ThreadPoolExecutor(1)
         # The adapters that have not been written.
         self._adapters: dict[str, tuple[TrainedTask, Callable[[], Adapter]]] = {}
-        # Whether some of these have been tried in vain, and when to try again.
+        # Whether an attempt to write some of these has failed, and when to try again.
         self._has_unwritten, self._adapters_retry = False, _Retry()
-        # The number of the last checkpoint, and how many could be written.
+        # The number of the last checkpoint, and how many checkpoints have been written.
         self._number = self._count = 0
-        # The checkpoints that the table does not know yet, which the writer adds.
+        # The checkpoints that the writer has written and the table does not know yet.
         self._new: list[Checkpoint] = []
         self._last: Future[None] | None = None
         # Whether the last checkpoint could not be written, and when to write another one.
         self._checkpoint_retry = _Retry()
-        # By kind, why the last thing of it could not be written, without and with its name.
+        # By kind of file, why the last one could not be written, without and with the file's name.
         self._problems: dict[str, tuple[str, str]] = {}
         self._written: Callable[[], None] = lambda: None
 
     def read(self) -> Restored:
-        """What an earlier server has kept in the folder. It is called once, before any other
-        method.
-
-        Raises:
-          RunDirectoryError: the database or all checkpoints are damaged, or missing.
-          OSError: the database cannot be read.
-        """
+        """The state that an earlier server has left in the folder. Called once, before any other
+        method. Raises RunDirectoryError if the database or all checkpoints are damaged or missing,
+        and OSError if the database cannot be read."""
         rows, server = self._database.read()
         if server is None and self._checkpoints.numbers:
             what = "it is missing, but its checkpoints are not"
@@ -436,8 +362,8 @@ class ServerStore:
         self._count = server["checkpoints"] if server else 0
         going = {row["key"]: row for row in rows if row["state"] not in ENDED}
         named = [row["checkpoint"] for row in going.values() if row["checkpoint"] is not None]
-        # While fewer checkpoints were written than are kept, none has been deleted, so tasks may
-        # begin anew instead.
+        # If no more checkpoints were written than are kept, none has been deleted. Then tasks may
+        # begin anew.
         may_begin_anew = not named or self._count < self._keep
         found = self._checkpoints.newest(
             lambda record: {key: None for key in record["tasks"] if key in going},
@@ -457,13 +383,14 @@ class ServerStore:
         # Remove lines that were written after the last commit: their events will happen again.
         self._events.cut(server["events_bytes"])
         self._rounds.cut(server["rounds_bytes"])
-        # A file that was set aside since then would otherwise be cut to another one's length.
+        # Record the new lengths. A file that was set aside since the commit would otherwise be cut
+        # to the length of another file.
         with suppress(OSError):
             self._write(Rows(), totals, server["rounds"])
         return Restored(tasks, totals, server["rounds"])
 
     def _task(self, row: Mapping[str, Any], found: Found | None) -> LiveTask:
-        """The task of a row, with its copy in the checkpoint that was found."""
+        """The task of a row, with its copy in the checkpoint `found`."""
         try:
             return LiveTask.of(row, self._copy(row, found))
         except (ValueError, KeyError, TypeError) as e:
@@ -471,7 +398,7 @@ class ServerStore:
             raise unusable(self._directory.database, what) from None
 
     def _copy(self, row: Mapping[str, Any], found: Found | None) -> TaskCopy | None:
-        """The copy of a task that goes on, if it is in the checkpoint that was found."""
+        """The copy of a task that goes on, if the checkpoint `found` has it."""
         key = row["key"]
         if row["state"] in ENDED:
             return None
@@ -512,7 +439,7 @@ class ServerStore:
     def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
         try:
             if self._has_told:
-                # Otherwise the table might know of an event that is lost with the power.
+                # Otherwise the table could know of an event that a power failure has removed.
                 self._events.sync()
             self._write(tasks, totals, rounds)
         except OSError as e:
@@ -529,7 +456,7 @@ class ServerStore:
                 self._write(Rows(), totals, rounds)
 
     def _write(self, tasks: Rows, totals: Meter, rounds: int) -> None:
-        """Commits rows, with the lengths of the logs and the checkpoints that are new."""
+        """Commits rows, with the lengths of the logs and the new checkpoints."""
         checkpoints = list(self._new)
         server = {"rounds": rounds, "checkpoints": self._count, **vars(totals)}
         server |= {"events_bytes": self._events.size, "rounds_bytes": self._rounds.size}
@@ -556,7 +483,7 @@ class ServerStore:
     def save(self, copies: Mapping[str, TaskCopy], wait: bool = False) -> bool:
         is_ready = not self._last or self._last.done()
         if not (wait or is_ready and self._checkpoint_retry.is_due):
-            # The disk is slower than training, or full: a later call saves more.
+            # The disk is slower than training, or full. A later call saves more.
             return False
         self._number += 1
         self._last = self._writer.submit(self._write_checkpoint, self._number, copies)
@@ -581,7 +508,7 @@ class ServerStore:
         return is_written
 
     def tell_round(self, record: RoundRecord, spent: Mapping[str, float]) -> None:
-        # Tasks come and go, so what microbatches hold is told now and then in any case.
+        # Tasks come and go, so the content of microbatches is also recorded at regular times.
         now = time.monotonic()
         is_detailed = has_details(record.index) or now - self._detailed_at > _DETAILS_EVERY
         if is_detailed:
@@ -606,14 +533,14 @@ class ServerStore:
         self._trackers.close(finished=False)
 
     def _note(self, kind: str, what: str, problem: str) -> None:
-        """Says why something cannot be written, unless that was said of the last of its kind."""
+        """Reports why something cannot be written, unless the same reason was reported for the last
+        one of its kind."""
         before, _ = self._problems.get(kind, (None, None))
         self._problems[kind] = problem, f"{what}: {problem}"
         if problem != before:
             self._say(f"{what}: {problem}; training goes on")
 
     def _write_adapters(self) -> None:
-        """Writes the adapters that have not been written."""
         before = len(self._adapters)
         for waiting in list(self._adapters.values()):
             trained, adapter = waiting
@@ -633,7 +560,7 @@ class ServerStore:
                 )
                 for parent in (folder.parent, self._directory.path):
                     sync(parent)
-            except Exception as e:  # of the disk, of the devices, or of what the task holds
+            except Exception as e:  # errors of the disk, of the devices, or of the task's contents
                 self._note(what, what, f"cannot be written yet ({_why(e)})")
                 continue
             self._problems.pop(what, None)
@@ -654,7 +581,7 @@ class ServerStore:
             self._refuse_too_large(sum(x.nbytes for each in arrays.values() for x in each.values()))
             self._checkpoints.save(number, {"tasks": tasks}, arrays)
             self._checkpoints.wait()
-        except Exception as e:  # of the disk, of the devices, or of what the tasks hold
+        except Exception as e:  # errors of the disk, of the devices, or of the tasks' contents
             self._checkpoint_retry.note_failure()
             self._note(_CHECKPOINT, f"checkpoint {number}", f"cannot be written ({_why(e)})")
             return
@@ -664,14 +591,14 @@ class ServerStore:
         self._new.append(Checkpoint(number, list(copies)))
 
     def _refuse_too_large(self, needed: int) -> None:
-        """OSError if the disk has no room for arrays of so many bytes. Otherwise it would be full
-        until writing them fails, also for commands and adapters."""
+        """Raises OSError if the disk has no room for arrays of `needed` bytes. Otherwise the disk
+        would be full, also for commands and adapters, until writing the arrays fails."""
         if shutil.disk_usage(self._directory.checkpoints).free < needed:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _why(error: Exception) -> str:
-    """Why something could not be written, in the same words whichever file it was."""
+    """The reason why something could not be written, in words that do not depend on the file."""
     text = getattr(error, "strerror", None) or first_line(error)
     full = os.strerror(errno.ENOSPC)
     return full if full in text else text

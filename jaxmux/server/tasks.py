@@ -1,4 +1,4 @@
-"""The tasks of a live training, and what commands and results do to them."""
+"""The tasks of a live training, and the effects of commands and results on them."""
 
 import itertools
 import threading
@@ -40,91 +40,65 @@ from .task import (
 
 
 class StatusBoard:
-    """The statuses of all tasks, and what these have used together. All methods may be called in
-    any thread."""
+    """The statuses of all tasks, and their total usage. Every thread may call all methods."""
 
     def __init__(self):
-        """Creates a board without tasks."""
         self._lock = threading.Lock()
-        # By name, in the order in which the tasks were registered.
+        # By name, in the order of registration.
         self._statuses: dict[str, TaskStatus] = {}
         self._totals = Meter()
 
     def status(self, name: str) -> TaskStatus:
-        """The status of a task.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: there is no such task.
-        """
+        """The status of a task. Raises TaskError if there is no such task."""
         with self._lock:
             if name in self._statuses:
                 return self._statuses[name]
         raise TaskError(f"task {name!r}: there is no such task")
 
     def statuses(self) -> list[TaskStatus]:
-        """The statuses of all tasks, in the order in which they were registered."""
+        """The statuses of all tasks, in the order of registration."""
         with self._lock:
             return list(self._statuses.values())
 
     def totals(self) -> Meter:
-        """What all tasks have used together."""
         with self._lock:
             return self._totals.copy()
 
     def show(self, status: TaskStatus) -> None:
-        """Shows the present status of a task.
-
-        Args:
-          status: the status.
-        """
         with self._lock:
             self._statuses[status.name] = status
 
     def show_totals(self, totals: Meter) -> None:
-        """Shows what all tasks have used together.
-
-        Args:
-          totals: the sum.
-        """
         with self._lock:
             self._totals = totals.copy()
 
     def forget(self, name: str) -> None:
-        """Shows a task no longer.
-
-        Args:
-          name: name of the task.
-        """
         with self._lock:
             del self._statuses[name]
 
 
-# Maximum number of ended tasks that are looked at in a round, whether they can be forgotten.
+# At most this many ended tasks are checked per round for whether they can be forgotten.
 _LOOKED_AT = 64
-# So many names are in a reason.
+# At most this many names are in a reason.
 _MOST_NAMES = 3
-# What tasks may wait for before they are prepared.
+# What tasks wait for before they are prepared.
 _DATA, _ADAPTER = "its data to be read", "its initial adapter to be computed"
 
 
 class LiveTasks:
-    """The tasks of a live training by name. Only the thread that owns the engine uses it.
-
-    It decides what becomes of every task: commands, results of training and the room in the pool
-    change states here and nowhere else.
+    """The tasks of a live training by name. Only the thread that owns the engine may use it. Every
+    change of a task's state, through commands, results of training or the room in the pool, is made
+    here.
 
     Attributes:
-      changed: whether the choice of the tasks that train has to be made anew.
-      totals: what all tasks have used together, those included that are not known any more.
-      unkept: names of the tasks that have ended, and whose ends are not in the table; the values
-        have no meaning.
-      forgotten: the keys of tasks that are not known any more, and are still in the table.
+      changed: whether the choice of the tasks that train has to be made again.
+      totals: the total usage of all tasks, including forgotten ones.
+      unkept: names of the tasks that have ended and whose ends are not in the table, as the keys of
+        a dict.
+      forgotten: the keys of forgotten tasks that are still in the table.
       is_news: whether fingerprints of newly read data are not in the table yet.
-      is_needed: function that returns whether the ended task of a name has to be known on. It is
-        called in the thread that owns the engine.
+      is_needed: returns whether the ended task of a name must not be forgotten. Called in the
+        thread that owns the engine.
       growing: number of places for which programs are being compiled; None if there are none.
     """
 
@@ -143,17 +117,15 @@ class LiveTasks:
         """Starts without tasks.
 
         Args:
-          engine: the engine, whose tasks no one else changes.
+          engine: the engine, whose tasks no other code may change.
           preparation: prepares tasks; `enter_prepared` gets the results.
-          export: function that keeps the adapter of a task that has succeeded, as `Store.export`.
-          show: function that is called whenever a task's state, reason, priority or length has
-            changed.
-          forget: function that is called with the name of a task that is no longer known.
-          clock: function that returns the time in seconds since 1970.
-          most_ended: number of tasks that are known after their end.
+          export: keeps the adapter of a task that has succeeded, like `Store.export`.
+          show: called when a task's state, reason, priority or length has changed.
+          forget: called with the name of a forgotten task.
+          clock: returns the time in seconds since 1970.
+          most_ended: number of ended tasks that are kept.
           warnings: as for `LiveTraining`.
-          warn: function that is called with the name of a task and the warnings about its settings
-            and data.
+          warn: called with the name of a task and the warnings about its settings and data.
         """
         self._warnings, self._warn = warnings, warn
         self.changed = False
@@ -167,11 +139,11 @@ class LiveTasks:
         self._show, self._clock = show, clock
         self._forget = forget
         self._tasks: dict[str, LiveTask] = {}
-        # The names of the tasks that have ended, in the order of their ends; the values have no
-        # meaning.
+        # The names of the tasks that have ended, in the order of their ends, as the keys of a dict.
         self._ended: dict[str, None] = {}
         self._most_ended = most_ended
-        # Of the readings that wait, what for and behind how many, when its task was told last.
+        # For each reading that waits: what it waits for, and the number of readings before it, as
+        # its task was told last.
         self._told: dict[Reading, tuple[str, int]] = {}
 
     def __getitem__(self, name: str) -> LiveTask:
@@ -181,18 +153,11 @@ class LiveTasks:
         return name in self._tasks
 
     def __iter__(self) -> Iterator[LiveTask]:
-        """The tasks in the order in which they were registered."""
+        """The tasks in the order of registration."""
         return iter(self._tasks.values())
 
     def check(self, command: Command) -> None:
-        """Checks that a command can be carried out.
-
-        Args:
-          command: the command.
-
-        Raises:
-          TaskError: it cannot; the message says why.
-        """
+        """Raises TaskError if a command cannot be carried out; the message says why."""
         name, task = command.task, self._tasks.get(command.task)
         if command.kind == "register":
             if task:
@@ -211,12 +176,8 @@ class LiveTasks:
                 raise TaskError(f"task {name!r}: it has {task.steps} steps already")
 
     def new_task(self, command: Command, arrival: int) -> LiveTask:
-        """The task that a command registers, which `add` takes in.
-
-        Args:
-          command: a command of the kind "register".
-          arrival: number of its arrival.
-        """
+        """The task that a command of the kind "register" registers, for `add`. `arrival` is the
+        number of its arrival."""
         specification, priority, files, origin = command.value
         first = StateChange(PREPARING, None, self._clock())
         return LiveTask(
@@ -230,14 +191,8 @@ class LiveTasks:
         )
 
     def changes(self, command: Command) -> dict[str, Any]:
-        """What a command changes that `check` permits.
-
-        Args:
-          command: a command of another kind than "register".
-
-        Returns:
-          Attributes of the task by name, for `carry_out`.
-        """
+        """The attributes of its task that a command changes, by name, for `carry_out`. `check` must
+        permit the command, and its kind must not be "register"."""
         task, now = self[command.task], self._clock()
         match command.kind:
             case "cancel":
@@ -253,12 +208,8 @@ class LiveTasks:
         raise ValueError(f"there is no command {command.kind!r}")
 
     def carry_out(self, command: Command, changes: Mapping[str, Any]) -> None:
-        """Carries out a command.
-
-        Args:
-          command: a command of another kind than "register".
-          changes: from the method `changes`; no other command has been carried out since.
-        """
+        """Carries out a command of another kind than "register". `changes` is from the method
+        `changes`; no other command may have been carried out since then."""
         task, self.changed = self[command.task], True
         match command.kind:
             case "cancel" if self._has_place(task):
@@ -282,22 +233,14 @@ class LiveTasks:
         return task.progress.step if task.progress else 0
 
     def add(self, task: LiveTask) -> None:
-        """Takes in a task that has been registered.
-
-        Args:
-          task: the task, from `new_task`.
-        """
+        """Adds a task that has been registered, from `new_task`."""
         self._tasks[task.name] = task
         self._read_data(task)
         self._show(task)
 
     def restore(self, tasks: Iterable[LiveTask]) -> None:
-        """Takes in the tasks of an earlier training. Those that have not ended go on: their data
-        are read again.
-
-        Args:
-          tasks: the tasks, in the order in which they were registered.
-        """
+        """Adds the tasks of an earlier training, in the order of registration. The data of tasks
+        that have not ended are read again, so that these go on."""
         self._tasks |= {task.name: task for task in tasks}
         ended = sorted(
             (task for task in self if task.ended), key=lambda task: task.history[-1].time
@@ -310,23 +253,15 @@ class LiveTasks:
                 self._read_data(task)
 
     def note_kept(self, name: str) -> None:
-        """Takes note that the end of a task is in the table.
-
-        Args:
-          name: name of the task.
-        """
+        """Notes that the end of a task is in the table."""
         task = self[name]
         task.kept, task.unkept = True, None
         self.unkept.pop(name, None)
 
     def tell_waiting(self, to_be_read: Sequence[Reading], to_begin: Sequence[Reading]) -> None:
-        """Tells tasks that wait for their preparation how many come before them. A task is told
-        again when the number has halved, so that thousands of tasks do not hear of every one.
-
-        Args:
-          to_be_read: `Preparation.waiting`.
-          to_begin: `Preparation.waiting_to_begin`.
-        """
+        """Tells tasks that wait for their preparation how many come before them. `to_be_read` is
+        `Preparation.waiting`, `to_begin` is `Preparation.waiting_to_begin`. A task is told again
+        when the number has halved, because thousands of tasks may wait."""
         told, self._told = self._told, {}
         for what, waiting in ((_DATA, to_be_read), (_ADAPTER, to_begin)):
             for before, reading in enumerate(waiting):
@@ -337,17 +272,13 @@ class LiveTasks:
                     reason = _waits_behind(what, before)
                     self._enter(self._tasks[reading.task.name], PREPARING, reason)
         for reading in told:
-            # Its turn has come.
+            # The turn of this reading has come.
             if self._waits_for(reading):
                 self._enter(self._tasks[reading.task.name], PREPARING)
 
     def enter_prepared(self, reading: Reading, result: PreparedTask | Exception) -> None:
-        """Takes note of the end of a preparation.
-
-        Args:
-          reading: what was prepared. It changes nothing if its task no longer waits for it.
-          result: the prepared task, or the exception that ended its preparation.
-        """
+        """Handles the end of a preparation, with its result or its exception. It has no effect if
+        the task no longer waits for this reading."""
         task = self._tasks.get(reading.task.name)
         if task is None or task.reading is not reading:
             return
@@ -357,8 +288,8 @@ class LiveTasks:
                 raise result
             self._engine.refuse_outgrowing(result)
         except Exception as e:
-            # Whatever is wrong with a tenant's data concerns this task only. What has been trained
-            # is kept: the data may be there again later, or the pool be larger.
+            # A problem with a tenant's data concerns only this task. Its training so far is kept:
+            # the data may come back, or the pool may become larger.
             begun = task.progress or task.reached != Counted()
             self._enter(task, PAUSED if begun else FAILED, first_line(e))
             return
@@ -377,11 +308,11 @@ class LiveTasks:
             self._enter(task, QUEUED)
             self.changed = True
         else:
-            # Its number of steps may be known only now.
+            # The number of steps may only be known now.
             self._show(task)
 
     def choose(self) -> None:
-        """Chooses the tasks that train, and lets them take and leave their places."""
+        """Chooses the tasks that train, and changes their places."""
         self.changed = False
         found = schedule(
             [
@@ -404,12 +335,8 @@ class LiveTasks:
                 self._start(self[name])
 
     def requeue(self, most: int, why: str) -> None:
-        """Lets the tasks that came last, and among the lowest priority, give up their places.
-
-        Args:
-          most: number of tasks that keep theirs.
-          why: the reason, in words; it is told as long as they wait.
-        """
+        """Takes the places from all but `most` tasks: first from those of the lowest priority, and
+        among these from the last that came. `why` is reported as long as they wait."""
         running = [task for task in self if task.state == RUNNING]
         running.sort(key=lambda task: (-task.priority, task.arrival))
         for task in running[most:]:
@@ -420,14 +347,9 @@ class LiveTasks:
     def take_results(
         self, updates: Sequence[TaskUpdate], computed: Computed, seconds: float
     ) -> None:
-        """Meters what has been trained, and ends the tasks whose training has ended with it. The
-        tasks that ended longest ago are forgotten.
-
-        Args:
-          updates: the updates.
-          computed: what has been computed.
-          seconds: the time that the devices have spent on it.
-        """
+        """Meters the results, and ends the tasks whose training has ended with them. Then forgets
+        the tasks that ended longest ago, if there are too many. `seconds` is the time that the
+        devices have spent on `computed`."""
         by_task = computed.by_task
         tokens = max(1, sum(by_task.values()))
         changed = [self[name] for name in {*by_task, *(update.task for update in updates)}]
@@ -453,12 +375,12 @@ class LiveTasks:
         self._forget_some()
 
     def _forget_some(self) -> None:
-        """Forgets the tasks that ended longest ago, if too many are known. Tasks that must stay
+        """Forgets the tasks that ended longest ago, if there are too many. Tasks that must be kept
         move to the end of the queue."""
         for name in list(itertools.islice(self._ended, _LOOKED_AT)):
             if len(self._ended) <= self._most_ended:
                 return
-            # A name may be used again when no result of its task is still on its way.
+            # The name of a task may be used again only if no result of the task is still awaited.
             is_free = self[name].kept and name not in self._engine.awaited
             if is_free and not self.is_needed(name):
                 self._forget_task(name)
@@ -477,16 +399,12 @@ class LiveTasks:
 
     @property
     def running(self) -> list[str]:
-        """Names of the tasks that train."""
         return self._engine.names
 
     def copies(self, snapshots: Mapping[str, Callable[[], SlotArrays]]) -> dict[str, TaskCopy]:
-        """By name, copies of tasks that still train, as of the updates before `snapshots`, whose
-        results have arrived.
-
-        Args:
-          snapshots: by name, results of `Engine.snapshot` from before a round was trained.
-        """
+        """By name, copies of the tasks that still train, as of the updates before `snapshots` were
+        taken; the results of these updates must have arrived. `snapshots` has results of
+        `Engine.snapshot` from before a round."""
         return {
             name: self[name].copy(self._engine.with_kept(name, snapshot))
             for name, snapshot in snapshots.items()
@@ -494,7 +412,7 @@ class LiveTasks:
         }
 
     def _read_data(self, task: LiveTask) -> None:
-        # A task that goes on has its arrays, and needs no initial adapter.
+        # A task that goes on has its arrays and needs no initial adapter.
         begins, aside = task.saved_arrays is None, task.state == PAUSED
         registered = task.history[0].time
         task.reading = self._preparation.add(
@@ -502,7 +420,7 @@ class LiveTasks:
         )
 
     def _waits_for(self, reading: Reading) -> bool:
-        """Whether a task waits for this reading of its data, and is not paused."""
+        """Whether a task waits for this reading of its data and is not paused."""
         task = self._tasks.get(reading.task.name)
         return task is not None and task.reading is reading and task.state == PREPARING
 
@@ -517,14 +435,13 @@ class LiveTasks:
         return taken
 
     def _worth(self, names: Sequence[str]) -> float:
-        """The throughput of tasks that train together."""
+        """The throughput of tasks that train together, up to a factor."""
         options = self._engine.options
         return tokens_per_microbatch(
             [self[name].batch_tokens for name in names], options.shape, options.round_tokens
         )
 
     def _start(self, task: LiveTask) -> None:
-        """Gives a task a place."""
         try:
             if task.suspended:
                 self._engine.resume(task.suspended)
@@ -532,7 +449,8 @@ class LiveTasks:
                 self._engine.register_tasks([task.prepared])
                 self._engine.begin_evaluation([task.name])
         except (ValueError, KeyError, TypeError, OSError, MemoryError) as e:
-            # The errors of a tenant's files. Those of the devices concern all tasks.
+            # These are errors of a tenant's files; errors of the devices concern all tasks and are
+            # not caught.
             if task.name in self._engine.names:
                 self._engine.release(task.name)
             self._enter(task, FAILED, first_line(e))
@@ -543,16 +461,15 @@ class LiveTasks:
         self._enter(task, RUNNING)
 
     def _has_place(self, task: LiveTask) -> bool:
-        """Whether a task is in the engine. One that is restored is not, whatever its state."""
+        """Whether a task is in the engine. A restored task is not, whatever its state."""
         return task.name in self._engine.names
 
     def _leave(self, task: LiveTask) -> None:
-        """Lets a task give up its place, if it has one."""
+        """Suspends a task, if it has a place."""
         if self._has_place(task):
             task.suspended = self._engine.suspend(task.name)
 
     def _end(self, task: LiveTask, progress: TaskProgress) -> None:
-        """Ends a task whose training has ended."""
         if progress.status == SUCCEEDED:
             trained = TrainedTask.of(task.prepared, progress, task.fingerprints)
             snapshot = self._engine.snapshot(task.name)
@@ -567,11 +484,11 @@ class LiveTasks:
     def _enter(
         self, task: LiveTask, state: str, reason: str | None = None, note: str | None = None
     ) -> None:
-        """Lets a task enter a state, or changes the reason of its present one."""
+        """Lets a task enter a state, or changes the reason of its present state."""
         self._change(task, task.entered(state, reason, self._clock(), note))
 
     def _change(self, task: LiveTask, changes: Mapping[str, Any]) -> None:
-        """Changes a task, and shows it if that can be seen."""
+        """Changes a task, and shows it if the change is visible."""
         task.change(changes)
         if task.ended and task.name not in self._ended:
             self._ended[task.name] = None
@@ -585,14 +502,12 @@ class LiveTasks:
 
 
 def _waits_behind(what: str, count: int) -> str:
-    """Says why a task is not being prepared yet."""
     are = "is" if count == 1 else "are"
     place = f"at most {numbered(count, 'task')} {are} before it" if count else "it is the next one"
     return f"waits for {what}; {place}"
 
 
 def _taken_by(names: Sequence[str]) -> str:
-    """Says which tasks of higher priority have taken a place."""
     shown = ", ".join(map(repr, names[:_MOST_NAMES]))
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
     if len(names) == 1:

@@ -26,22 +26,13 @@ from .tasks import LiveTasks, StatusBoard
 
 
 class CommandRunner:
-    """Takes commands from their queue, writes what they change, and lets the tasks change. Only the
-    thread that owns the engine uses it.
-
-    Attributes:
-      is_busy: whether commands are being carried out.
-    """
+    """Takes commands from their queue, writes their changes to the table, and applies them to the
+    tasks. Only the thread that owns the engine may use it. `is_busy` is True while commands are
+    being carried out."""
 
     def __init__(self, queue: CommandQueue, tasks: LiveTasks, store: Store, saving: Saving):
-        """Starts without commands.
-
-        Args:
-          queue: the commands that wait.
-          tasks: the tasks, with those of an earlier training.
-          store: what keeps the tasks.
-          saving: writes what commands change, before they are carried out.
-        """
+        """Starts without commands. `tasks` has the tasks of an earlier training; `saving` writes
+        the changes of commands before they are carried out."""
         self._queue, self._tasks, self._store, self._saving = queue, tasks, store, saving
         # Number of the last arrival of a task.
         self._arrivals = max((task.arrival for task in tasks), default=-1)
@@ -50,10 +41,11 @@ class CommandRunner:
         self._taken: Sequence[Waiting] = ()
 
     def carry_out(self) -> None:
-        """Carries out the commands that wait: first those up to the second one for the same task,
-        and so on. These do not depend on each other, so they are checked and written together."""
+        """Carries out the waiting commands: first those before the second command for the same
+        task, and so on. Commands in one such group are independent, so they are checked and written
+        together."""
         self._taken = waiting = self._queue.take()
-        # Tasks that are registered at the same end of a round have arrived together.
+        # Tasks that are registered before the same end of a round have arrived together.
         self._arrivals += bool(waiting)
         self.is_busy = True
         try:
@@ -72,17 +64,15 @@ class CommandRunner:
             self.is_busy = False
 
     def end(self, why: str) -> None:
-        """Gives an error to all commands that have not been carried out.
-
-        Args:
-          why: what has ended before them.
-        """
+        """Gives an error to all commands that have not been carried out. `why` says what has ended
+        before them."""
         for _, future in (*self._taken, *self._queue.take()):
             if not future.done():
                 future.set_exception(RuntimeError(f"{why} before the command"))
 
     def _carry_out_independent(self, waiting: Sequence[Waiting]) -> None:
-        # With the task as the command will leave it, and what changes of a task that is known.
+        # Each entry also has the task as the command will leave it, and the changes of a known
+        # task.
         permitted: list[tuple[Waiting, LiveTask, dict[str, Any]]] = []
         for command, future in waiting:
             try:
@@ -118,29 +108,29 @@ class CommandRunner:
 
 _log = logging.getLogger("jaxmux")
 
-# Seconds after which it is tried again to save tasks when the disk was busy or full.
+# Seconds after which saving is tried again when the disk was busy or full.
 _RETRY = 1.0
 
 
 class LiveTraining:
     """Trains tasks that come and go while training goes on.
 
-    One thread owns the engine: it calls `run`, or `step` again and again. All other methods may be
-    called in any thread. Commands (`register`, `cancel`, `pause`, `resume`, `set_priority` and
-    `extend`) are carried out at the next end of a round, in the order in which they were given.
-    Their results are futures: `result()` waits until the command has been carried out, and raises
-    its error. Functions that are added to a future (`add_done_callback`) are called in the thread
-    that owns the engine, so they must not wait for another command.
+    One thread owns the engine: it calls `run`, or `step` again and again. Every thread may call the
+    other methods. Commands (`register`, `cancel`, `pause`, `resume`, `set_priority` and `extend`)
+    are carried out at the next end of a round, in the order in which they were given. Their results
+    are futures: `result()` waits until the command has been carried out, and raises its error.
+    Functions that are added to a future (`add_done_callback`) are called in the thread that owns
+    the engine, so they must not wait for another command.
 
-    Tasks are trained by priority; among equals, those that came first go first, and of those that
-    came at the same end of a round, the ones with the highest throughput. A task that cannot
-    train yet waits, and its status tells why; a running task makes room for one of higher priority
-    and goes on later as after `pause`. A task that does not fit into the engine's pool and
-    microbatches even alone is refused, so programs are never compiled again.
+    Tasks with higher priority train first. Among equal priorities, earlier tasks go first; among
+    tasks that came before the same end of a round, those with the highest throughput. A task that
+    cannot train yet waits, and its status tells why. A running task makes room for a task of higher
+    priority and goes on later, as after `pause`. A task that does not fit into the engine's pool
+    and microbatches even alone is refused, so programs are never compiled again.
 
     Attributes:
-      problem: why not all was on disk after the last call of `save`, with which `run` ends; None if
-        all was.
+      problem: why something was not on disk after the last call of `save`, with which `run` ends;
+        None if everything was.
     """
 
     def __init__(
@@ -162,29 +152,25 @@ class LiveTraining:
         """Starts with the tasks that the store has kept.
 
         Args:
-          engine: an engine without tasks. The pool of `engine.options.reserved` gives the places
-            for tasks, and the largest rank, the linears and the dropout that tasks may have.
-          prepare: function that prepares a task, for example `prepare_task` with the backbone's
-            configuration and tokenizer. It is called in other threads, beside training.
+          engine: an engine without tasks. The pool in `engine.options.reserved` determines the
+            number of places, and the largest rank, the linears and the dropout that tasks may have.
+          prepare: prepares a task, for example `prepare_task` with the backbone's configuration and
+            tokenizer. It is called in other threads, during training.
           store: keeps tasks and adapters; None keeps them in memory.
           save_every: number of rounds from one checkpoint to the next.
-          prepared_at_once: number of tasks whose data are read at the same time, and of initial
-            adapters that are computed at the same time if they take long.
-          slow_preparation_seconds: a task whose data take longer no longer counts among them.
-          most_preparation_seconds: a task fails if reading its data takes longer, or computing its
-            initial adapter.
-          most_ended: number of tasks whose status is known after their end. More are known while
-            somebody needs them (`know_while`). The name of a task that is no longer known can be
-            used again.
+          prepared_at_once, slow_preparation_seconds, most_preparation_seconds: as in
+            `ServerOptions`.
+          most_ended: number of ended tasks whose status is kept, and more while they are needed
+            (`know_while`). The name of a forgotten task can be used again.
           most: the size up to which the engine grows; it shrinks down to its present size again.
-            The programs are compiled beside training. A task's results then depend on the load, but
+            The programs are compiled during training. A task's results then depend on the load, but
             only in the order of sums. None keeps the engine's size.
           quiet_rounds: number of rounds for which a smaller size must have sufficed before the
             engine shrinks.
-          clock: function that returns the time of events, in seconds since 1970.
-          warnings: function that returns what is legal but suspicious about a task: about its
-            settings and data when these have been read, and about its results when it is given its
-            progress at the end of its training.
+          clock: returns the time of events, in seconds since 1970.
+          warnings: returns legal but suspicious facts about a task: about its settings and data
+            when these have been read, and about its results when the function is given the task's
+            final progress.
         """
         self._engine, self._clock = engine, clock
         self._store = store or MemoryStore()
@@ -223,7 +209,7 @@ class LiveTraining:
         for task in kept.tasks:
             self._show(task)
         self._tasks.restore(kept.tasks)
-        # The arrays are kept by those tasks alone that have not gone on yet.
+        # From here on, only the tasks that have not gone on yet hold their arrays.
         del kept
         for task in self._tasks:
             if not task.told:
@@ -233,12 +219,12 @@ class LiveTraining:
         # The thread that owns the engine, and the exception that has ended `run`.
         self._owner: threading.Thread | None = None
         self._failure: BaseException | None = None
-        # Until when the devices' time has been divided among tasks, and when the last round was
-        # dispatched; None while they are idle.
+        # The time up to which the devices' time has been divided among tasks, and the time at which
+        # the last round was dispatched; None while the devices are idle.
         self._metered_until: float | None = None
         self._dispatched_at: float | None = None
         self.problem: str | None = None
-        # Whether `close` has been called, and whether no thread trains any more after that.
+        # Whether `close` has been called, and whether no thread trains any more.
         self._closed = self._has_ended = False
         # Held while `run` runs.
         self._running = threading.Lock()
@@ -246,13 +232,13 @@ class LiveTraining:
     def register(
         self, task: Task, priority: int = 0, *, origin: Task | None = None
     ) -> Future[None]:
-        """Adds a task. Its data are read beside training; it begins as soon as it has a place. It
+        """Adds a task. Its data are read during training; it begins as soon as it has a place. It
         fails if files with its data change after this call and before they have been read.
 
         Args:
-          task: the task. Its name must not be that of another task of this training.
-          priority: tasks of higher numbers go first.
-          origin: the task as its tenant has specified it, which `origins` returns.
+          task: the task. Its name must differ from that of every other task of this training.
+          priority: tasks with higher numbers go first.
+          origin: the task as its tenant has specified it; `origins` returns it.
 
         Returns:
           A future; it has a `TaskError` if the name is taken, or the store cannot keep the task.
@@ -265,110 +251,71 @@ class LiveTraining:
         return self._command("register", task.name, value)
 
     def cancel(self, name: str) -> Future[None]:
-        """Ends a task without a result.
-
-        Args:
-          name: name of the task.
-
-        Returns:
-          A future; it has a `TaskError` if there is no such task, or it has ended.
-        """
+        """Ends a task without a result. The returned future has a `TaskError` if there is no such
+        task, or it has ended."""
         return self._command("cancel", name)
 
     def pause(self, name: str) -> Future[None]:
-        """Lets a task give up its place until `resume` is called. It goes on later with the bits
-        that it would have had without a break; with several replicas of the backbone, or with a
-        pool that follows its load, up to rounding.
-
-        Args:
-          name: name of the task.
-
-        Returns:
-          A future; it has a `TaskError` if there is no such task, or it has ended.
-        """
+        """Lets a task give up its place until `resume` is called. It later goes on to the same bits
+        as without the pause; with several replicas of the backbone, or a pool that follows its
+        load, to the same values up to rounding. The returned future has a `TaskError` if there is
+        no such task, or it has ended."""
         return self._command("pause", name)
 
     def resume(self, name: str) -> Future[None]:
-        """Lets a paused task wait for a place again.
-
-        Args:
-          name: name of the task.
-
-        Returns:
-          A future; it has a `TaskError` if there is no such task, or it is not paused.
-        """
+        """Lets a paused task wait for a place again. The returned future has a `TaskError` if there
+        is no such task, or it is not paused."""
         return self._command("resume", name)
 
     def set_priority(self, name: str, priority: int) -> Future[None]:
-        """Changes the priority of a task.
-
-        Args:
-          name: name of the task.
-          priority: tasks of higher numbers go first.
-
-        Returns:
-          A future; it has a `TaskError` if there is no such task, or it has ended.
-        """
+        """Changes the priority of a task; tasks with higher numbers go first. The returned future
+        has a `TaskError` if there is no such task, or it has ended."""
         return self._command("set_priority", name, _integer("priority", priority))
 
     def extend(self, name: str, steps: int) -> Future[None]:
         """Lets a task train more steps. The updates that have not been dispatched follow a
-        learning-rate schedule that spreads over all of them.
+        learning-rate schedule over the new number of steps.
 
         Args:
-          name: name of the task.
-          steps: the new number of steps, those included that the task has trained.
+          steps: the new number of steps, including those that the task has trained.
 
         Returns:
-          A future; it has a `TaskError` if there is no such task, it has ended, it has at least so
-          many steps already, or their number is not known because its data have not been read.
+          A future; it has a `TaskError` if there is no such task, it has ended, it already has at
+          least this many steps, or its number of steps is unknown because its data have not been
+          read.
         """
         return self._command("extend", name, _integer("steps", steps))
 
     def status(self, name: str) -> TaskStatus:
-        """What can be seen of a task, as of the last end of a round.
-
-        Args:
-          name: name of the task.
-
-        Raises:
-          TaskError: there is no such task.
-        """
+        """The status of a task at the last end of a round. Raises TaskError if there is no such
+        task."""
         return self._board.status(name)
 
     def statuses(self) -> list[TaskStatus]:
-        """What can be seen of all tasks, in the order in which they were registered."""
+        """The statuses of all tasks, in the order of registration."""
         return self._board.statuses()
 
     def origins(self) -> dict[str, Task]:
-        """By name, the tasks of an earlier training as their tenants had specified them. It is
-        called before `run`."""
+        """By name, the tasks of an earlier training as their tenants specified them. Call it before
+        `run`."""
         return {task.name: task.origin for task in self._tasks if task.origin}
 
     def know_while(self, is_needed: Callable[[str], bool]) -> None:
-        """Lets tasks that have ended be known as long as somebody needs them.
-
-        Args:
-          is_needed: function that returns whether the task of a name is needed. It is called in the
-            thread that owns the engine.
-        """
+        """Keeps ended tasks as long as `is_needed` returns True for their names. It is called in
+        the thread that owns the engine."""
         self._tasks.is_needed = is_needed
 
     def totals(self) -> Meter:
-        """What all tasks have used together, as of the last end of a round: those that this
-        training knows, and those that it has forgotten."""
+        """The total usage of all tasks at the last end of a round, including forgotten tasks."""
         return self._board.totals()
 
     def events(self) -> Iterator[Event]:
-        """Iterates over what happens from now on. The iterator waits for further events until
-        `close` is called."""
+        """Iterates over the events from now on. The iterator waits for further events until `close`
+        is called."""
         return self._events.read()
 
     def adapter(self, name: str) -> Adapter:
         """The adapter of a task that has succeeded or stopped early.
-
-        Args:
-          name: name of the task.
 
         Returns:
           By path of a linear within a layer ("mlp.up_proj"), its LoRA `Factors`, as from
@@ -383,7 +330,7 @@ class LiveTraining:
         try:
             task = self._tasks[name].specification
         except KeyError:
-            # It has been forgotten since.
+            # The task has been forgotten since.
             raise TaskError(f"task {name!r}: there is no such task") from None
         return self._store.adapter(task)
 
@@ -391,8 +338,8 @@ class LiveTraining:
         """Lets `run` return at the next end of a round. Tasks that have not ended stay as they are,
         and no more commands are taken."""
         self._take_no_more()
-        # Without `run`, nobody else ends what waits; while commands are being carried out, `step`
-        # calls this once more.
+        # If `run` is not running, this call itself ends what waits. While commands are being
+        # carried out, `step` calls `close` again afterwards.
         if self._is_owner and not self._runner.is_busy and self._running.acquire(blocking=False):
             try:
                 self._end()
@@ -410,13 +357,13 @@ class LiveTraining:
         return self._owner in (None, threading.current_thread())
 
     def run(self) -> None:
-        """Trains until `close` is called, and waits while there is nothing to train. At the end all
-        tasks are saved."""
+        """Trains until `close` is called, and waits while there is nothing to train. Saves all
+        tasks at the end."""
         with self._running:
             try:
                 while not self._closed:
                     if not self.step():
-                        # Nothing else is kept as long as nothing happens.
+                        # Save now, because no later event would.
                         self.save(wait=False)
                         longest = self._preparation.seconds_left
                         left = self._saving.wanted or self._saving.has_rows
@@ -430,11 +377,8 @@ class LiveTraining:
                 self._end()
 
     def wait(self) -> None:
-        """Waits until `run` has returned, if it has been called.
-
-        Raises:
-          RuntimeError: `run` has ended with an exception in another thread.
-        """
+        """Waits until `run` has returned, if it has been called. Raises RuntimeError if `run` has
+        ended with an exception in another thread."""
         with self._running:
             if self._closed:
                 self._end()
@@ -449,11 +393,8 @@ class LiveTraining:
         self._has_ended = True
 
     def step(self) -> bool:
-        """Carries out the commands that wait, chooses the tasks that train, and trains a round.
-
-        Returns:
-          False if there was nothing to train.
-        """
+        """Carries out the waiting commands, chooses the tasks that train, and trains a round.
+        Returns False if there was nothing to train."""
         self._owner = threading.current_thread()
         self._runner.carry_out()
         if self._closed:
@@ -464,7 +405,7 @@ class LiveTraining:
         wanting = len(self._tasks.candidates)
         if self._size and wanting:
             resized = self._size.adjust(wanting, self._round_tokens)
-            # The tasks that wait are told of places to come.
+            # Tell the waiting tasks of places that are coming.
             growing, self._tasks.growing = self._tasks.growing, self._size.growing
             self._tasks.changed |= resized or growing != self._tasks.growing
         if self._tasks.changed:
@@ -487,7 +428,7 @@ class LiveTraining:
         return trains or bool(updates) or self._tasks.changed
 
     def _tell_round(self) -> None:
-        """Writes down what the round held that was dispatched last, unless that has been done."""
+        """Records the contents of the last dispatched round, unless this has been done."""
         record, now = self._engine.take_round(), time.monotonic()
         if record is not None:
             spent = self._engine.device_time.spent(self._dispatched_at, now)
@@ -513,11 +454,11 @@ class LiveTraining:
 
     def save(self, wait: bool = True) -> None:
         """Waits for the devices, and saves all tasks as they are, if anything has changed. `run`
-        calls it; others need it only if they call `step`.
+        calls it; other callers need it only if they call `step`.
 
         Args:
-          wait: whether to wait until all is on disk. False writes no checkpoint as long as the disk
-            is busy.
+          wait: whether to wait until everything is on disk. If False, no checkpoint is written
+            while the disk is busy.
 
         Raises:
           RuntimeError: another thread owns the engine, and training has not been closed.
@@ -540,7 +481,7 @@ class LiveTraining:
         return self._commands.put(Command(kind, name, value))
 
     def _take_results(self, updates: Sequence[TaskUpdate]) -> None:
-        """Enters the results of updates."""
+        """Passes on the results of updates."""
         now, seconds = time.monotonic(), 0.0
         computed = self._engine.take_computed()
         if computed.turns:
@@ -558,7 +499,7 @@ class LiveTraining:
             del fields["task"]
             self._tell(done.task, kind, fields)
         self._store.track(updates, evaluations, self._clock())
-        # A task's last update is told before its end.
+        # A task's last update is reported before its end.
         self._tasks.take_results(updates, computed, seconds)
         self._saving.write_if_due()
         for name in {*by_task, *(done.task for _, done in told)}:
@@ -567,8 +508,8 @@ class LiveTraining:
         self._board.show_totals(self._tasks.totals)
 
     def _show_state(self, task: LiveTask) -> None:
-        """Shows and tells that a task's state, reason, priority or length has changed. That it has
-        succeeded or failed is told when it is kept."""
+        """Shows and reports that a task's state, reason, priority or length has changed. Success
+        and failure are reported only when they are in the table."""
         self._show(task)
         if self._shows_end(task):
             adapter = task.specification.adapter
@@ -579,22 +520,21 @@ class LiveTraining:
                 task.change({"told": True})
 
     def _show_end(self, task: LiveTask) -> None:
-        """Shows and tells the end of a task, which has been kept, and the warnings about it."""
+        """Shows and reports the end of a task, which is in the table, and the warnings about it."""
         if task.last_warnings:
             self._tell(task.name, "warning", {"warnings": list(task.last_warnings)})
             task.warnings, task.last_warnings = task.warnings + task.last_warnings, ()
         self._show_state(task)
 
     def _tell(self, name: str, kind: str, fields: dict[str, Any]) -> bool:
-        """Tells of an event; returns whether it is written down."""
+        """Reports an event; returns whether it is written to a file."""
         return self._store.tell(self._events.add(self._clock(), name, kind, fields))
 
     def _show(self, task: LiveTask) -> None:
-        """Shows the present status of a task."""
         self._board.show(task.status(ends=self._shows_end(task)))
 
     def _shows_end(self, task: LiveTask) -> bool:
-        """Whether it may be seen that a task has ended, if it has."""
+        """Whether the end of a task, if it has ended, may be shown."""
         return task.kept or task.state not in TRAINED | {FAILED}
 
 
@@ -607,7 +547,7 @@ def _integer(what: str, value: Any) -> int:
 
 
 def _prepared(engine: Engine, prepare: Callable[[Task], PreparedTask], task: Task) -> PreparedTask:
-    """The prepared task; TaskError if the pool has no room for it."""
+    """The prepared task. Raises TaskError if the pool has no room for it."""
     prepared = prepare(task)
     engine.refuse_outgrowing(prepared)
     return prepared

@@ -1,18 +1,18 @@
-"""The files of a tenant who is not trusted: checked against limits, and copied to where the tenant
+"""The files of an untrusted tenant: checked against limits, and copied to a place where the tenant
 cannot change them.
 
-`check_files` guarantees only that the files were right when it read them. The tenant may change the
-files before they are read again. `copy_files` applies the same checks to the bytes that it copies,
+`check_files` guarantees only that the files were right when it read them; the tenant may change
+them before they are read again. `copy_files` applies the same checks to the bytes that it copies,
 and the tenant cannot change the copy. This matters for weights, which are mapped into memory when
 training starts: a tenant who shortens a mapped file ends the whole process with SIGBUS. The folder
 of the copies is trusted.
 
-Each part of a path below the tenant's folder is opened by itself, relative to the folder above it,
-and without following links (`openat` with `O_NOFOLLOW`). So a file that is reached through a
-symbolic link is refused, even if the link appears while the path is opened. Files with several hard
-links are refused, because they may be somebody else's. Everything that is not a regular file is
-refused, because opening a FIFO may block and opening a device may have effects. The tenant's folder
-itself, the folders above it and the file system are trusted.
+Each part of a path below the tenant's folder is opened separately, relative to the folder above it,
+and without following links (`openat` with `O_NOFOLLOW`). A file that is reached through a symbolic
+link is therefore refused, even if the link appears while the path is opened. Files with several
+hard links are refused, because they may belong to someone else. Everything that is not a regular
+file is refused, because opening a FIFO may block and opening a device may have effects. The
+tenant's folder itself, the folders above it and the file system are trusted.
 """
 
 import dataclasses
@@ -47,11 +47,8 @@ _KINDS = (
 
 
 def read_bytes(folder: str | Path, path: str, most_bytes: int, where: str) -> bytes:
-    """Reads a small file of a folder. The arguments are those of `open_inside`.
-
-    Raises:
-      TaskError: the file is larger than `most_bytes`, or `open_inside` cannot open it.
-    """
+    """Reads a small file of a folder, with arguments as for `open_inside`. Raises TaskError if the
+    file is larger than `most_bytes`, or `open_inside` cannot open it."""
     try:
         with open_inside(folder, path, most_bytes, where) as file:
             data = file.read(most_bytes + 1)
@@ -66,9 +63,9 @@ def open_inside(folder: str | Path, path: str, most_bytes: int, where: str) -> B
     """Opens a regular file inside a folder for reading, without following links below the folder.
 
     Args:
-      folder: the folder, which is trusted, and may be reached through links.
+      folder: the folder, which is trusted and may be reached through links.
       path: path relative to the folder, with "/" between its components.
-      most_bytes: the largest permitted size at this time. The file may grow while it is read.
+      most_bytes: the largest permitted size now. The file may grow while it is read.
       where: the first words of error messages.
 
     Raises:
@@ -95,7 +92,7 @@ def open_inside(folder: str | Path, path: str, most_bytes: int, where: str) -> B
         raise TaskError(f"{where}: {path!r} cannot be opened ({e.strerror})") from None
     file = open(descriptor, "rb")
     try:
-        # Between the check and the opening, the tenant may have put something else there.
+        # The tenant may have replaced the file between the check and the opening.
         info = os.fstat(descriptor)
         if not stat.S_ISREG(info.st_mode):
             raise TaskError(f"{where}: {path!r} should be a file, found {_kind(info.st_mode)}")
@@ -128,8 +125,8 @@ _CHUNK = 2**20
 
 
 def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
-    """Returns the task with other paths of its data, of its held-out data and of the adapter from
-    which it begins. `changed` makes a new path from an old one."""
+    """Returns the task with changed paths of its data, of its held-out data and of the adapter from
+    which it begins."""
     held_out, adapter = task.eval_data, task.resume_from
     data = tuple(dataclasses.replace(each, path=changed(each.path)) for each in task.sources)
     return dataclasses.replace(
@@ -141,11 +138,8 @@ def with_paths(task: Task, changed: Callable[[str], str]) -> Task:
 
 
 def relative_to(task: Task, folder: str | Path) -> Task:
-    """Returns a task that has absolute paths with paths relative to a folder.
-
-    Raises:
-      TaskError: a path is not inside the folder.
-    """
+    """Returns a task whose absolute paths are made relative to a folder. Raises TaskError if a path
+    is not inside the folder."""
     root = Path(folder).resolve()
 
     def relative(path: str) -> str:
@@ -157,17 +151,17 @@ def relative_to(task: Task, folder: str | Path) -> Task:
 
 
 def check_files(task: Task, folder: str | Path, limits: SpecificationLimits, where: str) -> None:
-    """Checks the files of a task, as they are now, in constant memory.
+    """Checks the files of a task in their present state, in constant memory.
 
     Args:
       task: the task, with paths relative to `folder`.
       folder: the folder with the tenant's files.
-      limits: the most bytes, lines and steps.
+      limits: the largest numbers of bytes, lines and steps.
       where: the first words of error messages.
 
     Raises:
       TaskError: a file cannot be opened as `open_inside` does, or exceeds a limit; or the adapter
-        with which the task begins has another rank, or target modules that are no names.
+        with which the task begins has another rank, or target modules that are not names.
     """
     _Files(task, Path(folder), None, limits, where).visit()
 
@@ -175,14 +169,16 @@ def check_files(task: Task, folder: str | Path, limits: SpecificationLimits, whe
 def copy_files(
     task: Task, folder: str | Path, store: str | Path, limits: SpecificationLimits | None = None
 ) -> Task:
-    """Copies the files of a task to where the tenant cannot change them, and checks the copies.
+    """Copies the files of a task to a place where the tenant cannot change them, and checks the
+    copies.
 
     Args:
       task: the task, from `task_from_json` with the same folder.
       folder: the folder with the tenant's files.
-      store: the folder of the copies, which must not exist. It appears when it is complete, with
-        the same relative paths as in `folder`, and only the user of this process can open it.
-      limits: the most that the specification may ask for; None for the defaults.
+      store: the folder of the copies, which must not exist. It is created when the copies are
+        complete, with the same relative paths as in `folder`; only the user of this process can
+        open it.
+      limits: the most that the specification may ask for; None means the defaults.
 
     Returns:
       The task with the paths of the copies.
@@ -211,7 +207,7 @@ def copy_files(
 @dataclasses.dataclass(frozen=True)
 class _Files:
     """Reads the files of a task once, checks them, and copies them to `store` if it is not None.
-    Paths of the task are relative to `folder`; `where` begins error messages."""
+    Paths of the task are relative to `folder`. Error messages begin with `where`."""
 
     task: Task
     folder: Path
@@ -242,7 +238,7 @@ class _Files:
             open_inside(self.folder, path, limits.data_bytes, where) as file,
             self._copy(path, where) as copy,
         ):
-            # A line of a tenant may be as long as the file, so `readline` gets a bound.
+            # A tenant's line may be as long as the file, so `readline` gets a bound.
             while line := _read(file.readline, limits.record_bytes + 1, where):
                 lines, size = lines + 1, size + len(line)
                 if len(line) > limits.record_bytes:
@@ -252,7 +248,7 @@ class _Files:
                 if lines > limits.records:
                     raise TaskError(f"{where}: {path} has more than {limits.records} lines")
                 _refuse_growth(path, size, limits.data_bytes, where)
-                # The limits of lines would not hold for elements of an array.
+                # The limits on lines would not apply to the elements of an array.
                 if is_blank and path.endswith(".json") and begins_array(line):
                     raise TaskError(
                         f"{where}: {path} holds a JSON array; write one object per line, without "
@@ -277,7 +273,7 @@ class _Files:
                 copy.write(data)
 
     def _check_settings(self, data: bytes, where: str) -> None:
-        """Checks the settings of an adapter without interpreting expressions in it."""
+        """Checks the settings of an adapter without interpreting expressions in them."""
         try:
             settings = parse_object(data, self.limits.specification_bytes)
         except ValueError as e:
@@ -314,7 +310,7 @@ class _Files:
             raise TaskError(f"{where}: {problem}")
 
     def _copy(self, path: str, where: str) -> BinaryIO:
-        """Opens the file of the store for the copy; without a store, the null device."""
+        """Opens the file in the store for the copy, or the null device if there is no store."""
         if self.store is None:
             return open(os.devnull, "wb")
         copy = self.store / path
@@ -326,12 +322,8 @@ class _Files:
 
 
 def _hint(adapter: Any, stored: Any) -> str:
-    """Tells how a task can go on from a folder that holds its adapter as one of another kind.
-
-    Args:
-      adapter: the specification of the task's adapter.
-      stored: the specification of the same adapter in a folder.
-    """
+    """Tells how a task can go on from a folder that holds its adapter as another kind. `adapter` is
+    the specification of the task's adapter, `stored` that of the same adapter in a folder."""
     asked = to_object(adapter)
     changes = {key: value for key, value in to_object(stored).items() if value != asked[key]}
     return (

@@ -1,8 +1,7 @@
-"""What tenants who are not trusted may ask for: limits of one specification, limits of all
-specifications of one tenant, and the check of a task against the first.
+"""The most that untrusted tenants may ask for: limits of one specification, limits of all
+specifications of one tenant, and the check of a task against the former.
 
-A field of free text that is new in the code is refused to tenants until `_permitted` says which
-texts it may hold.
+A new field of free text is refused to tenants until `_permitted` says which texts it may hold.
 """
 
 import dataclasses
@@ -55,10 +54,10 @@ LOWEST_PRIORITY = -100
 
 @checked_dataclass
 class SpecificationLimits:
-    """Limits of tasks that come as JSON from tenants who are not trusted.
+    """Limits of tasks that come as JSON from untrusted tenants.
 
-    They are checked before a task takes memory. Tasks of configs and of Python are trusted and have
-    no such limits.
+    They are checked before a task takes memory. Tasks from configs and from Python are trusted and
+    have no such limits.
 
     Attributes:
       specification_bytes: bytes of a specification, and of the adapter_config.json of an adapter
@@ -73,7 +72,8 @@ class SpecificationLimits:
       rank: rank of an adapter. The arrays of all tasks are as large as those of the largest rank.
       batch_size: samples in a global batch (the samples of one optimizer update).
       max_length: tokens of a sample.
-      steps: global batches that a task trains, also where it gives epochs, and steps of a warm-up.
+      steps: global batches that a task trains, even if it gives epochs instead, and steps of a
+        warm-up.
       epochs: number of times that a task trains on each of its samples.
       prompt_characters: characters of the prompt that is completed after training, and of a text
         with which a trained prompt begins.
@@ -127,7 +127,7 @@ class TenantLimits(SpecificationLimits):
 
 
 _LONGEST_PATH, _LONGEST_LINEAR, _LONGEST_COLUMN = 1024, 100, 100
-# The arrays of all tasks are as large as those of the largest rank, which eva_rho multiplies.
+# The arrays of all tasks have the largest rank of any task, and eva_rho multiplies a task's rank.
 _MOST_RHO = 4
 _WITHIN = f"(?:{TASK_NAME}/)*{TASK_NAME}"
 _PATH_RULE = (
@@ -135,7 +135,7 @@ _PATH_RULE = (
     "parts of letters, digits, '.', '_' and '-' that begin with a letter or digit"
 )
 _SUFFIXES = "|".join(suffix.removeprefix(".") for suffix in JSONL_SUFFIXES)
-# By class, the field and its value with which the backbone reads `calibration_tokens` tokens.
+# For each class, the field and its value with which the backbone reads `calibration_tokens` tokens.
 _CALIBRATED: Mapping[type, tuple[str, str]] = {
     LoRA: ("initialisation", "eva"),
     DoRA: ("initialisation", "eva"),
@@ -167,9 +167,9 @@ _REASONS = (
 
 
 def refusal(task: Task, limits: SpecificationLimits) -> str | None:
-    """Returns the first reason why the limits do not permit a task; None if they permit it. They
-    hold for defaults as for values that the tenant has written. Paths of the task are relative to
-    the tenant's folder."""
+    """Returns the first reason why the limits do not permit a task; None if they permit it. The
+    limits apply to defaults and to values that the tenant has written. Paths of the task are
+    relative to the tenant's folder."""
     if isinstance(task.data, tuple):
         return (
             f"data should be a string or an object, found {len(task.data)} sources; a "
@@ -194,7 +194,7 @@ def refusal(task: Task, limits: SpecificationLimits) -> str | None:
 
 def refusals(cls: type, fields: Mapping[str, Any], limits: SpecificationLimits) -> dict[str, str]:
     """Returns, by name of a field, why a tenant may not give the field its value. `fields` are some
-    fields of a specification as JSON; other specifications in them are not checked."""
+    fields of a specification as JSON; specifications inside them are not checked."""
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     switch, value = _CALIBRATED.get(cls, (None, None))
     if switch and fields.get(switch) != value:
@@ -216,9 +216,8 @@ def refusals(cls: type, fields: Mapping[str, Any], limits: SpecificationLimits) 
 
 
 def expected_and_found(cls: type, name: str, value: Any, limits: SpecificationLimits) -> str:
-    """Tells of a refused value which values a tenant may give to the field, what was found, and
-    what the tenant may have meant.
-    """
+    """Returns, for a refused value, a text with the values that a tenant may give to the field, the
+    value found, and what the tenant may have meant."""
     if name in _open_fields(cls, limits):
         return f"cannot be set: {__name__} does not say which texts it may hold"
     schema = value_schema(cls, name, limits)
@@ -244,7 +243,8 @@ def _is_default(value: Any, default: Any) -> bool:
 
 @functools.cache
 def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str, Any]:
-    """The values that a tenant may give to a field, as JSON Schema. Callers must not change it."""
+    """The values that a tenant may give to a field, as a JSON Schema. Callers must not change
+    it."""
     permitted = _checks(cls, limits).json_schema().get("properties", {})
     schema = dict(permitted.get(name) or field_schema(cls, name))
     for key in ("title", "default"):
@@ -255,8 +255,8 @@ def value_schema(cls: type, name: str, limits: SpecificationLimits) -> dict[str,
 def _parts(
     specification: Any, fields: Mapping[str, Any], key: str = ""
 ) -> Iterator[tuple[type, Mapping[str, Any], str]]:
-    """Yields the class, the JSON object and the beginning of the keys ("adapter.") of a
-    specification and of each specification in it."""
+    """Yields, for a specification and for each specification inside it, its class, its JSON object
+    and the beginning of its keys ("adapter.")."""
     yield type(specification), fields, key
     for name in parts_of(type(specification)):
         if (part := getattr(specification, name)) is not None:
@@ -264,7 +264,7 @@ def _parts(
 
 
 def _known(schema: Mapping[str, Any]) -> Iterator[str]:
-    """The texts that a schema permits one by one."""
+    """The single texts that a schema permits."""
     values = [*schema.get("enum", []), schema.get("const"), *schema.get("examples", [])]
     yield from (value for value in values if isinstance(value, str))
     names = [schema["propertyNames"]] if "propertyNames" in schema else []
@@ -290,7 +290,8 @@ def _is_open(schema: Mapping[str, Any]) -> bool:
 
 @functools.cache
 def _checks(cls: type, limits: SpecificationLimits) -> TypeAdapter:
-    """Checks those fields of a JSON object that have a type in `_permitted`."""
+    """A pydantic type that checks those fields of a JSON object that have a type in
+    `_permitted`."""
     permitted = _permitted(limits)
     fields = {n: each for c in reversed(cls.__mro__) for n, each in permitted.get(c, {}).items()}
     checked = TypedDict(cls.__name__, fields, total=False)
@@ -309,14 +310,15 @@ def _described(values: Any, words: str, **schema: Any) -> Any:
 
 @functools.cache
 def _permitted(limits: SpecificationLimits) -> dict[type, dict[str, Any]]:
-    """Returns, by class and field, the type of the JSON values that a tenant may give. Fields are
-    left out whose class permits no more than a tenant may give.
+    """Returns, by class and field, the type of the JSON values that a tenant may give. A field is
+    left out if its class itself permits no more than a tenant may give.
 
-    A regular expression for target modules can take Python's `re` years. A data set of the hub is
-    fetched over the network, and the loader of a saved one reads files that it names itself. A
-    small Parquet or compressed file can expand to more memory than there is. The limits of data are
-    counted in lines, which a row of a table or an element of an array need not be. Texts may be
-    printed on the operator's terminal, which obeys control characters.
+    Reasons for the restrictions: Python's `re` can take years for a regular expression for target
+    modules. A data set of the hub is fetched over the network, and the loader of a saved data set
+    reads files that the data set names. A small Parquet or compressed file can expand to more
+    memory than there is. Limits of data are counted in lines, but a row of a table or an element of
+    an array need not be a line. Texts may be printed on the operator's terminal, which obeys
+    control characters.
     """
 
     def count(most: int, least: int = 1) -> Any:
@@ -341,7 +343,7 @@ def _permitted(limits: SpecificationLimits) -> dict[type, dict[str, Any]]:
 
     def by_linear(values: Any, words: str) -> Any:
         entries = Annotated[dict[linear, values], Field(max_length=most_names)]
-        # pydantic describes names by "patternProperties", which leaves others open.
+        # pydantic describes names by "patternProperties", which leaves other names open.
         return _described(entries, words, additionalProperties=False)
 
     prompt = _text(

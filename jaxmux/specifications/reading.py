@@ -1,4 +1,4 @@
-"""Reads tasks from the JSON of tenants who are not trusted, and writes tasks as JSON.
+"""Reads tasks from the JSON of untrusted tenants, and writes tasks as JSON.
 
 A specification is data. It names no code, module, network address or file outside the tenant's
 folder, and it cannot ask for more than `SpecificationLimits` permit.
@@ -31,17 +31,17 @@ def task_from_json(
     name: str | None = None,
     limits: SpecificationLimits | None = None,
 ) -> Task:
-    """Makes a task from a specification whose author is not trusted, and checks its files.
+    """Makes a task from a specification by an untrusted author, and checks its files.
 
-    Paths of the specification are relative to `folder` and stay inside it. The files are checked
-    now, and a tenant can replace the files later: train on the copies that `copy_files` makes.
+    Paths in the specification are relative to `folder` and stay inside it. A tenant can replace the
+    files after this check: train on the copies that `copy_files` makes.
 
     Args:
       text: the specification, a JSON object with the fields of `Task`; `task_schema` describes it.
       folder: the folder with the tenant's files. No other tenant's files may lie in it.
       name: the name that the task must have: the name of the specification's file without ".json".
         None permits any name.
-      limits: the most that the specification may ask for; None for the defaults.
+      limits: the most that the specification may ask for; None means the defaults.
 
     Returns:
       The task, with absolute paths.
@@ -67,14 +67,14 @@ def task_from_fields(
     limits: SpecificationLimits,
     other_keys: Iterable[str] = (),
 ) -> Task:
-    """Makes a task from the fields of a specification whose author is not trusted. Its files are
-    not checked.
+    """Makes a task from the fields of a specification by an untrusted author, without checking its
+    files.
 
     Args:
       fields: the JSON object, from `parse_object`.
       name: as for `task_from_json`.
       limits: the most that the specification may ask for.
-      other_keys: keys that the author may have meant besides the fields, for error messages.
+      other_keys: keys, besides the fields, that the author may have meant, for error messages.
 
     Returns:
       The task, with paths relative to the tenant's folder.
@@ -84,7 +84,8 @@ def task_from_fields(
     """
     where, adapter = name_of_specification(name), fields.get("adapter")
     for key in ("rank_pattern", "alpha_pattern") if isinstance(adapter, dict) else ():
-        # `LoRA` compiles these names as regular expressions, and some take long to compile.
+        # `LoRA` compiles these names as regular expressions, and some of these take long to
+        # compile.
         if key in adapter and (refused := refusals(LoRA, {key: adapter[key]}, limits)):
             raise TaskError(f"{where}: adapter.{refused[key]}")
     task = read_object(Task, fields, where, limits, other_keys)
@@ -104,17 +105,14 @@ def read_object(
     limits: SpecificationLimits,
     other_keys: Iterable[str] = (),
 ) -> Any:
-    """Makes a specification from a JSON object whose author is not trusted. It may still ask for
-    more than the limits permit, which only stand in error messages. `where` begins the messages.
-
-    Raises:
-      TaskError: the object does not describe such a specification.
-    """
+    """Makes a specification from a JSON object by an untrusted author. `limits` are used only in
+    error messages; the specification may ask for more. Messages begin with `where`. Raises
+    TaskError if the object does not describe such a specification."""
     try:
         return from_object(cls, fields)
     except ValidationError as e:
         faults = e.errors(include_url=False)
-    # A misspelt key is often the cause of a missing one.
+    # A misspelt key often causes a missing one.
     order = {"unexpected_keyword_argument": 0, "missing": 1}
     fault = min(faults, key=lambda fault: order.get(fault["type"], 2))
     raise TaskError(f"{where}: {_in_words(fault, cls, fields, limits, other_keys)}")
@@ -144,7 +142,8 @@ def _in_words(
     if fault["type"] == "missing":
         return f"{key} is missing"
     if not places or inner:
-        # The class found the fault. Its message begins with the name of the task or with the path.
+        # The class itself found the fault. Its message begins with the name of the task or with the
+        # path.
         message, values = str(fault["ctx"]["error"]), value if places else fields
         for prefix in (f"task {values.get('name')!r}: ", f"{values.get('path')}: "):
             message = message.removeprefix(prefix)
@@ -178,12 +177,9 @@ def _hint(key: str, cls: type, at: str, other_keys: Iterable[str]) -> str:
 
 
 def name_of_specification(name: str | None) -> str:
-    """Returns the first words of error messages about a specification, which name its file. `name`
-    is that of the file without ".json", or None if there is no file.
-
-    Raises:
-      TaskError: no task may have this name.
-    """
+    """Returns the first words of error messages about a specification: the name of its file, which
+    is `name` and ".json". `name` is None if there is no file. Raises TaskError if no task may have
+    this name."""
     if name is None:
         return "specification"
     _require_name(name)
@@ -193,12 +189,12 @@ def name_of_specification(name: str | None) -> str:
 def read_specification(
     file: str | Path, folder: str | Path, limits: SpecificationLimits | None = None
 ) -> Task:
-    """Reads the specification of a task from a file NAME.json in the way of `task_from_json`.
+    """Reads the specification of a task from a file NAME.json, like `task_from_json`.
 
     Args:
-      file: a regular file and no link; the folders above it are trusted.
+      file: a regular file and not a link; the folders above it are trusted.
       folder: the folder with the tenant's files. No other tenant's files may lie in it.
-      limits: the most that the specification may ask for; None for the defaults.
+      limits: the most that the specification may ask for; None means the defaults.
 
     Raises:
       TaskError: the file cannot be read, its name is not that of a task with ".json", or the
@@ -207,20 +203,20 @@ def read_specification(
     limits, file = limits or SpecificationLimits(), Path(file)
     if file.suffix != _SUFFIX:
         raise TaskError(f"file {file.name!r}: should be called NAME{_SUFFIX}")
-    # The name is checked before it begins messages, because a tenant has chosen it.
+    # A tenant has chosen the name, so it is checked before messages begin with it.
     _require_name(name := file.name.removesuffix(_SUFFIX))
     data = read_bytes(file.parent, file.name, limits.specification_bytes, file.name)
     return task_from_json(data, folder, name=name, limits=limits)
 
 
 def task_to_json(task: Task, folder: str | Path | None = None) -> dict[str, Any]:
-    """Writes a task as a JSON object with all fields. `task_from_json` makes an equal task from it,
-    if it permits the paths and values.
+    """Returns a task as a JSON object with all fields. `task_from_json` makes an equal task from
+    it, if it permits the paths and values.
 
     Args:
       task: the task, trusted or not.
-      folder: folder to which paths become relative, as in specifications; None leaves the paths as
-        they are.
+      folder: folder to which paths become relative, as in specifications; None leaves the paths
+        unchanged.
 
     Raises:
       TaskError: a path of the task is not inside `folder`.
@@ -231,12 +227,9 @@ def task_to_json(task: Task, folder: str | Path | None = None) -> dict[str, Any]
 
 
 def from_json(fields: Mapping[str, Any], cls: type = Task) -> Any:
-    """The inverse of `field_checks.to_object`, for objects that jaxmux itself has written.
-    `task_from_json` reads those of others.
-
-    Raises:
-      ValueError: the object does not describe such a specification.
-    """
+    """The inverse of `field_checks.to_object`, for objects that jaxmux itself has written. For
+    other objects, use `task_from_json`. Raises ValueError if the object does not describe such a
+    specification."""
     try:
         return from_object(cls, fields)
     except ValidationError as e:

@@ -25,7 +25,7 @@ from .reading import name_of_specification, read_object, task_from_fields
 from .strict_json import parse_object, shown
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"
-# These fields accept less than the attributes of their classes say.
+# These fields accept less than the docstrings of their classes say.
 _OWN_DESCRIPTIONS = {
     "path": "a .jsonl or .json file with one JSON object per line, relative to the tenant's folder "
     "and inside it.",
@@ -40,10 +40,11 @@ def task_schema(limits: SpecificationLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the specifications that `task_from_json` accepts.
 
     It is made from the fields of `Task` and of its parts: their types, defaults and descriptions,
-    and the rules on which may be set together. docs/task_files.md lists what it leaves out.
+    and the rules about fields that may be set together. docs/task_files.md lists what it leaves
+    out.
 
     Args:
-      limits: the largest values; None for the defaults of `SpecificationLimits`.
+      limits: the largest values; None means the defaults of `SpecificationLimits`.
     """
     limits = limits or SpecificationLimits()
     return {
@@ -89,7 +90,7 @@ def _object(cls: type, kind: str, limits: SpecificationLimits) -> dict[str, Any]
 
 
 def _refused_defaults(cls: type, limits: SpecificationLimits) -> set[str]:
-    """The fields that specifications must give because the limits refuse the defaults."""
+    """The fields that a specification must give because the limits refuse their defaults."""
     refused, values = set(), {}
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.default):
@@ -118,7 +119,7 @@ def _one_of(part: Part, limits: SpecificationLimits) -> dict[str, Any]:
 
 def _exact(schema: Any) -> Any:
     """Copies a schema and bounds its numbers by the largest exact JSON integer, because
-    `parse_object` refuses larger ones."""
+    `parse_object` refuses larger numbers."""
     if isinstance(schema, list):
         return [_exact(each) for each in schema]
     if not isinstance(schema, dict):
@@ -163,12 +164,12 @@ class WatchedSpecification:
 
 
 def watched_specification(data: bytes, name: str, limits: TenantLimits) -> WatchedSpecification:
-    """Reads the content of a file of a watched directory. The files of the task are not checked.
+    """Reads the content of a file of a watched directory, without checking the files of the task.
 
     Args:
       data: the content of the file.
       name: the name of the file without ".json".
-      limits: the most that it may ask for.
+      limits: the most that the specification may ask for.
 
     Raises:
       TaskError: the content is refused. The message names the file and the key at fault.
@@ -191,11 +192,8 @@ def watched_specification(data: bytes, name: str, limits: TenantLimits) -> Watch
 
 def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:
     """A JSON Schema (draft 2020-12) of the files of a watched directory: the schema of
-    `task_schema` with the keys for scheduling.
-
-    Args:
-      limits: the largest values; None for the defaults of `TenantLimits`.
-    """
+    `task_schema`, with additional keys for scheduling. `limits` are the largest values; None means
+    the defaults of `TenantLimits`."""
     limits = limits or TenantLimits()
     schema = task_schema(limits)
     schema["title"] = "A task of a directory that jaxmux watches"
@@ -209,15 +207,15 @@ def watched_schema(limits: TenantLimits | None = None) -> dict[str, Any]:
 
 
 def registered_task(accepted: Task, new: Task, steps: int | None) -> Task:
-    """Returns the task as the server has registered it now, to compare a new specification with it.
+    """Returns the task in its present state in the server, to compare it with a new specification.
 
-    The server may have extended the task since it was accepted. A new specification may give the
-    steps in place of the epochs.
+    The server may have extended the task since it was accepted. A new specification may give steps
+    instead of epochs.
 
     Args:
       accepted: the task as it was accepted.
       new: the task that the specification asks for now.
-      steps: number of steps that the server lets the task train; None if that is not known.
+      steps: number of steps that the server lets the task train; None if unknown.
     """
     if None in (steps, new.steps):
         return accepted
@@ -225,8 +223,8 @@ def registered_task(accepted: Task, new: Task, steps: int | None) -> Task:
 
 
 def refused_change(old: Task, new: Task) -> str | None:
-    """Returns why a specification may not change in this way once its task is registered. Only the
-    number of steps may change, and it may only grow.
+    """Returns why a specification may not change in this way after its task was registered. Only
+    the number of steps may change, and it may only grow.
 
     Args:
       old: the task as it is registered, from `registered_task`.

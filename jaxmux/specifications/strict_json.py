@@ -1,4 +1,4 @@
-"""JSON of strangers, parsed with bounds."""
+"""Parses JSON from strangers, with bounds."""
 
 import itertools
 import json
@@ -7,7 +7,8 @@ from typing import Any
 
 from jaxmux.field_checks import LARGEST_INTEGER
 
-# A specification nests its optimizer, and in it a schedule; adapter_config.json of PEFT nests less.
+# A specification contains its optimizer, which contains a schedule; PEFT's adapter_config.json is
+# nested less deeply.
 _DEEPEST = 8
 _LONGEST_SHOWN = 80
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
@@ -22,11 +23,12 @@ def parse_object(text: str | bytes, most_bytes: int) -> dict[str, Any]:
       most_bytes: the largest permitted size.
 
     Raises:
-      ValueError: the document is too large, not UTF-8, not JSON or not an object; it nests deeply,
-        names a key twice, or holds NaN, a number beyond 2^53 - 1 or half of a surrogate pair. The
-        message says what was found, and under which key.
+      ValueError: the document is too large, not UTF-8, not JSON or not an object; it is nested too
+        deeply, names a key twice, or holds NaN, a number beyond 2^53 - 1 or half of a surrogate
+        pair. The message says what was found under which key.
     """
-    # Every character is at least one byte, so a long text need not be encoded to be refused.
+    # Every character takes at least one byte, so a text that is too long is refused without
+    # encoding it.
     if len(text) > most_bytes:
         raise ValueError(f"has more than {most_bytes} bytes")
     try:
@@ -42,7 +44,7 @@ def parse_object(text: str | bytes, most_bytes: int) -> dict[str, Any]:
         value = json.loads(
             text_of_file,
             object_pairs_hook=_without_duplicates,
-            # Converting a long integer takes time, and its size is all that matters.
+            # Converting a long integer takes time, and only its size matters.
             parse_int=lambda digits: int(digits) if len(digits) <= 20 else float(digits),
         )
     except json.JSONDecodeError as e:
@@ -60,7 +62,8 @@ def shown(value: Any) -> str:
 
 
 def _depth(text: str) -> int:
-    """The largest number of objects and lists that are open at one place of a JSON document."""
+    """The largest number of objects and lists that are open at the same place of a JSON
+    document."""
     brackets = (_BRACKETS.get(character, 0) for character in _STRING.sub("", text))
     return max(itertools.accumulate(brackets, initial=0))
 
@@ -76,7 +79,7 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def _refuse_inexpressible(value: Any, key: str = "") -> None:
     """Raises ValueError for numbers and texts that not all programs that read JSON can hold. `key`
-    leads to the value."""
+    is the path to the value."""
     where = f"{shown(key)} holds" if key else "holds"
     match value:
         case int() | float():

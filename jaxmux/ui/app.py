@@ -1,6 +1,6 @@
 """The web application of a run's page: static files, the state of the run, and a stream of changes.
 
-Requests only read. They name rounds and tasks, never files of the run directory.
+Requests only read, and name rounds and tasks, never files of the run directory.
 """
 
 import asyncio
@@ -26,9 +26,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .run_reader import RunReader
 
 STATIC = Path(__file__).with_name("static")
-# Seconds between two checks of the files, and between two signs of life on an idle stream.
+# Seconds between two checks of the files, and between two messages on an idle stream that keep it
+# open.
 _EVERY, _ALIVE = 0.5, 15.0
-# Number of changes kept for pages that connect again.
+# Number of changes that are kept for pages that connect again.
 _KEPT = 32
 _HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
@@ -42,8 +43,8 @@ _HEADERS = {
 
 
 def run_app(reader: RunReader) -> Starlette:
-    """The application. While it runs, it follows the run's files, and streams the `Changes` in its
-    attribute `state.changes`."""
+    """The application. While it runs, it follows the run's files and streams the changes. Its
+    attribute `state.changes` is the `Changes`."""
     changes = Changes(reader)
 
     async def page(request: Request) -> FileResponse:
@@ -106,7 +107,6 @@ class Changes:
         self._has_ended = False
 
     async def follow(self) -> None:
-        """Polls the files until it is cancelled."""
         while True:
             try:
                 change = await run_in_threadpool(self._reader.poll)
@@ -122,7 +122,6 @@ class Changes:
                 await asyncio.sleep(_EVERY)
 
     async def end(self) -> None:
-        """Ends the streams of all pages."""
         async with self._changed:
             self._has_ended = True
             self._changed.notify_all()
@@ -149,7 +148,8 @@ class Changes:
 
 
 class _Guard:
-    """Answers only requests that read and whose Host header names this machine, and adds headers.
+    """Answers only requests that read and whose Host header names this machine, and adds headers to
+    the answers.
 
     Otherwise a foreign page could let its host name point to this machine (DNS rebinding), and read
     the run through a user's browser. IP addresses are permitted, because they are not names.

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Maximum number of bytes that are read at a time, so that callers can use the first lines early.
+# At most this many bytes are read at a time, so that callers can use the first lines early.
 _PIECE = 4 * 2**20
-# Number of bytes before the current position whose change shows that the file was replaced.
+# If the last this many bytes before the current position change, the file was replaced.
 _PROOF = 64
 
 
@@ -17,18 +17,13 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
-# NaN and Infinity are refused because browsers cannot read them.
+# Refuse NaN and Infinity, because browsers cannot read them.
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 class Line(NamedTuple):
-    """A line of the file.
-
-    Attributes:
-      fields: its JSON object.
-      offset: position of its first byte in the file.
-      length: its length in bytes.
-    """
+    """A line of the file: its JSON object, the position of its first byte in the file, and its
+    length in bytes."""
 
     fields: dict[str, Any]
     offset: int
@@ -40,12 +35,11 @@ class LineFile:
 
     Attributes:
       path: the file, which need not exist yet.
-      damaged: number of lines that were skipped because they are not JSON objects.
-      left: bytes of the file that have not been read.
+      damaged: number of lines that are not JSON objects and were skipped.
+      left: number of bytes of the file that have not been read.
     """
 
     def __init__(self, path: Path):
-        """Starts before the first line."""
         self.path = path
         self.damaged = 0
         self.left = 0
@@ -53,8 +47,8 @@ class LineFile:
         self._identity: tuple[int, int] | None = None
 
     def replaced(self) -> bool:
-        """Whether lines that have been read are no longer in the file: it was cut when a training
-        run continued from a checkpoint, or another file has taken its place."""
+        """Whether lines that have been read are no longer in the file, because the file was cut
+        when a training run continued from a checkpoint, or another file has taken its place."""
         if self._identity is None:
             return False
         with _open(self.path) as file:
@@ -99,11 +93,8 @@ class LineFile:
 
 
 def line_at(path: Path, offset: int, length: int) -> dict[str, Any]:
-    """The line at this position (as in `Line`), which has been read before.
-
-    Raises:
-      ValueError: the file has changed.
-    """
+    """The line at this position (as in `Line`), which has been read before. Raises ValueError if
+    the file has changed."""
     with _open(path) as file:
         if file is None:
             raise ValueError(f"{path} is gone")
@@ -112,8 +103,8 @@ def line_at(path: Path, offset: int, length: int) -> dict[str, Any]:
 
 
 def _open(path: Path) -> Any:
-    """The open file, or a context manager that gives None if it cannot be opened. Links are not
-    followed, so that nothing outside the run directory is read."""
+    """The open file, or a context manager that gives None if the file cannot be opened. Links are
+    not followed, so that nothing outside the run directory is read."""
     try:
         return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb")
     except OSError:

@@ -17,42 +17,32 @@ from jaxmux.runs.run_directory import LockState, lock_state
 from .line_file import LineFile, line_at
 from .run_view import RunView, TaskView
 
-# If there are more new lines than this, the page loads everything again instead.
+# If there are more new lines than this, the page loads everything again.
 _MOST_SENT = 2000
-# Largest run.json, server.json, tasks.json or summary.json that is read, in bytes.
+# Largest size in bytes of a run.json, server.json, tasks.json or summary.json that is read.
 _MOST_RECORD = 64 * 2**20
 # States of tasks that only a running process can have.
 _TRAINING = ("running", "preparing")
 
 
 class UIError(InputError):
-    """The page cannot be shown. The message says why and what to do."""
+    """The page cannot be shown. The message says why, and what to do."""
 
 
 class RunReader:
-    """The run in a directory. All methods may be called in any thread.
-
-    Attributes:
-      path: absolute path of the directory.
-      version: number of the newest change.
-    """
+    """The run in a directory. Every thread may call all methods. `path` is the absolute path of the
+    directory, `version` the number of the newest change."""
 
     def __init__(self, path: str | Path, wait: bool = False):
-        """Opens a directory and reads its record, but no other file.
-
-        Args:
-          path: the directory of a training run or of a server.
-          wait: whether the run may begin later.
-
-        Raises:
-          UIError: there is no such directory, or it belongs to neither.
-        """
+        """Opens the directory of a training run or of a server and reads its record, but no other
+        file. With `wait`, the run may begin later. Raises UIError if there is no such directory, or
+        it belongs to neither."""
         self.path = Path(path).absolute()
         self.version = 0
         self._lock = threading.Lock()
         self._record: dict[str, Any] = {}
         self._summary: dict[str, Any] | None = None
-        # The content of tasks.json: tasks that have ended before the others.
+        # The content of tasks.json: tasks that have ended while others train.
         self._statuses: dict[str, Any] | None = None
         # The content of refused.json: the specifications that a server refuses.
         self._refused: dict[str, Any] = {}
@@ -83,8 +73,8 @@ class RunReader:
         """Reads the lines that were appended since the last call, up to some megabytes per file.
 
         Returns:
-          Additions to the page as JSON; None if nothing has changed. An entry "reload" tells the
-          page to load the whole `state` again.
+          Additions to the page as JSON; None if nothing has changed. If there is an entry "reload",
+          the page must load the whole `state` again.
         """
         with self._lock:
             others = self._paths() != [[file.path for file in log] for log in self._logs]
@@ -111,11 +101,10 @@ class RunReader:
 
     @property
     def unread(self) -> bool:
-        """Whether another call of `poll` would find more lines at once."""
+        """Whether another call of `poll` would immediately find more lines."""
         return any(file.left for file in self._files)
 
     def state(self) -> dict[str, Any]:
-        """The whole content of the page, as JSON."""
         with self._lock:
             view = self._view
             return {
@@ -131,7 +120,7 @@ class RunReader:
             }
 
     def _rows(self) -> list[dict[str, Any]]:
-        """The rows of the tasks and of refused specifications."""
+        """The rows of the tasks and of the refused specifications."""
         tasks, refused = self._view.tasks, self._refused.get("refused", [])
         others = [
             TaskView(entry["task"], state="waiting" if entry.get("waits") else "refused").row
@@ -141,7 +130,7 @@ class RunReader:
         return self._shown([*(task.row for task in tasks.values()), *others])
 
     def _shown(self, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Adds to rows the reason why a specification or its change is refused, and the seconds
+        """Adds to the rows the reason why a specification or its change is refused, and the seconds
         that are left. If the process has ended, tasks in training are shown as stopped."""
         errors = {entry["task"]: entry["error"] for entry in self._refused.get("refused", [])}
         state, tasks = self._state(), self._view.tasks
@@ -156,7 +145,7 @@ class RunReader:
         return shown
 
     def details(self, number: int) -> dict[str, Any] | None:
-        """The line of a round (number from 0) in rounds.jsonl; None if it has no details."""
+        """The line of a round (number from 0) in rounds.jsonl; None if the line has no details."""
         with self._lock:
             position = self._view.details.get(number)
             if position is None:
@@ -168,7 +157,7 @@ class RunReader:
             return line if isinstance(line, dict) and line.get("round") == number else None
 
     def task(self, name: str) -> dict[str, Any] | None:
-        """The content of the page about one task; None if the page lists no task of this name.
+        """The content of the page for one task; None if the page lists no task of this name.
 
         Returns:
           A dict with name, specification (as in run.json, or as a server has accepted it; None if
@@ -197,18 +186,19 @@ class RunReader:
         """The specification of a task as JSON; None if no file has it."""
         if name in self._record.get("tasks", {}):
             return self._record["tasks"][name]
-        # SQLite keeps two files beside a database that is open.
+        # SQLite keeps two files beside an open database.
         database, *others = (self.path / f"server.db{end}" for end in ("", "-wal", "-shm"))
         if not database.exists() or not all(_is_plain(path) for path in (database, *others)):
             return None
-        # Imported here because it takes half a second, and most visitors look at no specification.
+        # Imported here because the import takes half a second and most visitors look at no
+        # specification.
         from jaxmux.server.database import read_origin
 
         return read_origin(database, name)
 
     def _adapter(self, name: str) -> str | None:
         """The path of a task's adapter; None if the name is a path, or if the adapter or the folder
-        of all adapters is no folder, or a link."""
+        of all adapters is a link or not a folder."""
         path = self.path / "adapters" / name
         try:
             kinds = [os.lstat(folder).st_mode for folder in (path.parent, path)]
@@ -217,7 +207,7 @@ class RunReader:
         return str(path) if path.name == name and all(map(stat.S_ISDIR, kinds)) else None
 
     def _begin(self) -> None:
-        """Discards everything, and starts before the first line of every file."""
+        """Discards everything, and begins again before the first line of every file."""
         self._seen.clear()
         self._summary = self._statuses = None
         self._refused = {}
@@ -230,8 +220,9 @@ class RunReader:
         self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
 
     def _paths(self) -> list[list[Path]]:
-        """By log, its files. A server may rename a file to an earlier one before it was read."""
-        # Rounds are read first: without them, rounds would be counted by updates.
+        """The files of each log. A server may rename a file to an earlier file before it was
+        read."""
+        # Rounds are read first, because without them rounds would be counted from updates.
         names = ("rounds", "events")
         if not self._view.server:
             names = ("rounds", "metrics", "held_out", "samples")
@@ -242,7 +233,7 @@ class RunReader:
         return [file for log in self._logs for file in log]
 
     def _parts(self, name: str) -> list[Path]:
-        """The files of a log: the earlier files of a server, oldest first, and the newest."""
+        """The files of a log: the earlier files of a server, oldest first, then the newest."""
         try:
             ends = re.findall(rf"^{name}\.(\d+)\.jsonl$", "\n".join(os.listdir(self.path)), re.M)
         except OSError:
@@ -251,7 +242,8 @@ class RunReader:
         return [self.path / f"{name}{part}.jsonl" for part in (*(f".{n}" for n in numbers), "")]
 
     def _read_log(self, log: list[LineFile]) -> int:
-        """Reads a piece of a log's first file with unread lines; returns the number of lines."""
+        """Reads a piece of the first file of a log that has unread lines; returns the number of
+        lines."""
         lines = 0
         for file in log:
             lines += self._read_lines(file)
@@ -311,8 +303,8 @@ class RunReader:
     def _state(self) -> str:
         """The state of the run: "waiting" (it has not begun), "finished", "compiling" (it loads the
         backbone or compiles programs), "training", "idle" (a server has nothing to train),
-        "stopped" (the process has ended), "failed" (an exception has ended it), "lost" (it was
-        killed), or "unknown" (there is no lock)."""
+        "stopped" (the process has ended), "failed" (an exception has ended the process), "lost"
+        (the process was killed), or "unknown" (there is no lock)."""
         holder, view = self._holder, self._view
         if not self._record:
             return "waiting"
@@ -320,7 +312,7 @@ class RunReader:
             states = [task.row["state"] for task in view.tasks.values()]
             if view.server and not {"running", "preparing", "queued"} & set(states):
                 return "idle"
-            # Lines older than this process's lock were written by an earlier process.
+            # Lines that are older than the process's lock were written by an earlier process.
             return "training" if view.worked > holder.since else "compiling"
         if self._summary:
             return "finished"
@@ -364,7 +356,7 @@ class RunReader:
 
 
 def _read_json(path: Path, is_wanted: Callable[[os.stat_result], bool]) -> Any:
-    """The content of a JSON file; None if it is a link, too large, not wanted or damaged."""
+    """The content of a JSON file; None if the file is a link, too large, not wanted or damaged."""
     try:
         with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             status = os.fstat(file.fileno())
@@ -374,7 +366,7 @@ def _read_json(path: Path, is_wanted: Callable[[os.stat_result], bool]) -> Any:
 
 
 def _is_plain(path: Path) -> bool:
-    """Whether there is a file that is no link, or nothing."""
+    """Whether the path is a regular file, and not a link, or does not exist."""
     try:
         return stat.S_ISREG(os.lstat(path).st_mode)
     except FileNotFoundError:

@@ -14,7 +14,7 @@ from jaxmux.printable import shown_state
 from .line_file import Line
 
 _ENDED = {"succeeded", "stopped early", "failed", "cancelled"}
-# Maximum number of events that are kept, and of those that the page shows.
+# Maximum numbers of events that are kept and that are shown.
 _KEPT, _SHOWN = 3000, 300
 # Number of a server's ended tasks that are still shown.
 _MOST_ENDED = 256
@@ -22,7 +22,7 @@ _MOST_ENDED = 256
 _DETAILED = 2048
 # Maximum number of rounds whose updates may be read before their own lines.
 _AHEAD = 4096
-# Number of last updates over which a task's speed is measured.
+# A task's speed is measured over this many last updates.
 _PACED = 32
 # Activities of the devices other than training.
 _OTHERS = ("evaluation", "checkpoints", "compiling", "idle")
@@ -33,26 +33,23 @@ _MOST_SKIPS = 64
 
 
 class Series:
-    """Means of consecutive values. When there are too many points, neighbours are merged. So a long
-    series has between `most` and 2 `most` points, and fits into memory.
-
-    Attributes:
-      stride: number of values of a point; the last point may have fewer.
-    """
+    """Means of consecutive values. If there are too many points, pairs of neighbours are merged, so
+    a long series has between `most` and 2 `most` points. `stride` is the number of values per
+    point; the last point may have fewer."""
 
     def __init__(self, columns: int, most: int = 256):
-        """Creates an empty series, each value of which has `columns` numbers."""
+        """Creates an empty series of values with `columns` numbers each."""
         self.stride = 1
         self._columns, self._most = columns, most
-        # By point: x of the last value, number of values, sums of the columns, and the least and
-        # largest value of the first column.
+        # For each point: x of the last value, number of values, sums of the columns, and the least
+        # and the largest value of the first column.
         self._points: list[list[float]] = []
 
     def __len__(self) -> int:
         return len(self._points)
 
     def add(self, x: float, values: Sequence[float]) -> None:
-        """Adds a value of finite numbers, one per column. `x` must ascend from call to call."""
+        """Adds a value: one finite number per column. `x` must ascend from call to call."""
         if self._points and self._points[-1][1] < self.stride:
             self._points[-1] = _merged(self._points[-1], [x, 1, *values, values[0], values[0]])
         else:
@@ -64,7 +61,8 @@ class Series:
             self.stride *= 2
 
     def points(self) -> list[list[float]]:
-        """By point: x, the means of all columns, and the least and largest value of the first."""
+        """For each point: x, the means of all columns, and the least and the largest value of the
+        first column."""
         return [
             [point[0]]
             + [_short(total / point[1]) for total in point[2 : 2 + self._columns]]
@@ -89,21 +87,22 @@ class TaskView:
     """A task as the page shows it.
 
     Attributes:
-      row: its entry in the list of tasks: name, place (its number in the order in which tasks came,
-        from 0, which stays the same when others are dropped; None if it is refused), state,
-        reason, priority, step, steps, kind, rank, loss (of the last update, None if it was
-        skipped), nan (whether it was skipped), held_out (the last loss), best (the step of the best
-        one), final (the held-out loss of the trained adapter), tokens, skipped (number of updates),
-        computed (tokens of its chunks), seconds (its share of the time of rounds), error (why its
-        specification, or a change of it, is refused), left (seconds until its last step is trained;
-        None if it does not train, or they are not known).
+      row: its entry in the list of tasks: name, place (its number, from 0, in the order in which
+        tasks came, which stays the same when others are dropped; None if the task is refused),
+        state, reason, priority, step, steps, kind, rank, loss (of the last update; None if the
+        update was skipped), nan (whether the update was skipped), held_out (the last held-out
+        loss), best (the step with the lowest held-out loss), final (the held-out loss of the
+        trained adapter), tokens, skipped (number of skipped updates), computed (tokens of its
+        chunks), seconds (its share of the time of rounds), error (why its specification, or a
+        change of it, is refused), left (seconds until its last step is trained; None if unknown or
+        if it does not train).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
-      samples: by step (0 is the bare backbone) and prompt, the completion of the prompt.
+      samples: the completion of a prompt, by step (0 is the bare backbone) and prompt.
       skips: step and reason of the last updates that were skipped.
       trained: the last step whose update has been read.
-      held_out: step, loss and whether it is the best one, of each measurement.
+      held_out: for each measurement, the step, the loss, and whether the loss is the lowest.
     """
 
     def __init__(self, name: str, **fields: Any):
@@ -144,18 +143,18 @@ class RunView:
 
     Attributes:
       tasks: the tasks by name.
-      rounds: by round: time, seconds, tokens with padding, tokens of chunks, tokens read, device
-        memory in use, its peak, host memory (bytes; 0 if not known), microbatches.
-      details: by number of a round with details, the file, offset and length of its line.
+      rounds: for each round: time, seconds, tokens with padding, tokens of chunks, tokens read,
+        device memory in use, its peak, host memory (bytes; 0 if unknown), microbatches.
+      details: for each round with details, the file, offset and length of its line.
       events: the last events, ordered by file and line.
       last: time of the newest line, in seconds since 1970; None before the first.
       worked: time of the newest line of a round or an update; 0 before the first.
-      trained: totals over all rounds: seconds, without the time in which nothing ran or a server
-        had nothing to train, and tokens with padding, tokens of chunks, and tokens read.
+      trained: totals over all rounds: seconds, tokens with padding, tokens of chunks, and tokens
+        read. The seconds leave out the time in which nothing ran or a server had nothing to train.
     """
 
     def __init__(self, server: bool):
-        """Creates an empty view. `server` tells whether the states of tasks come from events."""
+        """Creates an empty view. With `server`, the states of tasks come from events."""
         self.tasks: dict[str, TaskView] = {}
         self.rounds = Series(9)
         self.details: dict[int, tuple[Path, int, int]] = {}
@@ -164,20 +163,20 @@ class RunView:
         self.worked = 0.0
         self.trained = {"seconds": 0.0, "tokens": 0.0, "chunks": 0.0, "read": 0.0}
         self.server = server
-        # Number of tasks that have come, including dropped ones.
+        # Number of tasks that have come, dropped tasks included.
         self._places = 0
         # The tasks of a server that have ended, in the order of their ends.
         self._ended: deque[TaskView] = deque()
-        # Whether rounds.jsonl has lines; otherwise rounds are counted by updates.
+        # Whether rounds.jsonl has lines; otherwise rounds are counted from updates.
         self._has_rounds = False
-        # By round, its seconds, the seconds of training among them, and its tokens with padding; 0
-        # if they are not known.
+        # For each round: its seconds, the seconds of training among them, and its tokens with
+        # padding; 0 if unknown.
         self._seconds, self._training, self._tokens = array("d"), array("d"), array("d")
         # The seconds of rounds that were spent on activities other than training.
         self._spent: Counter[str] = Counter()
-        # Whether the line of some round lacks the division of its time by activity.
+        # Whether the line of some round does not divide its time by activity.
         self._has_untold = False
-        # By round whose line has not been read yet, the tokens of its tasks.
+        # For each round whose line has not been read yet, the tokens of its tasks.
         self._ahead: dict[int, dict[str, int]] = {}
         # The round of the latest updates: number, time, tokens of chunks and tokens read.
         self._counted: list[float] | None = None
@@ -185,32 +184,30 @@ class RunView:
         self._new: dict[str, Any] = _nothing_new()
 
     def task(self, name: str, **fields: Any) -> TaskView:
-        """The task of this name; if it is new, it is created with these entries of its row."""
+        """The task of this name. A new task is created with these entries of its row."""
         if name not in self.tasks:
             self.tasks[name] = TaskView(name, place=self._places, **fields)
             self._places += 1
         return self.tasks[name]
 
     def add_metric(self, line: Line) -> bool:
-        """Adds a line of metrics.jsonl; returns False if it is damaged."""
+        """Adds a line of metrics.jsonl; returns False if the line is damaged. The other `add_`
+        methods do the same for their files."""
         return self._guarded(self._update, line.fields)
 
     def add_held_out(self, line: Line) -> bool:
-        """Adds a line of held_out.jsonl; returns False if it is damaged."""
         return self._guarded(self._evaluation, line.fields)
 
     def add_sample(self, line: Line) -> bool:
-        """Adds a line of samples.jsonl; returns False if it is damaged."""
         return self._guarded(self._sample, line.fields)
 
     def add_event(self, line: Line) -> bool:
-        """Adds a line of events.jsonl; returns False if it is damaged."""
         kinds = {"state": self._state, "update": self._update, "evaluation": self._evaluation}
         add = kinds.get(line.fields.get("kind"))
         return add is None or self._guarded(add, line.fields)
 
     def add_round(self, path: Path, line: Line) -> bool:
-        """Adds a line of rounds.jsonl or an earlier file of it; returns False if it is damaged."""
+        """Adds a line of rounds.jsonl or of an earlier file with rounds."""
 
         def add(fields: dict[str, Any]) -> None:
             number = int(fields["round"])
@@ -251,8 +248,8 @@ class RunView:
                 row["final"] = result.get("eval_loss")
 
     def seconds_left(self, task: TaskView) -> float | None:
-        """Seconds until a task's last step is trained, at the speed of its last rounds; None if it
-        does not train, or the speed is not known."""
+        """Seconds until a task's last step is trained, at the speed of its last rounds; None if the
+        task does not train, or its speed is unknown."""
         row = task.row
         if row["state"] != "running" or not row["steps"] or len(task.paced) < 2:
             return None
@@ -262,7 +259,7 @@ class RunView:
 
     def take_new(self) -> dict[str, Any]:
         """Additions since the last call: rows of tasks, points of the loss and of the held-out loss
-        by task, rounds, events and details; and the names of tasks that were dropped."""
+        by task, rounds, events and details; and the names of dropped tasks."""
         new, self._new = self._new, _nothing_new()
         return new | {"tasks": [self.tasks[n].row for n in new["tasks"] if n in self.tasks]}
 
@@ -359,7 +356,7 @@ class RunView:
             # Another task has taken the name.
             self.tasks[name] = TaskView(name, place=before.row["place"])
             self._new["again"] = True
-        # The speed starts anew, because rounds continue while this task does not train.
+        # Measure the speed anew, because rounds continue while this task does not train.
         self.task(name).paced.clear()
         row = self.task(name).row
         state, row["reason"] = shown_state(state, fields.get("reason")), fields.get("reason")
@@ -379,7 +376,7 @@ class RunView:
         while len(self._ended) > _MOST_ENDED:
             ended = self._ended.popleft()
             name = ended.row["name"]
-            # Another task may have taken the name, or the task has ended again after a crash.
+            # Another task may have taken the name, or the task may have ended again after a crash.
             if self.tasks.get(name) is ended and ended not in self._ended:
                 del self.tasks[name]
                 self._new["gone"].append(name)
@@ -393,7 +390,7 @@ class RunView:
         """Adds the time of a round, and divides it among the tasks of the round."""
         numbers = self._seconds, self._tokens, self._training
         for column, value in zip(numbers, (seconds, tokens, training), strict=True):
-            # Numbers ascend from line to line. A damaged one must not take much memory.
+            # Numbers ascend from line to line. A damaged number must not take much memory.
             if len(column) <= number < len(column) + _AHEAD:
                 column.extend([0.0] * (number + 1 - len(column)))
             if number < len(column):
@@ -411,14 +408,14 @@ class RunView:
         return 0 <= number < len(self._tokens) and self._tokens[number] > 0
 
     def time_parts(self) -> dict[str, float] | None:
-        """Where the time of the rounds went, in seconds; None without rounds.jsonl.
+        """How the time of the rounds was spent, in seconds by activity; None without rounds.jsonl.
 
-        Training, that is forward and backward passes and updates, is divided by tokens into "read",
-        "padding" (in chunks) and "unused" (chunks). The lines of rounds give "evaluation",
+        Training means forward and backward passes and updates. Its time is divided by tokens into
+        "read", "padding" (in chunks) and "unused" (chunks). The lines of rounds give "evaluation",
         "checkpoints", "compiling" and "idle".
 
         Lines of earlier versions give only the seconds of a round. Then the median time of a token
-        over the rounds counts as training; "first" is the time beyond that in the first round, and
+        over the rounds counts as training; the time beyond that is "first" in the first round, and
         "beyond" in the others.
         """
         tokens = np.array(self._tokens)
@@ -439,7 +436,7 @@ class RunView:
         return parts | others
 
     def _count_round(self, fields: dict[str, Any]) -> None:
-        """Counts the tokens of a round by its updates, for runs without rounds.jsonl."""
+        """Counts the tokens of a round from its updates, for runs without rounds.jsonl."""
         if self._has_rounds or "computed_tokens" not in fields:
             return
         number, time = int(fields["step"]), float(fields["time"])

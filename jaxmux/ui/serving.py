@@ -16,7 +16,7 @@ from pathlib import Path
 from .run_reader import RunReader, UIError
 
 DEFAULT_PORT = 6006
-# Number of further ports that are tried if the default port is taken.
+# If the default port is taken, this many further ports are tried.
 _TRIED = 50
 
 
@@ -32,8 +32,8 @@ def serve_run(
     Args:
       run_dir: the directory of a training run or of a server.
       host: address or name of the network interface.
-      port: the port; None takes the first free one from 6006 on, 0 any free one.
-      say: function that prints one line; it is called with the address of the page.
+      port: the port; None takes the first free port from 6006 on, 0 any free port.
+      say: prints one line; it is called with the address of the page.
       child: whether a training run has started this process for its page. The run may then begin
         later, and the page ends when standard input does.
 
@@ -83,7 +83,8 @@ def serve_run(
 
 
 def refuse_missing_packages() -> None:
-    """Raises UIError if a package of the extra `ui` is missing; the message tells the remedy."""
+    """Raises UIError if a package of the extra `ui` is missing; the message says how to install
+    it."""
     try:
         import starlette
         import uvicorn  # noqa: F401
@@ -94,17 +95,13 @@ def refuse_missing_packages() -> None:
 
 @contextlib.contextmanager
 def page_beside(run_dir: str | Path, host: str, port: int | None) -> Iterator[None]:
-    """Serves the page of a run in another process while the context lasts. The arguments are those
-    of `serve_run`; the run may begin later.
-
-    Raises:
-      UIError: packages are missing.
-    """
+    """While the context lasts, serves the page of a run in another process. Arguments are as for
+    `serve_run`; the run may begin later. Raises UIError if packages are missing."""
     refuse_missing_packages()
     arguments = [sys.executable, "-m", "jaxmux.ui", "--child", f"--host={host}", str(run_dir)]
     if port is not None:
         arguments.append(f"--port={port}")
-    # When this process ends for any reason, the page's standard input ends and so does the page.
+    # When this process ends for any reason, the page's standard input ends, and with it the page.
     page = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
     try:
         yield
@@ -123,11 +120,8 @@ def _end_with_parent(server: object) -> None:
 
 
 def _listen(host: str, port: int | None) -> socket.socket:
-    """A socket that listens on a port.
-
-    Raises:
-      UIError: there is no such interface, or the port is taken.
-    """
+    """A socket that listens on a port. Raises UIError if there is no such interface, or the port is
+    taken."""
     try:
         family, *_, address = socket.getaddrinfo(
             host, None, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -41,10 +41,12 @@ def module_counters(
 
 
 def with_residual(forward: Callable, backward: Callable) -> Callable:
-    """The function of an implementation, see `api.grouped_lora_linear`, with static `modules`.
-    `forward` takes its arguments except the residual, and returns the outputs and the accumulators,
-    and the residuals for `backward`, its gradient (see `jax.custom_vjp`). The function adds the
-    residual except on empty chunks."""
+    """Makes the function of an implementation, see `api.grouped_lora_linear`, with static
+    `modules`. It adds the residual except on empty chunks.
+
+    `forward` takes the other arguments. As `jax.custom_vjp` requires, it returns a pair: the
+    outputs with the accumulators, and the residuals for `backward`.
+    """
 
     @partial(jax.custom_vjp, nondiff_argnums=(0,))
     def linear(modules, *arguments):

@@ -106,8 +106,8 @@ def column_products(
 
     Args:
       groups: the operands, all with N rows; one launch serves all groups. Each `z` is read once for
-        all its intermediates; but once for each of them with dropout, or if there are too many
-        ranks for the registers.
+        all its intermediates. With dropout, or with too many ranks for the registers, it is read
+        once for each of them.
       chunk_place: int32, index of each chunk's owner in the accumulators, -1 for an empty chunk.
         For accumulators of all layers, the index is `layer * T + slot`.
 

@@ -100,9 +100,9 @@ def _select(value, drawn, threshold):
 
 
 def _select_packed(value, drawn, threshold):
-    """`_select` with instructions that compute two 16-bit numbers at a time. There is no comparison
-    among them, so the draw is clamped to [threshold - 1, threshold]. Minus the threshold, it is -1,
-    which has all bits set, or 0, and masks the value."""
+    """`_select` with instructions that compute two 16-bit numbers at a time. None of them compares,
+    so the draw is clamped to [threshold - 1, threshold]. Less the threshold, it is 0 or -1. The
+    bits of -1 are all set, so this number is a bit mask for the value."""
     lowest, highest, minus = (t.astype(jnp.int16) for t in (threshold - 1, threshold, -threshold))
     clamped = jnp.minimum(jnp.maximum((drawn >> 16).astype(jnp.int16), lowest), highest)
     # -threshold is added because no instruction subtracts pairs of numbers.

@@ -14,13 +14,13 @@ from .tilings import is_hopper, multiprocessors
 
 # Number of warpgroups, of one or several thread blocks, that share a multiprocessor.
 _WARPGROUPS = 4
-# Bytes of a multiprocessor's shared memory, and of a thread block's share that holds no row: bytes
-# that the hardware reserves, barriers, largest magnitudes, and memory of Pallas for reductions.
+# Bytes of a multiprocessor's shared memory. Bytes of each thread block that hold no row: those that
+# the hardware reserves, barriers, largest magnitudes, and memory of Pallas for reductions.
 _SHARED_MEMORY = 228 * 1024
 _RESERVED = 5 * 1024
 # Number of rows in flight that hides the latency of memory.
 _MAX_STAGES = 8
-# Fewest columns that the threads of a warpgroup load, in pairs.
+# Fewest columns that a warpgroup loads: a pair for each of its 128 threads.
 _LEAST_COLUMNS = 256
 
 
@@ -92,9 +92,8 @@ _IMPLEMENTATIONS: Implementations = {
 
 
 def rows_tiling(widths: tuple[int, ...]) -> Tiling:
-    """The tiling for arrays of these widths. As few warpgroups share a row as can keep its folds in
-    registers, and as many thread blocks share a multiprocessor as have room for their warpgroups.
-    """
+    """The tiling for arrays of these widths. The fewest warpgroups whose registers can hold a row's
+    folds share the row, and as many thread blocks as fit share a multiprocessor."""
     warpgroups = 1
     while warpgroups < _WARPGROUPS and sum(widths) > warpgroups * 128 * COLUMNS_OF_THREAD:
         if any(width % (2 * warpgroups * _LEAST_COLUMNS) for width in widths):

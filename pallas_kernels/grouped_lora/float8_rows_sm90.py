@@ -25,8 +25,8 @@ from ..number_formats import scales_of_largest
 from .tiles_sm90 import load_unoptimized, warpgroups
 
 WARPS, LANES = 4, 32
-# Widest row, in columns of a thread, whose folds fit into registers besides the other values of
-# four warpgroups on a multiprocessor.
+# Most columns of a row for each thread with which the folds fit into registers, beside the other
+# values of four warpgroups on a multiprocessor.
 COLUMNS_OF_THREAD = 56
 
 
@@ -82,8 +82,9 @@ def encode_rows(
 
 
 class _Scratch(NamedTuple):
-    """For each warpgroup, stages of each array's lines and memory for their codes; the largest
-    magnitudes of all lines, of two rows in turns; and barriers."""
+    """For each warpgroup, stages of each array's lines (a line is the part of a row that a warp
+    takes) and memory for their codes; the largest magnitude of every line, for two rows in turn;
+    and barriers."""
 
     stages: list
     codes: list
@@ -166,7 +167,7 @@ def _kernel(tiling: Tiling, arrays, folds, codes, scales, scratch: _Scratch):
 
         for i in every:
             out = scratch.codes[i].at[thread]
-            # The store of the previous row's codes has read this memory.
+            # Waits until the store of the previous row's codes has read this memory.
             plgpu.wait_smem_to_gmem(len(arrays) - 1, wait_read_only=True)
             # Not clipped as in `quantised_rows`: a scale is computed from its row's largest number,
             # so no code is larger than 448, up to rounding.

@@ -201,7 +201,7 @@ def _transposed_layer(stack: FrozenWeight, layer: Int[Array, ""] | int) -> Froze
 
 
 def _padded_rank(rank: int) -> int:
-    """The next rank that the kernels' tiles divide."""
+    """The lowest rank of at least `rank` that the kernels' tiles divide."""
     return -(-rank // 16) * 16 if rank <= 64 else -(-rank // 64) * 64
 
 

@@ -62,8 +62,8 @@ class Tiling(NamedTuple):
     Attributes:
       stages: number of pipeline steps in flight, at least 2.
       borrowed: number of stages that a finished tile borrows, at least 1 and less than `stages`.
-      spare: number of pieces of a finished tile, 0 or 1 for each warpgroup, for which shared memory
-        has room besides the stages.
+      spare: 0 or 1, the number of pieces of a finished tile for which each warpgroup has shared
+        memory besides the stages.
       tile_r: largest depth of one low-rank product.
       low_stages: largest number of low-rank products in flight.
       minor: the dimension of the output along which consecutive tiles lie, 0 for rows and 1 for

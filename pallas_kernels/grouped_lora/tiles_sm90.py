@@ -61,8 +61,8 @@ def owned_first(chunk_slot: Int[Array, " chunks"], tiles: int) -> TileOrder:
 
 def smem_tiles(shape: tuple[int, ...], dtype: Any, depth: int | None = None):
     """Tiles in shared memory, the type of a scratch array. `shape` is the number of tiles, then the
-    rows and columns of a tile. `depth` is that of the products that read a tile, whose swizzle must
-    not be wider; None for the widest swizzle, of 128 bytes."""
+    rows and columns of a tile. `depth` is that of the products that read a tile; the swizzle is not
+    wider than this depth. None takes the widest swizzle, of 128 bytes."""
     size = jnp.dtype(dtype).itemsize
     swizzle = 128 if depth is None else plgpu.find_swizzle(depth * size * 8)
     transforms = plgpu.TilingTransform((8, swizzle // size)), plgpu.SwizzleTransform(swizzle)

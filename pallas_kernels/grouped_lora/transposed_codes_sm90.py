@@ -113,7 +113,7 @@ def _kernel(tiling: Tiling, n: int, layer, identity, codes, out, scratch: _Scrat
         for i in range(2):
             rows = scratch.identity.at[pl.ds(i * HALF, HALF)]
             half = product((HALF, TILE), [(rows, tile)])
-            # The store of the half before the last one has read its memory.
+            # Waits until the store of the half before the last one has read its memory.
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             scratch.halves.at[i][...] = half.astype(out.dtype)
             plgpu.commit_smem()

@@ -164,7 +164,7 @@ class CompiledStages:
 
         The memory suffices for the microbatches in flight; with GPipe it grows in the first round.
         It is allocated first, so that a device that has too little fails before programs are
-        compiled, which takes most of the time. Then it raises JaxRuntimeError (see
+        compiled, which takes most of the time. A lack of memory raises JaxRuntimeError (see
         `recompute_more`), or OutOfDeviceMemory if all layers recompute everything already.
         """
         if not self.serves(dropout):

@@ -1,5 +1,5 @@
-"""The next rounds, which a thread packs ahead of the device; the progress within the current round,
-and the part of the next round that has been dispatched early."""
+"""The next rounds, which a thread packs ahead of the device, and the progress within the current
+round and the next one, of which a part may be dispatched early."""
 
 import time
 from collections import deque
@@ -80,13 +80,12 @@ class RoundStream:
         return other
 
     def begin(self, live: Mapping[int, int], accumulated: SampleIndices) -> None:
-        """Has the thread pack the next rounds of the live tasks, if it does not already. `live` has
-        the next step of every live task by slot, and `accumulated` the indices of the samples of
-        these steps whose gradients are in the accumulators already."""
+        """Has the thread pack the next rounds of the live tasks, unless it does so already. `live`
+        has the next step of every live task by slot, and `accumulated` the indices of the samples
+        of these steps whose gradients have been accumulated."""
         if self._rounds is not None and self._following == live.keys():
             return
-        # Tasks that end as planned leave the stream by themselves; any other change needs a new
-        # stream.
+        # The stream knows when tasks end as planned; any other change needs a new stream.
         self.close()
         tasks = {number: self._slots[number].prepared for number in live}
         self._groups.begin_anew(tasks)

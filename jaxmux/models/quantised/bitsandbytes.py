@@ -23,10 +23,10 @@ from jaxmux.pallas_kernels.number_formats import (
 from .settings import WHAT_TO_DO
 from .stored_linear import LinearTensors, StoredLinear
 
-# Start of the name of a tensor that holds a JSON object. The name ends in the table of codes.
+# Beginning of the name of a tensor that holds a JSON object. The name ends in the table of codes.
 STATE = "weight.quant_state.bitsandbytes__"
 _NESTED = ("weight.nested_absmax", "weight.nested_quant_map")
-# The bytes of the codes can be stored as other dtypes, which FSDP in torch needs.
+# The bytes of the codes can be stored in other dtypes, which FSDP in torch needs.
 _STORAGE = ("U8", "BF16", "F16", "F32")
 
 
@@ -37,8 +37,8 @@ class _State(NamedTuple):
       quant_type: "nf4" or "fp4".
       blocksize: number of weights that share a scale.
       dtype: dtype to which decoded weights are rounded.
-      nested_blocksize: number of scales that share a scale, if scales are quantised too.
-      nested_offset: number that is added to the scales; None if these are not quantised.
+      nested_blocksize: number of scales that share a scale, if the scales are also quantised.
+      nested_offset: number that is added to the scales; None if the scales are not quantised.
     """
 
     quant_type: str
@@ -49,7 +49,7 @@ class _State(NamedTuple):
 
 
 def stored_in_8_bits(tensors: LinearTensors) -> StoredLinear:
-    """Describes a linear with codes of 8 bits and one scale for each output channel. Raises
+    """Describes a linear with codes of 8 bits and one scale per output channel. Raises
     BackboneError if a tensor is missing or does not fit the others."""
     n, k = tensors.size
     tensors.require("weight", ("I8",), (n, k))
@@ -60,8 +60,8 @@ def stored_in_8_bits(tensors: LinearTensors) -> StoredLinear:
 
 
 def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
-    """Describes a linear with codes of 4 bits and one scale for each block. Raises BackboneError if
-    a tensor is missing or does not fit the others."""
+    """Describes a linear with codes of 4 bits and one scale per block. Raises BackboneError if a
+    tensor is missing or does not fit the others."""
     (n, k), state = tensors.size, _state(tensors)
     blocks = math.ceil(n * k / state.blocksize)
     tensors.require("weight", _STORAGE)
@@ -80,7 +80,7 @@ def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
     is_nf4 = state.blocksize == NF4_BLOCK and k % 2 == 0
     is_nf4 &= np.array_equal(tensors.read("weight.quant_map"), NF4_TABLE)
     if is_nf4 and is_double and state.nested_blocksize == ABSMAX_BLOCK:
-        # The last bits of the map depend on the machine on which torch has computed it.
+        # The last bits of the map depend on the machine on which torch computed it.
         is_known = np.array_equal(tensors.read("weight.nested_quant_map"), DYNAMIC_MAP)
         weights = _double_nf4 if is_known else _nf4
     else:
@@ -92,8 +92,8 @@ def stored_in_4_bits(tensors: LinearTensors) -> StoredLinear:
 
 
 def numbers_of(tensors: LinearTensors) -> dict[str, np.ndarray]:
-    """The "offset" that is added to scales of a linear of 4 bits; it is in no tensor but in the
-    JSON object. Raises BackboneError if this is damaged."""
+    """The "offset" that is added to the scales of a linear of 4 bits. It is not in a tensor but in
+    the JSON object. Raises BackboneError if this object is damaged."""
     return {"offset": np.float32(_state(tensors).nested_offset or 0)}
 
 
@@ -158,7 +158,8 @@ def _from_table(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenW
 
 
 def _absmax(arrays: dict[str, Array], stored: StoredLinear) -> Float32[Array, " blocks"]:
-    """The scales of blocks. They are decoded as in `number_formats.decode_absmax`, with any map."""
+    """The scales of blocks. They are decoded like `number_formats.decode_absmax`, but with any
+    map."""
     absmax = arrays["weight.absmax"].reshape(-1)
     if "weight.nested_absmax" not in arrays:
         return absmax
@@ -172,8 +173,8 @@ def _bytes(array: Array) -> UInt8[Array, " N"]:
 
 
 def state_of(weight: FrozenWeight, dtype: str) -> dict[str, Any]:
-    """The JSON object that bitsandbytes writes beside the nf4 weight of one linear, which is on the
-    host. `dtype` is the dtype to which bitsandbytes rounds the decoded weight."""
+    """The JSON object that bitsandbytes writes beside the nf4 weight of one linear. The weight is
+    on the host. `dtype` is the dtype to which bitsandbytes rounds the decoded weight."""
     state = {
         "quant_type": "nf4",
         "blocksize": NF4_BLOCK,

@@ -15,7 +15,7 @@ from .settings import Quantisation
 from .stored_linear import LinearTensors, StoredLinear
 
 _ABSMAX = "weight.absmax"
-# Ends of names that occur only in quantised checkpoints, including those that are not supported.
+# Endings of names that occur only in quantised checkpoints, including unsupported ones.
 _ONLY_QUANTISED = (
     *(f".{scale}" for scale in SCALES),
     *(".SCB", f".{_ABSMAX}", ".weight_packed", ".qweight", ".qzeros"),
@@ -56,8 +56,8 @@ def quantised_tensors(files: CheckpointTensors) -> list[str]:
 def weights_of(
     files: CheckpointTensors, name: str, stored: StoredLinear
 ) -> tuple[FrozenWeight, ...]:
-    """Reads the weight [k, n] of a linear in each format in which it can be kept, see
-    `StoredLinear.weights`."""
+    """Reads the weight [k, n] of a linear in each format in which it can be kept (see
+    `StoredLinear.weights`)."""
     tensors = LinearTensors(files, name, stored.size)
     arrays = {part: tensors.read(part) for part in stored.parts}
     if _ABSMAX in arrays:
@@ -72,12 +72,12 @@ def kept_linears(
     layers: int,
     backbone_format: str | None,
 ) -> dict[str, FrozenWeight]:
-    """The linears that stay in their format, which is the same in all layers: by name, shapes,
-    dtypes and format of the weight in one layer.
+    """The linears that keep their stored format, which must be the same in all layers. By name, the
+    shapes, dtypes and format of the weight in one layer.
 
     Args:
       sizes: n and k, output and input width of each linear of a layer, by its name.
-      backbone_format: the format in which linears must be to stay; None for any format whose
+      backbone_format: the format that a linear must have to be kept; None means any format whose
         products decode the weights.
     """
     kept = {}

@@ -1,4 +1,4 @@
-"""Linears that are stored as codes and scales: those of compressed-tensors, and fp8."""
+"""Linears that are stored as codes and scales: by compressed-tensors, and in fp8."""
 
 import math
 
@@ -15,13 +15,13 @@ from .stored_linear import LinearTensors, StoredLinear
 
 SCALES = ("weight_scale", "weight_scale_inv")
 _ZERO, _ORDER = "weight_zero_point", "weight_g_idx"
-# By dtype of the scales, the dtype to which the library rounds decoded weights.
+# For each dtype of the scales, the dtype to which the library rounds decoded weights.
 _ROUNDING = {"F32": None, "BF16": "bfloat16", "F16": "float16", "F8_E8M0": None}
 _BITS = (4, 8)
 
 
 def stored_with_scales(tensors: LinearTensors, quantisation: Quantisation) -> StoredLinear:
-    """Describes a linear with codes in int8 or e4m3, one in each element of the tensor. Raises
+    """Describes a linear with codes in int8 or e4m3, one per element of the tensor. Raises
     BackboneError if a tensor is missing or does not fit the others."""
     tensors.require("weight", ("F8_E4M3", "I8"), tensors.size)
     scale = next(part for part in SCALES if part in tensors.parts)
@@ -85,7 +85,7 @@ def _in_words(arrays: dict[str, Array], stored: StoredLinear) -> tuple[FrozenWei
         zero = _codes(zero.T, n, bits).T.astype(jnp.int8) - 2 ** (bits - 1)
     scales = _scales(arrays["weight_scale"], zero, stored)
     codes = _codes(words, k, bits)
-    # In `Scaled`, 8 is added to codes of 4 bits, and so it is in the words.
+    # In `Scaled`, 8 is added to codes of 4 bits, as in the words.
     values = packed(codes) if bits == 4 else (codes ^ 128).view(jnp.int8)
     return (FrozenWeight(values, scales, "scaled", stored.rounding),)
 
@@ -115,7 +115,7 @@ def _words(count: int, bits: int) -> int:
 
 
 def _codes(words: Array, count: int, bits: int) -> UInt8[Array, "rows N"]:
-    """The codes in rows of words, the lowest bits first."""
+    """The codes in rows of words, lowest bits first."""
     codes = jax.lax.bitcast_convert_type(words, jnp.uint8).reshape(len(words), -1)
     if bits == 4:
         codes = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(len(words), -1)

@@ -25,17 +25,17 @@ SETTINGS = ("quantization_config", "compression_config")
 
 
 class Quantisation(NamedTuple):
-    """The settings of a quantised checkpoint: its method, one of `METHODS`; and the rows and
-    columns of a weight that share a scale, None if the shapes of scales tell it."""
+    """The settings of a quantised checkpoint: its method, one of `METHODS`; and the numbers of rows
+    and columns of a weight that share a scale, or None if the shapes of scales determine them."""
 
     method: str
     block: tuple[int, int] | None = None
 
 
 def quantisation_of(raw: Mapping[str, Any], where: str) -> Quantisation | None:
-    """Reads how a checkpoint is quantised from `raw`, the contents of the config.json with the name
-    `where`; None if it is not. Raises BackboneError if jaxmux cannot read the checkpoint; the
-    message says what to do instead."""
+    """Reads how a checkpoint is quantised from `raw`, the contents of the config.json called
+    `where`; None if the checkpoint is not quantised. Raises BackboneError if jaxmux cannot read the
+    checkpoint; the message says what to do instead."""
     settings: dict[str, Any] = {}
     for key in SETTINGS:
         settings = settings or _section(raw, key, where)
@@ -54,7 +54,7 @@ def quantisation_of(raw: Mapping[str, Any], where: str) -> Quantisation | None:
 
 
 def _method_without_name(settings: Mapping[str, Any]) -> str | None:
-    """The library that wrote an old file, which does not name it."""
+    """The library that wrote an old file, which does not name its library."""
     if settings.get("load_in_8bit") or settings.get("load_in_4bit"):
         return "bitsandbytes"
     return "compressed-tensors" if "format" in settings else None

@@ -17,13 +17,15 @@ class StoredLinear(NamedTuple):
     """How a checkpoint stores the weight of one linear.
 
     Attributes:
-      weights: a function of the arrays of `parts` and this description, which JAX can trace. It
-        returns the weight [k, n] in each format in which it can be kept, first in a format that is
-        decoded for products; in float32 if there is no such format.
+      weights: takes the arrays of `parts` and this description, and can be traced by JAX. It
+        returns the weight [k, n] in each format in which the weight can be kept, first in a format
+        that is decoded for products; in float32 if there is no such format.
       size: n and k, output and input width.
-      parts: the tensors that `weights` needs, by the part of their names after the linear's name.
+      parts: the tensors that `weights` needs; each is named by the part of its name after the
+        linear's name.
       rounding: see `FrozenWeight.rounding`.
-      block: rows and columns that share a scale; None if the shapes of scales tell it.
+      block: numbers of rows and columns that share a scale; None if the shapes of scales determine
+        them.
       nested_block: number of scales that share a scale, for codes of 4 bits.
     """
 
@@ -36,8 +38,8 @@ class StoredLinear(NamedTuple):
 
 
 class LinearTensors:
-    """The tensors of a linear P, whose names begin with "P."; `parts` are the parts of their names
-    after it. `size` is n and k, the output and input width."""
+    """The tensors of a linear P, whose names begin with "P."; `parts` are the rest of their names.
+    `size` is n and k, the output and input width."""
 
     def __init__(self, files: CheckpointTensors, name: str, size: tuple[int, int]):
         self._files, self._name, self.size = files, name, size
@@ -47,8 +49,9 @@ class LinearTensors:
         return BackboneError(f"{self._files.folder}: tensor {self._name}.{part}: {reason}")
 
     def require(self, part: str, dtypes: tuple[str, ...], *shapes: tuple[int, ...]) -> str:
-        """Checks that a tensor is there with one of these dtypes and, if any are given, one of
-        these shapes. Returns its dtype as safetensors names it. Raises BackboneError."""
+        """Checks that a tensor exists, with one of these dtypes and, if any are given, one of these
+        shapes. Returns its dtype as safetensors names it. Raises BackboneError if the check
+        fails."""
         if part not in self.parts:
             raise self.refused(part, "is missing")
         dtype, shape = self._files.dtype(f"{self._name}.{part}"), self.shape(part)

@@ -1,8 +1,8 @@
 """Writes checkpoints whose linears are quantised, in the layouts of other libraries.
 
-float8 is written as compressed-tensors does it (scales for channels of weights and for tokens of
-activations), int8 and nf4 as bitsandbytes does it. In the dtype for which it was written, such a
-checkpoint gives the same numbers as the checkpoint from which it was made.
+float8 is written like compressed-tensors does (scales for channels of weights and for tokens of
+activations), int8 and nf4 like bitsandbytes does. In the dtype for which it was written, such a
+checkpoint gives the same numbers as the original checkpoint.
 """
 
 import fcntl
@@ -62,15 +62,15 @@ _NF4 = {
     "bnb_4bit_use_double_quant": True,
     "bnb_4bit_quant_storage": "uint8",
 }
-# By format, the quantization_config for config.json.
+# For each format, the quantization_config for config.json.
 _SETTINGS: dict[str, dict[str, Any]] = {"float8": _FLOAT8, "int8": _INT8, "nf4": _NF4}
 
 
 def cached_checkpoint(
     folder: str | Path, dtype: jnp.dtype, backbone_format: str | None, cache: str | Path
 ) -> Path:
-    """The folder with the checkpoint of a backbone in a format, which is made when it is first
-    requested.
+    """The folder with the checkpoint of a backbone in a format. The checkpoint is made when it is
+    first requested.
 
     Args:
       dtype: dtype of all weights except the layers' linears.
@@ -78,7 +78,7 @@ def cached_checkpoint(
       cache: folder of such checkpoints. Their names contain the fingerprint of the backbone.
 
     Raises:
-      BackboneError: as `load_backbone`.
+      BackboneError: as for `load_backbone`.
       ValueError: `backbone_format` is None.
       OSError: the checkpoint cannot be written.
     """
@@ -88,7 +88,7 @@ def cached_checkpoint(
     cache.mkdir(parents=True, exist_ok=True)
     fingerprint, name = backbone_fingerprint(folder), np.dtype(dtype).name
     target = cache / f"{fingerprint}-{backbone_format}-{name}-v{_VERSION}"
-    # Other processes wait here until the first one has written the checkpoint.
+    # Other processes wait here until the first process has written the checkpoint.
     with (cache / f".{target.name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if target.exists() and (problem := _damage(target, backbone_format)):
@@ -115,8 +115,8 @@ def reader_of(
     cache: str | Path | None,
     progress: Progress | None = None,
 ) -> CheckpointReader:
-    """The reader of a backbone's checkpoint, or of a quantised checkpoint in `cache`; arguments and
-    errors are those of `load_backbone`."""
+    """The reader of a backbone's checkpoint, or of a quantised checkpoint in `cache`. Arguments and
+    errors are as for `load_backbone`."""
     source = folder if cache is None else cached_checkpoint(folder, dtype, backbone_format, cache)
     config = BackboneConfig.from_folder(source, backbone_format)
     return CheckpointReader(source, config, progress)
@@ -170,7 +170,7 @@ def _tensors(
 
 
 def _parts(weight: FrozenWeight, dtype: np.dtype) -> dict[str, np.ndarray]:
-    """The tensors of one linear, by the part of their names after the linear's name."""
+    """The tensors of one linear; each is named by the part of its name after the linear's name."""
     match weight.format:
         case "float8":
             return {"weight": weight.values, "weight_scale": weight.scales[:, None]}

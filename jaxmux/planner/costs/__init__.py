@@ -1,13 +1,14 @@
 """Predicts the time and memory of training on a device, or on the devices of a replica.
 
-`device_models` is the place to begin: it returns a `TimeModel` and a `MemoryModel`, either fitted
-to a profile that `jaxmux.profiling` measured or estimated without one. `ReplicaCosts` combines both
-for the devices of a replica. `Admission` checks whether tasks fit into memory together.
+Begin with `device_models`: it returns a `TimeModel` and a `MemoryModel`. They are fitted to a
+profile that `jaxmux.profiling` measured, or estimated if there is no profile. `ReplicaCosts`
+combines both models for the devices of a replica. `Admission` checks whether tasks fit into memory
+together.
 
 A remat policy says which values a layer keeps for its backward pass; the backward pass recomputes
-the others. From least to most recomputation: "norms" recomputes neither norms nor matrix products;
-"dots" recomputes no matrix product; "lean" recomputes the matrix products of the gate and up
-projections; "full" keeps only the input of each layer.
+the other values. From least to most recomputation: "norms" recomputes neither norms nor matrix
+products; "dots" recomputes norms, but no matrix product; "lean" also recomputes the matrix products
+of the gate and up projections; "full" keeps only the input of each layer.
 """
 
 from .admission import Admission, FitCell, fastest_fitting, fit_cells, largest_fitting

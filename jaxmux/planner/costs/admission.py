@@ -1,5 +1,5 @@
-"""Admits tasks if their round fits into memory, by a model that learns from the peak memory of the
-rounds that have been trained (mLoRA 3.4), and tabulates the sizes that fit on a device."""
+"""Checks whether tasks fit into memory, by a model that learns from the measured peaks of earlier
+rounds (mLoRA 3.4), and tabulates the sizes that fit on a device."""
 
 import dataclasses
 from collections import Counter
@@ -16,9 +16,9 @@ class FitCell(NamedTuple):
     """Whether rounds of some tasks fit on a device, with their predicted memory and speed.
 
     Attributes:
-      remat: for each remat policy that training picks, the number of its layers; the policy that
-        recomputes most comes first. If the round does not fit, they are the policies that take
-        least.
+      remat: number of layers of each remat policy that training would pick, the policy with the
+        most recomputation first. If the round does not fit, these are the policies that need the
+        least memory.
       tokens_per_second: predicted for full microbatches, without updates; None if the round does
         not fit.
     """
@@ -34,20 +34,20 @@ class FitCell(NamedTuple):
 def fit_cells(
     costs: ReplicaCosts, shapes: Iterable[ShapeClass], tasks: Iterable[int]
 ) -> tuple[FitCell, ...]:
-    """Returns a cell for each shape class and number of tasks, which share every microbatch
-    equally. A pool has at least the slots of `costs.pool`, and one for each task."""
+    """Returns a cell for each shape class and number of tasks. The tasks have equal shares of every
+    microbatch. The pool has the slots of `costs.pool`, or more if there are more tasks."""
     counts = list(tasks)
     return tuple(_cell(costs, shape, count) for shape in shapes for count in counts)
 
 
 def largest_fitting(cells: Sequence[FitCell], tasks: int) -> FitCell | None:
-    """Returns the cell of this number of tasks with the largest microbatch that fits."""
     fitting = [cell for cell in cells if cell.tasks == tasks and cell.fits]
     return max(fitting, key=lambda cell: cell.tokens, default=None)
 
 
 def fastest_fitting(cells: Sequence[FitCell], tasks: int) -> FitCell | None:
-    """Returns the cell of this number of tasks that fits with the most tokens per second."""
+    """Returns the cell with the most tokens per second, of those that fit and have `tasks`
+    tasks."""
     fitting = [cell for cell in cells if cell.tasks == tasks and cell.fits]
     return max(fitting, key=lambda cell: cell.tokens_per_second, default=None)
 
@@ -58,7 +58,7 @@ def _cell(costs: ReplicaCosts, shape: ShapeClass, tasks: int) -> FitCell:
     fits, policies = bool(costs.depth(shape)), costs.policies(shape)
     speed = None
     if fits:
-        # At most as many tasks as there are chunks have tokens in a microbatch.
+        # A chunk belongs to one task, so a microbatch has tokens of at most `shape.chunks` tasks.
         shares = min(tasks, shape.chunks)
         owned = (shape.tokens / shares,) * shares
         speed = shape.tokens / costs.times.microbatch(shape, owned, pool, policies)
@@ -71,8 +71,8 @@ class Admission:
     """Checks, before tasks are trained, whether their round fits into the devices' memory.
 
     Attributes:
-      costs: predicted costs on the devices. Its `pool` is ignored.
-      tokens: N, the tokens of a microbatch that the user asked for; None for those of `shape`.
+      costs: predicted costs on the devices. The field `pool` of these costs is not used.
+      tokens: N, the tokens per microbatch that the user asked for; None means those of `shape`.
       reserved: a pool whose slots, rank and adapted linears are always allocated.
       more_stages: whether error messages may propose more pipeline stages.
     """
@@ -87,11 +87,12 @@ class Admission:
         self, tasks: Mapping[str, PoolSpec], live: Mapping[str, PoolSpec] | None = None
     ) -> None:
         """Raises PlanningError if a round of all tasks does not fit into memory. The message names
-        the first new task that does not fit alone, or else beside the tasks before it.
+        the first new task that does not fit alone. If each fits alone, it names the first that does
+        not fit beside the tasks before it.
 
         Args:
-          tasks: for each new task, in order of arrival, the pool that it needs alone.
-          live: the same for the tasks that train already.
+          tasks: the new tasks in order of arrival; for each, the pool that it needs alone.
+          live: the same for the tasks that already train.
         """
         named = {f"task {name!r}": pool for name, pool in tasks.items()}
         refuse_stages(named, self.costs.replica.pp)
@@ -105,8 +106,8 @@ class Admission:
                 self._require(pools, f"task {names[before]!r} does not fit beside {others}")
 
     def refusal(self, slots: int, rows: int) -> str | None:
-        """Returns why rounds would not fit into memory if the reserved pool had `slots` slots and
-        microbatches `rows` rows; None if they would fit."""
+        """Returns why rounds would not fit into memory with `slots` slots in the reserved pool and
+        `rows` rows in a microbatch; None if they would fit."""
         if self.reserved is None:
             raise PlanningError("an admission without a reserved pool knows no sizes")
         costs = self._costs_of(self.reserved._replace(slots=slots))
@@ -121,8 +122,8 @@ class Admission:
     def peak(
         self, tasks: Sequence[PoolSpec], remat: str | Sequence[str], in_flight: float = 1
     ) -> float:
-        """Returns the predicted peak memory of a round of tasks that need these pools alone, in
-        bytes."""
+        """Returns the predicted peak memory, in bytes, of a round of tasks. `tasks` holds the pool
+        that each task needs alone."""
         return self._costs(tasks).peak(self.shape, remat, in_flight)
 
     def observe(
@@ -148,8 +149,8 @@ class Admission:
         return dataclasses.replace(self.costs, pool=pool)
 
     def _shorter_rows(self, costs: ReplicaCosts) -> str:
-        """The end of a message: the longest samples with which a smaller round would fit, if
-        any."""
+        """Returns the end of an error message: the longest samples with which a smaller round would
+        fit. Empty if there are none."""
         tokens, row_len = self.tokens or self.shape.tokens, self.shape.row_len // 2
         while row_len >= MIN_CHUNK_LEN:
             rows = smallest_shape_class([row_len], tokens, self.shape.chunk_len, row_len)

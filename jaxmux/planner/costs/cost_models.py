@@ -1,5 +1,5 @@
-"""The cost models with which a plan is made: fitted to a profile, or estimated for an H200 from the
-backbone's FLOPs and bytes if there is no profile."""
+"""Makes the cost models for planning. They are fitted to a profile, or estimated for an H200 from
+the backbone's FLOPs and bytes if there is no profile."""
 
 import dataclasses
 import math
@@ -19,24 +19,26 @@ from .memory_model import MemoryModel, OnlineFit, working_bytes, working_feature
 from .pool_spec import PoolSpec
 from .time_model import AdapterTimes, AttentionTimes, Curve, TimeModel
 
-# Row length in tokens for which the base operators are priced, and the ranges of tokens and of
-# bytes over which curves are linear.
+# Estimates of the base operators are for rows of this many tokens. Curves are linear within these
+# ranges of tokens and of bytes.
 _ROW_LEN = 128
 _TOKENS = (1024, 65536)
 _PAYLOADS = (2**20, 2**26)
-# On a CPU, attention writes and reads the scores of whole rows. For every query, key and element of
-# a query, this takes as long as this number of FLOPs of a matrix product. Measured: 87 on two cores
-# for heads of width 32, and fewer for wider heads.
+# On a CPU, attention writes and reads the scores of whole rows. Each score takes as long, for each
+# element of a query, as this number of FLOPs of a matrix product. Measured: 87 on two cores for
+# heads of width 32, and fewer for wider heads.
 _CPU_SCORE_FLOPS = 50
 # Weight of an estimate in the online fit; an observed round has weight 1.
 _WEIGHT = 1e-4
 
 
 def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
-    """Returns the time model by the figures of `h200`. Elementwise operators move 10 d + 8 f values
-    per token, forward and backward: norms read and write the stream of width d, and the gate its
-    activations of width f. Adapters of any rank take the time of rank 16, because reading the
-    activations limits them."""
+    """Returns the time model that follows from the figures in `h200`.
+
+    Elementwise operators move 10 d + 8 f values per token in both passes together: norms read and
+    write the stream of width d, and the gate reads and writes its activations of width f. Adapters
+    of every rank are taken to cost what rank 16 costs, because reading the activations limits them.
+    """
     weights = sum(k * n for k, n in backbone.linears.values())
     adapter_token = 2 * h200.LORA_SHARE * 2 * weights / h200.FLOPS
     gate, up = _width(backbone, "gate_proj"), _width(backbone, "up_proj")
@@ -80,8 +82,8 @@ def estimated_times(backbone: BackboneSize, on_cpu: bool = False) -> TimeModel:
 
 
 def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[TimeModel, list[str]]:
-    """Returns a copy of the time model with an H200's times for the collectives that it lacks, and
-    the names of these collectives."""
+    """Returns a copy of the time model in which missing collectives have an H200's times, and the
+    names of these collectives."""
     pp, tp, fsdp, shards = replica.pp, replica.tp, replica.fsdp, replica.shards
     estimates = {
         ("psum", "outer", shards): lambda payload: h200.all_reduce_seconds(payload, shards),
@@ -101,15 +103,16 @@ def with_estimated_collectives(times: TimeModel, replica: Replica) -> tuple[Time
 def estimated_memory(
     backbone: BackboneSize, memory: int | None = None, on_cpu: bool = False
 ) -> MemoryModel:
-    """Returns a memory model that counts like the engine. A pass needs either the intermediates of
-    one layer and their gradients, or the logits of the loss, whichever take more."""
+    """Returns a memory model that counts bytes as the engine does. A pass needs either the
+    intermediates of one layer with their gradients, or the logits of the loss, whichever are
+    larger."""
     backbone = dataclasses.replace(backbone, kept=_kept(backbone))
     of_token = {policy: size for policy, (size, _) in backbone.kept.items()}
     working = OnlineFit.of_features(3)
     for tokens in np.geomspace(*_TOKENS, num=7):
         sizes = {policy: size * tokens for policy, size in of_token.items()}
         needed = working_bytes(sizes, backbone.head_block_bytes)
-        # Both row lengths need the same memory, as attention stores no matrix of scores.
+        # Attention stores no matrix of scores, so the row length does not change the memory.
         for row_len in (_ROW_LEN, tokens):
             working = working.observe(working_features(tokens, row_len), needed, _WEIGHT)
     packed_from = h200.SHORTEST_PACKED_ROWS if _has_cudnn(backbone, on_cpu) else math.inf
@@ -117,13 +120,14 @@ def estimated_memory(
 
 
 def _has_cudnn(backbone: BackboneSize, on_cpu: bool) -> bool:
-    """Whether attention is cuDNN's. Plain XLA's attention takes no time or memory for absent
+    """Whether attention runs in cuDNN. Attention in plain XLA takes no time or memory for absent
     sequences."""
     return backbone.stream_bytes == 2 and not on_cpu
 
 
 def _sequence(backbone: BackboneSize) -> Curve:
-    """Backward seconds per token, for each sequence that a row may hold, by row length."""
+    """Backward seconds per token and sequence, as a function of the row length. A row pays for
+    every sequence that it may hold."""
     packed = backbone.packed.working_sequence / h200.SEQUENCE_BYTES_PER_SECOND
     shortest = h200.SHORTEST_PACKED_ROWS
     return Curve.through(
@@ -132,8 +136,9 @@ def _sequence(backbone: BackboneSize) -> Curve:
 
 
 def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
-    """For each remat policy, the kept bytes per token, and per token and rank. They are those of
-    the values that `models.remat_policies` names, without the norms of heads."""
+    """For each remat policy: the kept bytes per token, and the kept bytes per token and unit of
+    rank. The kept values are those that `models.remat_policies` names, except the norms of
+    heads."""
     d, size = backbone.hidden_size, backbone.stream_bytes
     q, kv, f = (_width(backbone, module) for module in ("q_proj", "k_proj", "gate_proj"))
     lean = 2 * d + q + (q + 2 * kv)
@@ -147,18 +152,18 @@ def _kept(backbone: BackboneSize) -> dict[str, tuple[float, float]]:
 
 
 def _attention_of_token(backbone: BackboneSize, row_len: int, on_cpu: bool) -> tuple[float, float]:
-    """Forward and backward seconds of a token, in rows of one sequence."""
+    """Forward and backward seconds of attention for one token, in rows of one sequence."""
     width = _width(backbone, "q_proj")
     forward, backward = h200.attention_seconds(row_len, width) / row_len
     if not on_cpu:
         return float(forward), float(backward)
     scores = _CPU_SCORE_FLOPS * width * row_len / h200.FLOPS
-    # The backward pass computes the scores again, and their gradients.
+    # The backward pass recomputes the scores and computes their gradients.
     return float(forward + scores / 3), float(backward + 2 * scores / 3)
 
 
 def _width(backbone: BackboneSize, module: str) -> int:
-    """Output width of a linear; `module` is the last part of its path."""
+    """Output width of the linear whose path ends in `module`."""
     (size,) = (s for path, s in backbone.linears.items() if path.rsplit(".", 1)[-1] == module)
     return size[1]
 
@@ -176,10 +181,10 @@ _HOPPER_CHUNK = 128
 
 
 class CostSource(NamedTuple):
-    """The origin of predicted costs, for reports. The `kind` is "estimated" (from FLOPs and bytes)
-    or "measured" (fitted to a profile), and `text` says more, for example "h200.json, bfloat16".
-    Plans may use `memory_bytes` of one device. Each of the `notes` is a sentence about a less
-    certain part."""
+    """The origin of predicted costs, for reports. `kind` is "estimated" (from FLOPs and bytes) or
+    "measured" (fitted to a profile). `text` names the source, for example "h200.json, bfloat16".
+    Plans may use `memory_bytes` of each device. Each entry of `notes` is a sentence about a part of
+    the prediction that is less certain."""
 
     kind: str
     text: str
@@ -193,8 +198,8 @@ class CostSource(NamedTuple):
 
 class CostModels(NamedTuple):
     """The cost models of one backbone on one kind of device. They hold for chunks of at least
-    `least_chunk_len` tokens: the shortest ones that the profile measured, or for estimates those
-    that the Hopper kernels accept."""
+    `least_chunk_len` tokens. For a profile, this is the shortest chunk that was measured; for
+    estimates, the shortest that the Hopper kernels accept."""
 
     times: TimeModel
     memory: MemoryModel
@@ -213,16 +218,17 @@ def device_models(
     """Returns the cost models for a device and a backbone.
 
     The models are fitted to a profile of this device, dtype and backbone, if there is one. A
-    profile that was measured with linears in a format serves only backbones in this format; one
-    that was measured without serves all formats that have no profile. Otherwise, the models are
-    estimates for an H200, except that attention on a CPU is the one in plain XLA.
+    profile that was measured in a storage format such as "nf4" serves only backbones in that
+    format. A profile that was measured without one serves every format that has no profile of its
+    own. Without a profile, the models are estimates for an H200. On a CPU, the estimate of
+    attention is that of plain XLA.
 
     Args:
       size: sizes of the backbone. Its number of layers may differ from the profile's.
-      memory: bytes of one device that may be used; None for the profile's or an H200's memory.
+      memory: bytes of one device that may be used; None means the profile's memory, or an H200's.
       replica: the devices. Collectives among them that the profile lacks are estimated for H200s.
       device: kind of the device, as JAX names it (`jax.devices()[0].device_kind`).
-      profiles: folder of the profiles; "jaxmux:" stands for the folder of the package.
+      profiles: folder of the profiles; the prefix "jaxmux:" stands for the folder of the package.
 
     Raises:
       ProfileError: a profile cannot be read, or lacks a measurement or the device's memory.
@@ -257,8 +263,9 @@ def estimated_models(
 def measured_models(
     path: Path, size: BackboneSize, memory: int | None, replica: Replica
 ) -> CostModels:
-    """Returns the cost models fitted to one profile, like `device_models`. ProfileError tells if it
-    belongs to another backbone, cannot be read, or lacks a measurement or the device's memory."""
+    """Returns the cost models fitted to the profile in `path`, with arguments as in
+    `device_models`. Raises ProfileError if the profile belongs to another backbone, cannot be read,
+    or lacks a measurement or the device's memory."""
     profile = read_profile(path)
     if difference := _differs(profile, size):
         name, measured, wanted = difference
@@ -298,8 +305,8 @@ def measured_models(
 
 
 def _differs(profile: Profile, size: BackboneSize) -> tuple[str, Any, Any] | None:
-    """A size in which the backbones differ: its name, the measured and the wanted value. None if
-    the profile serves the backbone."""
+    """The first size in which the backbones differ: its name, the profile's value and the wanted
+    value. None if the profile serves the backbone."""
 
     def facts(backbone: BackboneSize) -> dict[str, Any]:
         sizes = {"hidden_size": backbone.hidden_size, "vocab_size": backbone.vocab_size}

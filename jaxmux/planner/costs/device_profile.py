@@ -10,9 +10,9 @@ A profile is a JSON file with one measurement in each line. `jaxmux profile` wri
    "backbone": {…},               the fields of `BackboneSize`
    "measurements": [{"operator": "layer", …, "seconds": 0.0131, "peak_bytes": 1234567}, …]}
 
-"operator" names the class of the measured point in `POINTS`, and the measurement has the fields of
-this class. "seconds" is the median time. "peak_bytes" is the most memory that the measured program
-needed besides weights, adapters and their accumulators; null where it is unknown.
+"operator" is a key of `POINTS`; the measurement also has the fields of the class under that key.
+"seconds" is the median time. "peak_bytes" is the peak memory of the measured program without
+weights, adapters and accumulators; null where it is unknown.
 """
 
 import dataclasses
@@ -28,14 +28,15 @@ from ..packing.rows import ShapeClass
 
 
 class PackedBytes(NamedTuple):
-    """Additional bytes of one layer's attention in rows that may hold several sequences. For each
-    of them, present or absent, cuDNN's packed layout reserves the memory of a whole row.
+    """Additional bytes of one layer's attention in rows that may hold several sequences. cuDNN's
+    packed layout reserves the memory of a whole row for each sequence that a row may hold, even if
+    it is absent.
 
     Attributes:
       kept: bytes per token that the layer keeps: the output of attention, padding included.
       kept_sequence: bytes kept per token and sequence: the statistics of the softmax.
       working_sequence: bytes per token and sequence that the backward pass needs: the gradients of
-        q in float32, and of keys and values for every query head that shares them.
+        q in float32, and gradients of keys and values for each query head, if heads share them.
     """
 
     kept: float
@@ -50,12 +51,11 @@ class PackedBytes(NamedTuple):
         return cls(itemsize * width, 4 * heads, 4 * width + of_each_head)
 
     def kept_by(self, tokens: int, max_sequences: int) -> float:
-        """Returns the bytes that one layer keeps of a microbatch."""
         of_token = self.kept + max_sequences * self.kept_sequence
         return tokens * of_token if max_sequences > 1 else 0.0
 
     def needed_by(self, tokens: int, max_sequences: int) -> float:
-        """Returns the bytes that the layer's backward pass needs while it runs."""
+        """Returns the bytes that the backward pass of one layer needs while it runs."""
         return tokens * max_sequences * self.working_sequence if max_sequences > 1 else 0.0
 
 
@@ -68,25 +68,25 @@ class ProfileError(PlanningError):
 
 @dataclasses.dataclass(frozen=True)
 class BackboneSize:
-    """Sizes of a frozen backbone from which its time and memory are predicted. The stream is the
+    """Sizes of a frozen backbone, from which its time and memory are predicted. The *stream* is the
     sequence of hidden states between layers, one vector of width d for each token.
 
     Attributes:
       name: name of the architecture's Hugging Face class, for example "LlamaForCausalLM".
-      linears: for each linear of a layer that can carry an adapter, its input and output width (k,
-        n), by module path, for example "self_attn.q_proj".
+      linears: maps the module path of each linear of a layer that can carry an adapter, for example
+        "self_attn.q_proj", to its input and output width (k, n).
       layer_bytes: bytes of the weights of one layer.
       outside_bytes: bytes of the weights outside the layers: embedding, last norm and output head.
-      stream_bytes: bytes of one number of the stream, for example 2 in bfloat16.
+      stream_bytes: bytes of one number in the stream, for example 2 in bfloat16.
       kept: for each remat policy, from least to most recomputation, a pair (a, b): a layer keeps a
-        + b · r bytes per token for its backward pass, where r is the pool's rank. Profiles and
-        estimates fill it in.
+        + b · r bytes per token for its backward pass, where r is the pool's rank. Filled in by
+        profiles and estimates.
       head_block_bytes: bytes of one block of float32 logits and of its gradient. The loss is
         computed in blocks of tokens, and only one block exists at a time.
       backbone_format: format in which the weights of the linears are stored, for example "nf4";
-        None for the dtype of the stream.
-      divided_layer_bytes: like `layer_bytes`, for weights that several devices divide, whose scales
-        may take more; None if the bytes are the same.
+        None means the dtype of the stream.
+      divided_layer_bytes: `layer_bytes` if several devices divide the weights, because the scales
+        may then take more bytes; None means that the bytes are the same.
     """
 
     name: str
@@ -105,8 +105,8 @@ class BackboneSize:
 
     @property
     def decoded_bytes(self) -> int:
-        """Bytes of the largest decoded or transposed weights that exist at a time: those of gate
-        and up, of which one product takes the gradient."""
+        """Bytes of the largest decoded or transposed weights that exist at a time: the weights of
+        gate and up, through which one product takes the gradient."""
         if self.backbone_format is None:
             return 0
         of_weight = 1 if self.backbone_format == "float8" else self.stream_bytes
@@ -114,7 +114,7 @@ class BackboneSize:
 
     @property
     def head_layers(self) -> float:
-        """Work of the output head, as a number of layers: the ratio of their weights."""
+        """Work of the output head in units of one layer: the ratio of their numbers of weights."""
         of_layer = sum(k * n for k, n in self.linears.values())
         return self.vocab_size * self.hidden_size / of_layer
 
@@ -132,13 +132,13 @@ class BackboneSize:
 
 @dataclasses.dataclass(frozen=True)
 class LayerPoint:
-    """One decoder layer over a microbatch, with equal parts for each task.
+    """A measurement of one decoder layer over a microbatch in which all tasks have equal parts.
 
     Attributes:
-      layers: number of layers of the measured program. The seconds are those of one layer, the peak
-        bytes those of the whole program.
+      layers: number of layers of the measured program. The seconds are those of one layer; the peak
+        bytes are those of the whole program.
       rank: R, rank of the pool; 0 for a layer without adapters.
-      backward: whether the backward pass was measured with the forward pass.
+      backward: whether the backward pass was measured together with the forward pass.
       padding: fraction of each row, in whole chunks, that belongs to no task.
     """
 
@@ -179,7 +179,8 @@ class HeadPoint:
 
 @dataclasses.dataclass(frozen=True)
 class UpdatePoint:
-    """The optimizer update of all slots; `parameters` counts those of the whole pool."""
+    """The optimizer update of all slots. `parameters` is the number of parameters of the whole
+    pool."""
 
     operator: ClassVar[str] = "update"
     parameters: int
@@ -189,7 +190,7 @@ class UpdatePoint:
 
 @dataclasses.dataclass(frozen=True)
 class RoundPoint:
-    """A round of the engine with one microbatch and its update, timed on the host."""
+    """One round of the engine, with one microbatch and its update, timed on the host."""
 
     operator: ClassVar[str] = "round"
     layers: int
@@ -209,8 +210,8 @@ class CollectivePoint:
     Attributes:
       collective: "psum" (sum over the devices), "all_gather" (concatenation of their values) or
         "ppermute" (each device sends to the next).
-      axis: "inner" for neighbouring devices, "outer" for devices that lie furthest apart.
-      payload_bytes: bytes that each device puts in.
+      axis: "inner" for neighbouring devices, "outer" for the devices that lie furthest apart.
+      payload_bytes: bytes that each device contributes.
     """
 
     operator: ClassVar[str] = "collective"
@@ -230,8 +231,8 @@ def shape_of(point: LayerPoint | AttentionPoint | RoundPoint) -> ShapeClass:
 
 
 class Measurement(NamedTuple):
-    """The median seconds of a point, and the most memory that the measured program needed besides
-    weights, adapters and their accumulators; None if it is unknown."""
+    """A point with its median seconds and the peak memory of the measured program, which leaves out
+    weights, adapters and accumulators; None if the peak is unknown."""
 
     point: Point
     seconds: float
@@ -256,8 +257,8 @@ class Profile:
     measurements: tuple[Measurement, ...] = ()
 
     def of[P: Point](self, kind: type[P]) -> list[tuple[P, float]]:
-        """Returns the measured points of one class, with median seconds. Raises ProfileError if
-        there are none."""
+        """Returns the measured points of the class `kind` with their median seconds. Raises
+        ProfileError if there are none."""
         points = [(m.point, m.seconds) for m in self.measurements if isinstance(m.point, kind)]
         if not points:
             raise ProfileError(f"the profile of {self.device} measures no {kind.operator!r}")
@@ -268,7 +269,7 @@ class Profile:
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    """Writes a profile to a file, either completely or not at all."""
+    """Writes a profile to a file. If writing fails, the file is unchanged."""
     header = {"version": _VERSION} | dataclasses.asdict(profile)
     del header["measurements"]
     rows = [
@@ -284,8 +285,7 @@ def write_profile(profile: Profile, path: Path) -> None:
 
 
 def read_profile(path: Path) -> Profile:
-    """Reads a profile from a file that `write_profile` wrote. Raises ProfileError if it is not
-    valid."""
+    """Reads a profile that `write_profile` wrote. Raises ProfileError if the file is not valid."""
     try:
         raw = json.loads(path.read_text())
     except FileNotFoundError:

@@ -30,8 +30,8 @@ from .time_model import (
     fit_attention_times,
 )
 
-# Weight of a profiled peak in the online fit. An observed round has weight 1, because it is more
-# informative than a program of a few layers.
+# Weight of a profiled peak in the online fit. An observed round has weight 1: it tells more than a
+# profiled program, which has only a few layers.
 _PROFILE_WEIGHT = 0.01
 
 
@@ -57,7 +57,7 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
         if not isinstance(point, LayerPoint) or not (point.rank and point.backward and peak):
             continue
         beyond = peak - point.layers * model.kept(point.tokens, point.rank, point.remat)
-        # The measured peak includes decoded weights, which `resident` counts.
+        # The measured peak includes decoded weights, but `resident` already counts them.
         beyond -= profile.backbone.decoded_bytes
         needed = max(beyond, heads.get(point.tokens, 0), 0)
         features = working_features(point.tokens, point.row_len)
@@ -68,9 +68,9 @@ def fit_memory_model(profile: Profile, memory: int | None = None) -> MemoryModel
 
 
 def _shortest_packed_rows(profile: Profile) -> float:
-    """Length of the shortest rows in which attention takes memory for every sequence that a row may
-    hold: the smaller of the shortest measured length at which it did, and twice the longest
-    measured length below. It is infinite if attention never did."""
+    """Row length from which attention takes memory for every sequence that a row may hold. It is
+    the shortest measured length at which attention did, or twice the longest shorter length at
+    which it did not, if that is less. Infinite if attention never did."""
     peaks = {p: peak for p, _, peak in profile.measurements if isinstance(p, AttentionPoint)}
     taken: dict[int, bool] = {}
     for point, peak in peaks.items():
@@ -86,8 +86,8 @@ def _shortest_packed_rows(profile: Profile) -> float:
 
 
 def fit_time_model(profile: Profile) -> TimeModel:
-    """Returns the time model of the profiled backbone and device. ProfileError names a missing
-    measurement."""
+    """Returns the time model of the profiled backbone and device. Raises ProfileError if a
+    measurement is missing."""
     layers = dict(profile.of(LayerPoint))
     trained = [p for p in layers if p.backward and p.remat == "dots" and not p.padding]
     frozen = [point for point in trained if not point.rank]
@@ -138,8 +138,8 @@ def layer_passes(model: TimeModel, point: LayerPoint) -> Passes:
 
 
 def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
-    """Mean time of the measured padding, divided by the time of the same chunks if they were not
-    empty; 1 if the profile measures no padding."""
+    """Mean ratio of two times: the measured time that padding takes, and the predicted time of the
+    same chunks if they belonged to tasks. 1 if the profile measures no padding."""
     free = dataclasses.replace(model, empty_share=0.0)
     shares = []
     for point, seconds in layers.items():
@@ -152,7 +152,7 @@ def _empty_share(layers: Mapping[LayerPoint, float], model: TimeModel) -> float:
 
 
 def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
-    """Mean fraction of a layer's time that its forward pass takes; a half, as in MuxTune, if the
+    """Mean fraction of a layer's time that its forward pass takes; one half, as in MuxTune, if the
     profile measures no forward pass alone."""
     shares = [
         seconds / layers[both]
@@ -163,8 +163,8 @@ def _forward_share(layers: Mapping[LayerPoint, float]) -> float:
 
 
 def _recompute(layers: Mapping[LayerPoint, float], base: Curve) -> dict[str, float]:
-    """By remat policy, the mean time that a layer takes longer than with "dots", as a fraction of
-    `base`; negative for policies that recompute less."""
+    """For each remat policy, the mean additional time of a layer compared with "dots", as a
+    fraction of `base`; negative for policies that recompute less."""
     longer: dict[str, list[float]] = {"dots": [0.0]}
     for point, seconds in layers.items():
         dots = dataclasses.replace(point, remat="dots")
@@ -184,7 +184,7 @@ def _attention(profile: Profile, backward: bool) -> AttentionTimes:
 
 def _round_overhead(profile: Profile, model: TimeModel) -> float:
     """Mean overhead of a round in seconds: measured time minus the predicted times of its
-    microbatches and update."""
+    microbatch and update."""
     beyond = []
     for point, seconds in profile.of(RoundPoint):
         size = dataclasses.replace(model.backbone, layers=point.layers)
@@ -202,7 +202,8 @@ def _collectives(profile: Profile) -> dict[tuple[str, str, int], Curve]:
         if isinstance(point, CollectivePoint):
             key = (point.collective, point.axis, point.devices)
             curves.setdefault(key, []).append((point.payload_bytes, seconds))
-    # A host has one choice of all its devices, so their inner collective is also the outer one.
+    # With all devices of the host there is only one choice of devices, so the profile has no outer
+    # collective of its own; the inner one takes its place.
     for (collective, _, devices), pairs in list(curves.items()):
         curves.setdefault((collective, "outer", devices), pairs)
     return {key: Curve.through(pairs) for key, pairs in curves.items()}

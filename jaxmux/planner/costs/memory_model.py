@@ -1,21 +1,21 @@
-"""The peak memory of a round: MuxTune's model (Eq. 5) for the parts that can be counted, mLoRA's
-online fit (mLoRA Eq. 5) for the rest.
+"""Predicts the peak memory of a round. Some parts are counted by MuxTune's model (Eq. 5), the rest
+is learnt by mLoRA's online fit (mLoRA Eq. 5).
 
   M_stage = [M_b + Σ M_g] / S + Σ M_a(b, l)                                  (MuxTune)
 
-M_stage is the peak memory of one pipeline stage, S the number of stages. M_b are the bytes of the
-backbone's weights. M_g is the train state of each task: masters, accumulators, moments. M_a are the
-values that layers keep for the backward pass; they are counted too. The remaining memory is needed
-while a pass runs: temporaries, workspaces, blocks of logits. For rows of one sequence it is learnt
-as
+M_stage is the peak memory of one pipeline stage, S the number of stages, M_b the bytes of the
+backbone's weights, M_g the train state of a task (masters, accumulators, moments), and M_a the
+bytes that layers keep for the backward pass. All of these are counted. If S does not divide the
+number of layers, M_stage is that of a stage with the most layers.
+
+A running pass needs more memory: temporaries, workspaces, blocks of logits. For B rows of L tokens,
+with one sequence per row, it is learnt as
 
   Mem = β0 + β1 · B · L + β2 · B · L²                                        (mLoRA)
 
-over B rows of L tokens, by non-negative least squares: first from the profile, then from each peak
-that is observed. Where S does not divide the layers, the memory is that of a stage with the most
-layers.
+by non-negative least squares, first from the profile, then from each observed peak.
 
-`fill_layers` decides by the free memory which layers keep many values and which recompute them.
+`fill_layers` chooses, for the memory that is left, the remat policy of each layer.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ from ..packing.rows import ShapeClass
 from .device_profile import BackboneSize, ProfileError
 from .pool_spec import PoolSpec
 
-# Fraction of a device's memory that plans may use; allocators leave gaps.
+# Plans may use this fraction of a device's memory, because allocators leave gaps.
 USABLE = 0.97
 
 
@@ -47,25 +47,25 @@ def working_bytes(
 ) -> float:
     """Returns the bytes that a pass needs while it runs, besides the values that layers keep.
     During the backward pass of a layer, its inputs, its outputs and the gradients of all its values
-    exist at the same time. Together they take a quarter more than the layer keeps under the first
-    remat policy in `sizes`, which recomputes least."""
+    exist at the same time. Together they take 1.25 times the bytes that the layer keeps under the
+    first remat policy in `sizes`, which recomputes least."""
     return max(1.25 * next(iter(sizes.values())), loss_bytes, attention_bytes)
 
 
 def exchanged_bytes(gradients: float, replicas: int) -> float:
-    """Returns the bytes that a device needs while replicas exchange gradients and adapters, which
-    are whole on every device of a stage. The first replica holds those of all other replicas and
-    their sum; another replica holds its gradients and the sum. The programs have temporaries of the
-    same size."""
+    """Returns the bytes that a device needs while replicas exchange gradients and adapters. Every
+    device of a stage has the whole gradients. The first replica holds the gradients of all other
+    replicas and their sum; another replica holds its own gradients and the sum. The programs have
+    temporaries of the same size."""
     return (replicas + 1) * gradients if replicas > 1 else 0.0
 
 
 def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[str, ...]:
-    """Chooses the remat policy of every layer, from two neighbouring policies in `sizes`, which are
-    in the order from least to most recomputation. The last layers get the policy that recomputes
-    less, as many as there is room for: their backward pass comes first, so that their memory is
-    free for the recomputation of the others. If there is not enough room at all, every layer gets
-    the last policy."""
+    """Chooses the remat policy of every layer, from two neighbouring policies in `sizes`. `sizes`
+    maps policies to bytes per layer, in order from least to most recomputation. As many layers as
+    there is room for get the policy that recomputes less. These are the last layers: their backward
+    pass comes first and frees their memory before the other layers recompute. If there is not
+    enough room for any choice, every layer gets the last policy."""
     names = list(sizes)
     for more, less in zip(names, names[1:], strict=False):
         if sizes[less] * layers <= room:
@@ -76,8 +76,9 @@ def fill_layers(sizes: Mapping[str, float], layers: int, room: float) -> tuple[s
 
 
 def fill_stages(sizes: Mapping[str, float], layers: Sequence[int], room: float) -> tuple[str, ...]:
-    """Chooses the remat policies as if every stage had as many layers as the largest one. Stages
-    with fewer layers omit layers of the policy that recomputes most."""
+    """Chooses the remat policies of all stages' layers. Each stage gets the policies of a stage
+    with the most layers. A stage with fewer layers omits the first of these policies, which
+    recompute most."""
     fullest = fill_layers(sizes, max(layers), room)
     return tuple(policy for count in layers for policy in fullest[len(fullest) - count :])
 
@@ -87,16 +88,16 @@ def split_stages(policies: Sequence[str], layers: Sequence[int]) -> list[tuple[s
     return [tuple(islice(rest, count)) for count in layers]
 
 
-# Ridge penalty of the first coefficient; each later coefficient is penalised ten times as much. It
-# decides between features that the observations cannot tell apart and is negligible elsewhere.
+# Ridge penalty of the first coefficient; each later coefficient is penalised ten times as much. The
+# penalty decides between features that the observations cannot tell apart, and is negligible
+# otherwise.
 _TIE_BREAK = 1e-7
 
 
 class OnlineFit(NamedTuple):
-    """A linear model y = β · x with β >= 0, with a summary of all its observations. `triangle` is R
-    of the QR decomposition of the rows (x, y), float64 [features + 1, features + 1]. ‖R (β, -1)‖ is
-    the norm of their residuals, so the coefficients are those of a fit to all observations at once,
-    in memory that does not grow."""
+    """A linear model y = β · x with β >= 0, fitted to all observations in constant memory.
+    `triangle` is R of the QR decomposition of the rows (x, y), float64 [features + 1, features +
+    1]. ‖R (β, -1)‖ is the norm of the residuals, so R is all that the fit needs."""
 
     triangle: np.ndarray
     observations: int = 0
@@ -106,8 +107,8 @@ class OnlineFit(NamedTuple):
         return cls(np.zeros((features + 1, features + 1)))
 
     def observe(self, x: np.ndarray, y: float, weight: float = 1.0) -> "OnlineFit":
-        """Returns a new model with one more observation; `weight` multiplies its squared
-        residual."""
+        """Returns a new model with one more observation. Its squared residual is multiplied by
+        `weight`."""
         row = np.sqrt(weight) * np.append(x, y)
         triangle = np.linalg.qr(np.vstack([self.triangle, row]), mode="r")
         return OnlineFit(triangle, self.observations + 1)
@@ -121,7 +122,7 @@ class OnlineFit(NamedTuple):
         return scipy.optimize.nnls(rows, np.append(target, np.zeros(len(size))))[0] / size
 
 
-# The memory of attention may exceed the counted bytes by this factor.
+# The measured memory of attention may exceed the counted bytes by this factor.
 _SLACK = 1.05
 _FLOAT32 = 4
 
@@ -131,16 +132,16 @@ class MemoryModel:
     """Predicts the peak memory of a round of a backbone on one kind of device, in bytes of one
     device.
 
-    A round fits if its peak is at most 97% of `memory`. If a replica has several stages, results
-    hold for the stage that needs the most memory. `remat` is one policy, or a sequence with a
+    A round fits if its peak is at most 97% of `memory`. For replicas with several stages, results
+    are for the stage that needs the most memory. `remat` is one policy, or a sequence with one
     policy for each layer. Methods raise ProfileError for an unknown policy, and PlanningError for
-    an unknown optimizer or linear of the pool.
+    an unknown optimizer or for a linear of the pool that the backbone lacks.
 
     Attributes:
       memory: bytes of one device that JAX may use.
       working: the fit of the memory that a pass needs while it runs.
       packed_from: row length in tokens from which attention takes memory for every sequence that a
-        row may hold, even if the row holds fewer; infinite if it never does.
+        row may hold, even if the row holds fewer; infinite if there is no such length.
       replicas: number of replicas of the training run.
     """
 
@@ -155,11 +156,13 @@ class MemoryModel:
         return self.working.coefficients()
 
     def resident(self, pool: PoolSpec, replica: Replica = ONE_DEVICE) -> float:
-        """Returns the bytes of weights and train state: [M_b + Σ M_g] / S in MuxTune Eq. 5. Tensor
-        parallelism divides it further, except the values that every device has whole (see
-        `PoolSpec.stage_bytes`), and fully sharded data parallelism divides the weights. The sum
-        also has the weights that are gathered (two layers, or the head) or decoded at a time, and
-        the gradients and adapters that several replicas exchange."""
+        """Returns the bytes of weights and train state: [M_b + Σ M_g] / S in MuxTune Eq. 5.
+
+        Tensor parallelism also divides weights and train state, except the values that every device
+        has whole (see `PoolSpec.stage_bytes`); fully sharded data parallelism divides the weights.
+        The result includes the weights that are gathered (two layers, or the head) or decoded at a
+        time, and the gradients and adapters that replicas exchange.
+        """
         return max(self._resident(pool, replica))
 
     def _resident(self, pool: PoolSpec, replica: Replica) -> list[float]:
@@ -170,7 +173,7 @@ class MemoryModel:
             layer = size.divided_layer_bytes or layer
         gathered = max(2 * layer, head) if replica.fsdp > 1 else 0
         layers = size.stage_layers(replica)
-        # The embedding is on the first stage, and the head, which is as large, on the last one.
+        # The first stage has the embedding, and the last stage the head, which is as large.
         outside = (
             [head] + [0] * (replica.pp - 2) + [head] if replica.pp > 1 else [size.outside_bytes]
         )
@@ -187,16 +190,16 @@ class MemoryModel:
         ]
 
     def kept(self, tokens: int, rank: int, remat: str, tp: int = 1) -> float:
-        """Returns the bytes that one layer keeps of one microbatch, on one device, without the
-        additional bytes of attention in rows of several sequences. Every tensor-parallel device
-        keeps whole: the hidden states before and after attention, the norms, and the adapters'
-        intermediates of width r. Each device keeps 1/tp of the other values, which lie between
-        column-parallel and row-parallel linears."""
+        """Returns the bytes that one layer keeps of one microbatch on one device. The additional
+        bytes of attention in rows of several sequences are not included. Of the hidden states
+        before and after attention, the norms, and the adapters' intermediates of width r, every
+        tensor-parallel device keeps all. Of the values between column-parallel and row-parallel
+        linears, each device keeps 1/tp."""
         if remat not in self.backbone.kept:
             known = ", ".join(self.backbone.kept)
             raise ProfileError(f"the profile counts no remat policy {remat!r}; known: {known}")
         of_token, of_rank = self.backbone.kept[remat]
-        # "norms" keeps the inputs of column-parallel linears and all that "dots" keeps.
+        # "norms" keeps all that "dots" keeps, and the inputs of column-parallel linears.
         without_norms = min(of_token, self.backbone.kept.get("dots", (of_token, 0.0))[0])
         stream = min(without_norms, 2 * self.backbone.hidden_size * self.backbone.stream_bytes)
         whole = stream + of_token - without_norms
@@ -210,8 +213,8 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> float:
-        """Returns the predicted peak of a round. If `remat` is None, the policies are those of
-        `policies`."""
+        """Returns the predicted peak of a round. If `remat` is None, `policies` chooses the remat
+        policies."""
         counted = self._counted(shape, pool, remat, replica, in_flight)
         return counted + max(self._packed(shape, replica), self._learnt(shape))
 
@@ -224,7 +227,8 @@ class MemoryModel:
         in_flight: Sequence[float],
     ) -> list[float]:
         """Returns the predicted peak of a round on each stage. `peak` is at least the largest of
-        them: it adds up the most that any stage holds and the most that any stage keeps."""
+        these: it adds the largest train state and weights of any stage to the most that any stage
+        keeps."""
         kept = self._kept_by_stages(shape, pool, remat, replica)
         working = max(self._packed(shape, replica), self._learnt(shape))
         return [
@@ -241,7 +245,7 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> tuple[str, ...]:
-        """Returns the remat policy of every layer, as the engine picks them with `remat="auto"`."""
+        """Returns the remat policy of every layer that the engine picks with `remat="auto"`."""
         sizes = {r: self._of_layer(shape, pool, r, replica) for r in self.backbone.kept}
         packed = self._packed(shape, replica)
         working = working_bytes(sizes, self.backbone.head_block_bytes, packed)
@@ -256,8 +260,6 @@ class MemoryModel:
         replica: Replica = ONE_DEVICE,
         in_flight: float = 1,
     ) -> bool:
-        """Returns whether a round fits into memory if every layer recomputes as much as
-        possible."""
         least = list(self.backbone.kept)[-1]
         return self.peak(shape, pool, least, replica, in_flight) <= USABLE * self.memory
 
@@ -269,8 +271,8 @@ class MemoryModel:
         more_stages: bool = True,
     ) -> None:
         """Raises PlanningError if a round with one microbatch in flight does not fit into memory
-        even with the most recomputation. The message gives single changes with which it would
-        fit."""
+        even with the most recomputation. The message lists single changes with which the round
+        would fit."""
         if self.fits(shape, pool, replica):
             return
         needed = self.peak(shape, pool, list(self.backbone.kept)[-1], replica)
@@ -285,12 +287,12 @@ class MemoryModel:
     def observe(
         self, shape: ShapeClass, pool: PoolSpec, remat: str | Sequence[str], peak_bytes: int
     ) -> "MemoryModel":
-        """Returns a model that has learnt the memory that a pass needs while it runs from the
-        measured peak of a round on one device. If attention in rows of several sequences explains
-        the peak, the result is this model."""
+        """Returns a model that has learnt from the measured peak of a round on one device. If
+        attention in rows of several sequences explains the peak, nothing can be learnt and the
+        result is this model."""
         beyond = peak_bytes - self._counted(shape, pool, remat, ONE_DEVICE, 1)
         if max(beyond, self._learnt(shape)) <= _SLACK * self._packed(shape, ONE_DEVICE):
-            # Attention needed the most memory, so the peak tells nothing about the fit.
+            # Attention needed the most memory, so the peak says nothing about the fitted part.
             return self
         features = working_features(shape.tokens, shape.row_len)
         working = self.working.observe(features, max(0.0, beyond))
@@ -316,7 +318,7 @@ class MemoryModel:
     def _of_layer(self, shape: ShapeClass, pool: PoolSpec, remat: str, replica: Replica) -> float:
         kept = self.kept(shape.tokens, pool.rank, remat, replica.tp)
         packed = self.backbone.packed.kept_by(shape.tokens, self._paid_sequences(shape))
-        # Every tensor-parallel device has the values of these kinds whole.
+        # Every tensor-parallel device keeps all values of these kinds.
         of_kinds = sum(kind.work.kept for kind in pool.others) * self.backbone.stream_bytes
         kept += shape.tokens * of_kinds / self.backbone.layers * keeps_attention(remat)
         return kept + packed / replica.tp * keeps_attention(remat)
@@ -350,7 +352,7 @@ class MemoryModel:
 
 
 def _bytes_at_head(shape: ShapeClass, pool: PoolSpec) -> float:
-    """Bytes of the values and gradients that chunks have for the head."""
+    """Bytes of the arrays that adapters of the head have for each chunk, and of their gradients."""
     return 2 * 4 * shape.chunks * sum(kind.at_head for kind in pool.others)
 
 

@@ -10,15 +10,16 @@ from ..numbers import numbered
 from .device_profile import BackboneSize
 
 _FLOAT32 = 4
-# Last components of the paths of the linears whose input tensor parallelism divides, as
-# `models.weight_sharding.ROW_PARALLEL`.
+# Last components of the paths of the linears whose input tensor parallelism divides. Repeated from
+# `models.weight_sharding`, because that module imports device code.
 _ROW_PARALLEL = ("o_proj", "down_proj")
 
 
 class PointWork(NamedTuple):
-    """Work of a kind's adapters at one point, for one token in the forward passes of all layers;
-    the backward passes take twice as much. `moved` counts values of the stream that are read or
-    written, `kept` those that layers keep for their backward passes, unless they recompute all."""
+    """Work of a kind's adapters at one point of the backbone, for one token in the forward passes
+    of all layers. The backward passes take twice as much. `moved` is the number of stream values
+    that are read or written. `kept` is the number of values that layers keep for their backward
+    passes under every remat policy but "full"."""
 
     flops: int
     moved: int
@@ -26,16 +27,19 @@ class PointWork(NamedTuple):
 
 
 class PointSize(NamedTuple):
-    """Numbers of values that the adapters of a kind have at one point, for one slot and all layers,
-    and the work there for one token as in `PointWork`. Fields that end in `_per_rank` are
-    multiplied by the rank, and the field without the ending is added.
+    """Sizes of the adapters of one kind at one point of the backbone. `trained` and `frozen` are
+    numbers of values for one slot and all layers; the work is that of one token, as in `PointWork`.
+    A quantity is the field without the ending `_per_rank`, plus the rank times the field with this
+    ending.
 
     Attributes:
-      at_head: whether the adapters change logits. Every chunk of a microbatch then has a copy of
+      at_head: whether the adapters change logits. Then every chunk of a microbatch has a copy of
         its task's values and of their gradients, from its forward to its backward pass.
       at_both_ends: whether the adapters change both the input of the first layer and the logits.
-      whole: number of frozen values that every stage of a pipeline has: they belong to no layer.
-      end: the stage of a pipeline that has all values, 0 or -1; None if they are divided.
+      whole: number of frozen values that belong to no layer, so that every stage of a pipeline has
+        them.
+      end: index of the one stage of a pipeline that has all values, 0 or -1; None if the stages
+        divide the values.
     """
 
     point: str
@@ -56,8 +60,8 @@ class PointSize(NamedTuple):
 
 
 class KindSize(NamedTuple):
-    """Sizes of the arrays of one adapter kind other than LoRA in a pool. All its adapters are
-    padded to `rank`, and the numbers of values include this padding."""
+    """Sizes of a pool's arrays for one adapter kind other than LoRA. All adapters of the kind are
+    padded to `rank`; the numbers of values include this padding."""
 
     kind: str
     rank: int
@@ -73,7 +77,7 @@ class KindSize(NamedTuple):
 
     @property
     def at_head(self) -> int:
-        """Number of values of a slot that change logits."""
+        """Number of values per slot that change logits."""
         at_head = self._replace(points=tuple(p for p in self.points if p.at_head))
         return at_head.trained + at_head.frozen
 
@@ -87,16 +91,16 @@ class KindSize(NamedTuple):
 
 
 class PoolSpec(NamedTuple):
-    """Sizes of a pool: the stacked adapters of several tasks, their gradients and optimizer
-    state.
+    """Sizes of a pool: the stacked adapters of several tasks, their gradients and optimizer state.
 
     Attributes:
       slots: T, number of slots, the most tasks that train at the same time.
       rank: R, the rank to which the LoRA adapters of all slots are zero-padded.
-      modules: module paths, for example "self_attn.q_proj", of the linears that carry a LoRA
-        adapter. None stands for all linears of the backbone, and an empty tuple for none.
+      modules: module paths of the linears that carry a LoRA adapter, for example
+        "self_attn.q_proj". None means all linears of the backbone, an empty tuple none.
       dropout: whether any task applies dropout to the input of its adapter.
-      optimizer: the kind with the most moments of all tasks' optimizers; memory is reserved for it.
+      optimizer: of the tasks' optimizers, the one with the most moments; the pool has memory for
+        it.
       others: the arrays of adapter kinds other than LoRA.
     """
 
@@ -109,8 +113,8 @@ class PoolSpec(NamedTuple):
 
     @property
     def largest_rank(self) -> int:
-        """The largest rank that an adapter of any kind may have in the pool; 0 if no size depends
-        on a rank."""
+        """The largest rank that an adapter of any kind may have in the pool; 0 if no array's size
+        depends on a rank."""
         ranks = [
             kind.rank
             for kind in self.others
@@ -119,8 +123,8 @@ class PoolSpec(NamedTuple):
         return max(ranks + [self.rank] * (self.modules != ()), default=0)
 
     def share(self, backbone: BackboneSize) -> float:
-        """Returns the pool's LoRA parameters as a fraction of those of a pool that adapts every
-        linear."""
+        """Returns the number of the pool's LoRA parameters as a fraction of the number if every
+        linear were adapted."""
         if self.modules is None:
             return 1.0
         for module in self.modules:
@@ -142,11 +146,11 @@ class PoolSpec(NamedTuple):
         return everything
 
     def stage_bytes(self, backbone: BackboneSize, layers: Sequence[int], tp: int = 1) -> list[int]:
-        """Returns the bytes of the train state of all slots on one device of every stage of a
-        pipeline. The train state is the trained parameters, their accumulated gradients and the
+        """Returns, for each stage of a pipeline, the bytes of the train state of all slots on one
+        device. The train state is the trained parameters, their accumulated gradients and the
         optimizer's moments, all in float32. Tensor-parallel devices divide the output side of
-        column-parallel linears and the input side of row-parallel ones; all other arrays count
-        whole."""
+        column-parallel linears and the input side of row-parallel linears; each device has all
+        other arrays whole."""
         if self.optimizer not in OPTIMIZERS:
             known = ", ".join(OPTIMIZERS)
             raise PlanningError(f"optimizer: unknown kind {self.optimizer!r}; known: {known}")
@@ -171,7 +175,7 @@ class PoolSpec(NamedTuple):
         ]
 
     def _factors(self, backbone: BackboneSize, tp: int) -> int:
-        """Values of all LoRA factors on one of the tensor-parallel devices."""
+        """Number of values of all LoRA factors on one tensor-parallel device."""
         everything = self._replace(others=()).parameters(backbone)
         if tp == 1:
             return everything
@@ -182,9 +186,9 @@ class PoolSpec(NamedTuple):
 
 
 def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None = None) -> None:
-    """Raises PlanningError if a pipeline cannot train a pool: an adapter that changes the embedding
-    and the head together is one array, but these lie on the first and the last stage. `parts` is
-    the number of parts of the backbone, if stages have several."""
+    """Raises PlanningError if a pipeline cannot train a pool. This is so if one array of an adapter
+    changes both the embedding and the head, because these lie on the first and the last stage.
+    `parts` is the number of parts of the backbone, if stages have several."""
     for what, pool in pools.items():
         if (parts or stages) > 1 and any(
             p.at_both_ends for kind in pool.others for p in kind.points
@@ -197,8 +201,8 @@ def refuse_stages(pools: Mapping[str, PoolSpec], stages: int, parts: int | None 
 
 
 def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -> PoolSpec:
-    """Returns the sizes of one pool that holds several tasks together, and whose slots, rank,
-    linears and dropout are at least those of `least`."""
+    """Returns the sizes of one pool that holds several tasks together. Its slots, rank, linears and
+    dropout are at least those of `least`."""
     everything = [*pools, *([least] if least else [])]
     modules = dict.fromkeys(module for pool in everything for module in pool.modules or ())
     return PoolSpec(
@@ -212,7 +216,7 @@ def merge_pool_specs(pools: Sequence[PoolSpec], least: PoolSpec | None = None) -
 
 
 def _merged_kinds(sizes: Sequence[KindSize]) -> tuple[KindSize, ...]:
-    """For each kind, the largest rank and all points."""
+    """For each kind, the largest rank and the points of all pools."""
     merged: dict[str, KindSize] = {}
     for size in sizes:
         before = merged.get(size.kind, size)

@@ -1,9 +1,9 @@
-"""The time of layers, microbatches and rounds: MuxTune's cost model (3.3).
+"""Predicts the time of layers, microbatches and rounds by MuxTune's cost model (3.3).
 
-The time of a layer has four parts: t_o(n) for the base operators over all n tokens of a microbatch,
-the time of attention, which depends on the length of the rows, the time of the tasks' fused
-adapters, and that of other adapter kinds. The forward and the backward pass are kept apart because
-their attention differs and only the backward pass recomputes values.
+The time of a layer has four parts: t_o(n) for the base operators over all n tokens of a microbatch;
+attention, which depends on the length of the rows; the tasks' fused LoRA adapters; and adapters of
+other kinds. Forward and backward passes are predicted separately, because their attention differs
+and only the backward pass recomputes values.
 """
 
 import dataclasses
@@ -26,8 +26,8 @@ _MOST_FITS = 10
 
 
 class AdapterLoad(NamedTuple):
-    """The work of the fused adapters of one layer for one microbatch, with n_k tokens of each task
-    k."""
+    """The work of one layer's fused adapters for one microbatch. `tokens` holds n_k, the number of
+    tokens of each task k."""
 
     tokens: Sequence[float]
     slots: int
@@ -37,10 +37,10 @@ class AdapterLoad(NamedTuple):
 
 
 class AdapterTimes(NamedTuple):
-    """Non-negative coefficients of the adapters' time in seconds, forward and backward. The
-    adapters of a task with n tokens keep the whole device busy for u_a(n) · t_a(n) = per_task +
-    per_token · n + … seconds. Alone they take t_a(n), which is `floor` longer, because the device
-    is mostly idle while small kernels are launched and drain."""
+    """Non-negative coefficients of the adapters' time in seconds, forward and backward together.
+    The adapters of a task with n tokens keep the whole device busy for u_a(n) · t_a(n) = per_task +
+    per_token · n + … seconds. If they run alone, they take t_a(n), which is `floor` seconds longer,
+    because launching and ending small kernels leaves the device mostly idle."""
 
     floor: float = 0.0
     per_task: float = 0.0
@@ -52,8 +52,8 @@ class AdapterTimes(NamedTuple):
     per_slot_rank: float = 0.0
 
     def seconds(self, load: AdapterLoad) -> float:
-        """Returns the seconds: max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)), plus the time to prepare
-        the factors of all slots for the kernels."""
+        """Returns max(Σ_k u_a · t_a(n_k), max_k t_a(n_k)) seconds, plus the time to prepare the
+        factors of all slots for the kernels."""
         if not load.tokens or not load.rank:
             return 0.0
         rank, dropped = load.rank, self.per_dropped_token * load.dropout
@@ -69,9 +69,9 @@ class AdapterTimes(NamedTuple):
 def fit_adapter_times(
     loads: Sequence[AdapterLoad], seconds: Sequence[float], weights: Sequence[float]
 ) -> AdapterTimes:
-    """Returns the coefficients that fit measured seconds best (non-negative least squares). For a
-    load of several tasks, the coefficients decide which term of the maximum is larger. The fit is
-    therefore repeated until that term changes for no load."""
+    """Fits the coefficients to measured seconds by non-negative least squares. For a load of
+    several tasks, the coefficients determine which term of the maximum in `AdapterTimes.seconds` is
+    larger. The fit is therefore repeated until this choice no longer changes for any load."""
     weights = np.asarray(weights, float)[:, None]
     target = np.asarray(seconds, float) * weights[:, 0]
     bound_by_one = np.array([len(load.tokens) == 1 for load in loads])
@@ -90,7 +90,8 @@ def fit_adapter_times(
 
 
 def _features(load: AdapterLoad, bound_by_one: bool) -> list[float]:
-    """The factor of each coefficient, in the order of the fields of `AdapterTimes`."""
+    """The factors by which the coefficients are multiplied, in the order of the fields of
+    `AdapterTimes`."""
     tasks, tokens = len(load.tokens), sum(load.tokens)
     if bound_by_one:
         tasks, tokens = 1, max(load.tokens)
@@ -112,43 +113,44 @@ def _is_bound_by_one(times: AdapterTimes, load: AdapterLoad) -> bool:
     return len(load.tokens) == 1 or np.dot(_features(load, True), times) > together
 
 
-# Time of a kind's backward pass, in forward passes: it computes the gradients of the stream and of
-# the trained values.
+# The backward pass of a kind takes as long as this number of forward passes: it computes the
+# gradients of the stream and the gradients of the trained values.
 BACKWARD = 2
-# Bytes moved for a value of an adapter: every chunk gets a copy, which is written and read.
+# Bytes moved for each value of an adapter and each chunk: the chunk's float32 copy is written and
+# read.
 _OF_CHUNK = 2 * 4
-# FLOPs that the frozen linears take on an H200 in the time in which a byte is read or written.
+# FLOPs of frozen linears that take as long on an H200 as reading or writing one byte.
 _FLOPS_OF_BYTE = h200.FLOPS / h200.BYTES_PER_SECOND
 
 
 def share_of_linears(pool: PoolSpec, backbone: BackboneSize, chunk_len: int) -> float:
-    """Returns the forward time of all adapter kinds but LoRA in a layer, divided by the time of
-    both passes of its frozen linears. Every kind is computed for all chunks: for chunks of other
-    tasks its values are padding. FLOPs are as fast as the linears'; a byte counts as
-    `_FLOPS_OF_BYTE` FLOPs."""
+    """Returns a ratio: the forward time of all adapter kinds but LoRA in a layer, over the time of
+    both passes of its frozen linears. Every kind is computed for all chunks, also for those of
+    tasks with another kind. FLOPs run at the rate of the linears; a byte counts as `_FLOPS_OF_BYTE`
+    FLOPs."""
     flops = 0.0
     for kind in pool.others:
         work = kind.work
         moved = backbone.stream_bytes * work.moved
         moved += _OF_CHUNK * (kind.trained + kind.frozen) / chunk_len
         flops += (work.flops + _FLOPS_OF_BYTE * moved) / backbone.layers
-    # Two FLOPs for every weight in the forward pass, and two in the backward pass, which computes
-    # gradients of the inputs only.
+    # Two FLOPs for each weight in the forward pass, and two in the backward pass, which computes
+    # only the gradients of the inputs.
     return flops / (4 * sum(k * n for k, n in backbone.linears.values()))
 
 
 class Curve(NamedTuple):
-    """A piecewise linear function through points with ascending x; beyond them it keeps the
-    outermost slopes. A single point gives a line through the origin."""
+    """A piecewise linear function through points with ascending x. Beyond the points, the slopes of
+    the outermost segments continue. A single point gives a line through the origin."""
 
     x: np.ndarray
     y: np.ndarray
 
     @classmethod
     def through(cls, points: Iterable[tuple[float, float]], rising: bool = True) -> "Curve":
-        """Returns the curve through measurements (x, y); several at one x count as their mean. With
-        `rising`, the nearest rising values (least squares) replace the measured ones: more work
-        never takes less time, so falling measurements are noise."""
+        """Returns the curve through measurements (x, y). Measurements at the same x are averaged.
+        With `rising`, measured values that fall are replaced by the nearest non-falling values
+        (least squares): more work never takes less time, so a fall is noise."""
         points = sorted(points)
         if not points:
             raise PlanningError("a curve needs at least one point")
@@ -158,7 +160,6 @@ class Curve(NamedTuple):
         return cls(x, scipy.optimize.isotonic_regression(y).x if rising and falls else y)
 
     def __call__(self, x: float) -> float:
-        """Returns the value at `x`, never negative."""
         if len(self.x) == 1:
             return max(0.0, float(self.y[0] * x / self.x[0]))
         right = min(max(int(np.searchsorted(self.x, x)), 1), len(self.x) - 1)
@@ -167,10 +168,11 @@ class Curve(NamedTuple):
 
 
 class AttentionTimes(NamedTuple):
-    """Seconds of attention per token, over the row length in tokens: `single` in rows of one
-    sequence, `packed` in rows that may hold several. In the latter, `sequence` is added for each
-    sequence that a row may hold, present or absent, because kernels launch thread blocks for all. A
-    curve is None if it is unknown or zero."""
+    """Seconds of attention per token, as functions of the row length in tokens. `single` is for
+    rows of one sequence, `packed` for rows that may hold several. For the latter, `sequence` is
+    added for each sequence that a row may hold, present or absent, because kernels launch thread
+    blocks for all. A curve is None if it was not measured; `sequence` is also None if it is
+    zero."""
 
     single: Curve | None
     packed: Curve | None
@@ -184,10 +186,10 @@ class AttentionTimes(NamedTuple):
 
 
 def fit_attention_times(points: Iterable[tuple[int, int, float]]) -> AttentionTimes:
-    """Returns the times through points (row length, most sequences per row, seconds per token). The
-    time per sequence needs points of one row length and different numbers of sequences. If a
-    sequence costs nothing at one measured row length and something at the next longer one, another
-    kernel begins between them; the fit assumes that it begins at twice the shorter length."""
+    """Fits attention times to points (row length, most sequences per row, seconds per token). The
+    time per sequence needs points with the same row length and different numbers of sequences. If
+    sequences cost nothing at one measured row length but something at the next longer one, cuDNN
+    has switched kernels in between; the fit assumes that it does so at twice the shorter length."""
     single: list[tuple[float, float]] = []
     by_row_len: dict[int, list[tuple[int, float]]] = {}
     for row_len, max_sequences, seconds in points:
@@ -237,29 +239,28 @@ class Passes(NamedTuple):
 class TimeModel:
     """Predicts the seconds of a layer, a microbatch or a round of a backbone on one kind of device.
 
-    The argument `tokens` of a method holds, for each task, the tokens of its chunks in a
-    microbatch, with the padding in them; all other chunks are empty. Methods raise ProfileError if
-    a policy, attention in such rows, an update by such an optimizer or a collective was not
-    measured.
+    The argument `tokens` of a method holds, for each task, the number of tokens in its chunks in a
+    microbatch, padding within these chunks included. All other chunks are empty. Methods raise
+    ProfileError if the profile lacks what they need: a remat policy, attention over such rows, an
+    update by such an optimizer, or a collective.
 
     Attributes:
-      base: Σ_o t_o(n), forward and backward seconds of all operators of a frozen layer, as a
+      base: Σ_o t_o(n): forward and backward seconds of all operators of a frozen layer, as a
         function of n tokens in rows of `row_len` tokens with one sequence each.
-      attention: forward and backward seconds of a layer's attention per token.
-      attention_forward: seconds of its forward pass per token.
-      empty_share: the time in `base` of a token of an empty chunk, divided by the time of a token
-        of another chunk. Matrix products skip empty chunks; other operators do not.
-      forward_share: fraction of the time of base operators and adapters that the forward pass
-        takes.
+      attention: forward and backward seconds per token of one layer's attention.
+      attention_forward: forward seconds per token of one layer's attention.
+      empty_share: in `base`, the time of a token in an empty chunk over the time of a token in
+        another chunk. Matrix products skip empty chunks; other operators do not.
+      forward_share: the forward pass's fraction of the time of base operators and adapters.
       recompute: for each remat policy, the time of recomputation minus that of "dots", as a
         fraction of `base`; negative for a policy that recomputes less than "dots".
-      head: seconds of the last norm, the output head and the loss, over tokens of a microbatch.
-      update: for each kind of optimizer, seconds of the update, over parameters of the pool.
+      head: seconds of the last norm, the output head and the loss, by tokens of a microbatch.
+      update: for each kind of optimizer, seconds of the update, by parameters of the pool.
       round_overhead: mean overhead of a round in seconds: measured time minus the predicted times
         of its microbatches and update.
-      collectives: for each (collective, axis, devices), as in `CollectivePoint`, the seconds over
-        the bytes that each device puts in.
-      base_format: format of the weights with which `base` was measured.
+      collectives: for each (collective, axis, devices) of a `CollectivePoint`, seconds by the bytes
+        that each device contributes.
+      base_format: storage format of the weights with which `base` was measured.
     """
 
     backbone: BackboneSize
@@ -280,8 +281,8 @@ class TimeModel:
     def predict(
         self, shape: ShapeClass, tasks: int, rank: int, microbatches: int = 1, remat: Remat = "dots"
     ) -> float:
-        """Returns the seconds of a round on one device if all tasks have the same rank and equal
-        parts of every microbatch, without empty chunks."""
+        """Returns the seconds of a round on one device in which all tasks have the same rank and
+        equal parts of every microbatch, without empty chunks."""
         full = (shape.tokens / tasks,) * tasks
         return self.round(shape, [full] * microbatches, PoolSpec(tasks, rank), remat)
 
@@ -292,14 +293,12 @@ class TimeModel:
         pool: PoolSpec,
         remat: Remat = "dots",
     ) -> float:
-        """Returns the seconds of a round on one device: its microbatches, one optimizer update of
-        all slots and the fixed overhead."""
         update = self.pool_update(pool)
         seconds = sum(self.microbatch(shape, tokens, pool, remat) for tokens in microbatches)
         return seconds + update + self.round_overhead
 
     def pool_update(self, pool: PoolSpec, devices: int = 1) -> float:
-        """Returns the seconds of the update of all slots, of which each device updates an equal
+        """Returns the seconds in which `devices` devices update all slots; each updates an equal
         part."""
         if pool.optimizer not in self.update:
             raise ProfileError(f"the profile measures no update of {pool.optimizer!r}")
@@ -331,8 +330,7 @@ class TimeModel:
     ) -> Passes:
         """Returns the forward and the backward seconds of one decoder layer for one microbatch
         (MuxTune Eq. 3), without the all-reduces among the `tp` devices that share the base
-        operators. The microbatch has `total` tokens, empty chunks included; None stands for Σ_k
-        n_k."""
+        operators. The microbatch has `total` tokens, empty chunks included; None means Σ_k n_k."""
         if remat not in self.recompute:
             known = ", ".join(self.recompute)
             raise ProfileError(
@@ -348,15 +346,16 @@ class TimeModel:
         rest = Passes(forward, both - forward + self.recompute[remat] * base)
         within = self._attention(self.row_len, max_sequences=1)
         instead = self._attention(shape.row_len, shape.max_sequences)
-        # `base` includes attention in its rows. In a noisy profile, or a microbatch of empty
-        # chunks, more attention might be subtracted than there is.
+        # `base` already includes attention over rows of `row_len` tokens, so only the difference is
+        # added. In a noisy profile, or for a microbatch of empty chunks, the difference could make
+        # the sum negative.
         passes = Passes(
             *(
                 max(0.0, seconds - old * total / tp) + new * total / tp
                 for seconds, old, new in zip(rest, within, instead, strict=True)
             )
         )
-        # Tensor-parallel devices compute most kinds on the whole stream.
+        # Tensor-parallel devices compute most adapter kinds on the whole stream.
         kinds = share_of_linears(pool, self.backbone, shape.chunk_len) * self.base(total)
         decoding = Passes(*(seconds / tp for seconds in self._decoding(remat)))
         return Passes(
@@ -365,23 +364,25 @@ class TimeModel:
         )
 
     def _base(self, tokens: float) -> float:
-        """Seconds of all base operators in the backbone's format, apart from decoding."""
+        """Seconds of all base operators in the backbone's storage format, without decoding."""
         base = self.base(tokens)
         if self._predicted_format != "float8":
             return base
         weights = sum(k * n for k, n in self.backbone.linears.values())
-        # On a faster device, all operators together may take less time than these take on an H200.
+        # On a device that is faster than an H200, all operators together may take less time than
+        # the linears take on an H200.
         return base - FLOAT8_SAVING * min(base, 2 * linear_seconds(tokens, weights))
 
     @property
     def _predicted_format(self) -> str | None:
-        """Format of the weights if `base` was measured without it."""
+        """The storage format of the weights, if `base` was measured in another format; otherwise
+        None."""
         stored = self.backbone.backbone_format
         return None if stored == self.base_format else stored
 
     def _decoding(self, remat: str) -> Passes:
-        """Seconds in which one layer's weights are decoded, at an H200's rates, unless in
-        `base`."""
+        """Seconds in which one layer's weights are decoded, at an H200's rates; 0 if `base`
+        includes this."""
         rate = DECODED_PER_SECOND.get(self._predicted_format)
         if rate is None:
             return Passes(0.0, 0.0)

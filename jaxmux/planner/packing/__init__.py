@@ -1,11 +1,11 @@
 """Lays the samples of tasks out in microbatches of one shape.
 
 `pack_round` gives every sample of a round a row and an offset in a microbatch. `choose_shape` finds
-the shape class in which given rounds are predicted to take the least time. The stream length of a
+the shape class in which given rounds are predicted to take the least time. The *stream length* of a
 sample is its number of tokens without the last one, because the model predicts the next token.
 
-The contents and the order of a task's chunks depend on that task's samples alone: other tasks only
-change the rows in which the chunks lie. This independence is called isolation.
+*Isolation* means that the contents and the order of a task's chunks depend on that task's samples
+alone. Other tasks only change the rows in which the chunks lie.
 """
 
 from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds

@@ -1,8 +1,8 @@
 """Packs one round, a global batch of every task, into few microbatches.
 
-Packing has two steps for the sake of isolation. First, `cut_spans` sees the lengths of one task
-only, and fixes the contents and the order of its chunks. Then the spans of all tasks are laid into
-rows, which decides only the rows and offsets of the chunks.
+Packing has two steps, which keep tasks isolated. First, `cut_spans` fixes the contents and the
+order of a task's chunks from the lengths of this task alone. Then the spans of all tasks are laid
+into rows, which decides only the rows and offsets of the chunks.
 """
 
 import dataclasses
@@ -22,8 +22,6 @@ from .rows import (
 )
 
 # One round: for each slot, the stream lengths in tokens of the samples of the task's global batch.
-# A sample's stream length is its number of tokens without the last one, because the model predicts
-# the next token.
 RoundLengths = Mapping[int, Sequence[int]]
 
 
@@ -32,7 +30,7 @@ class Placement(NamedTuple):
 
     Attributes:
       sample: index of the sample in its task's global batch.
-      offset: position in the row of the sample's first token, from 0.
+      offset: position of the sample's first token in the row, from 0.
     """
 
     slot: int
@@ -42,7 +40,8 @@ class Placement(NamedTuple):
 
 
 class CutBatch(NamedTuple):
-    """A task's global batch, with the spans into which `cut_spans` has cut it."""
+    """A task's global batch: its stream lengths, and the spans into which `cut_spans` has cut
+    it."""
 
     lengths: Sequence[int]
     spans: tuple[Span, ...]
@@ -50,14 +49,13 @@ class CutBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class PackedRound:
-    """One round (one global batch of every task), laid out in microbatches by `pack_round`.
+    """One round, laid out in microbatches by `pack_round`.
 
     Attributes:
-      spans: for each slot, the spans of the task's global batch, in the order in which the rows
-        take them.
-      rows: for each row of the round, a mapping from slot to the number of the slot's next spans
-        that the row holds side by side. If a chunk is longer than a row, an entry of `rows` stands
-        for all rows that one chunk covers.
+      spans: for each slot, the spans of the task's global batch in the order in which rows take
+        them.
+      rows: for each row of the round, the number of spans that the row takes from each slot, side
+        by side. If a chunk covers several rows, one entry of `rows` stands for all of these.
       lengths: for each slot, the stream lengths in tokens of the samples of the global batch.
     """
 
@@ -72,9 +70,10 @@ class PackedRound:
 
     @cached_property
     def bound(self) -> int:
-        """A lower bound on the number of microbatches, for every layout of these samples in which
+        """A lower bound on the number of microbatches over all layouts of these samples in which
         each chunk belongs to one task (see `row_prices`)."""
-        # Imported here because SciPy's solver takes long to import, and planning needs no bound.
+        # Imported here because SciPy's solver takes long to import and planning does not use this
+        # bound.
         from .row_prices import least_rows_by_prices
 
         height = rows_of_microbatch(self.shape)
@@ -83,7 +82,7 @@ class PackedRound:
 
     @property
     def isolated_bound(self) -> int:
-        """A lower bound on the number of microbatches, for every layout of the spans in `spans`."""
+        """A lower bound on the number of microbatches over all layouts of the spans in `spans`."""
         queues = {slot: queue for slot, queue in self.spans.items() if queue}
         if not queues:
             return self.bound
@@ -96,7 +95,7 @@ class PackedRound:
         return self.count / self.bound - 1 if self.bound else 0.0
 
     def contents(self) -> list[list[list[tuple[int, Span]]]]:
-        """Returns pairs (slot, span) in the order in which they lie, as
+        """Returns the pairs (slot, span) in each row, in their order, as
         `contents[microbatch][row]`. The rows are those of the field `rows`."""
         rows = spans_of_rows(self.spans, self.rows)
         height = rows_of_microbatch(self.shape)
@@ -108,7 +107,7 @@ class PackedRound:
 
 
 def place(rows: Sequence[Sequence[tuple[int, Span]]], shape: ShapeClass) -> tuple[Placement, ...]:
-    """Returns the placements of the samples of one microbatch, for an entry of
+    """Returns the placements of the samples of one microbatch. `rows` is an entry of
     `PackedRound.contents()`."""
     block = RowShape.of(shape).block
     placements = []
@@ -124,24 +123,22 @@ def place(rows: Sequence[Sequence[tuple[int, Span]]], shape: ShapeClass) -> tupl
 
 
 def rows_of_microbatch(shape: ShapeClass) -> int:
-    """The number of rows of a microbatch; the rows that one chunk covers count as one."""
+    """The number of rows of a microbatch. If a chunk covers several rows, these count as one."""
     return shape.rows // RowShape.of(shape).block
 
 
 def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[PackedRound]:
-    """Packs each of several rounds by itself, see `pack_round`."""
     return [pack_round(lengths, shape) for lengths in rounds]
 
 
 def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
-    """Packs one round, a global batch of every task, into few microbatches. Equal arguments give
-    equal results. PlanningError names a sample that is empty or longer than a row."""
+    """Packs one round into few microbatches; the result depends on the arguments only. Raises
+    PlanningError if a sample is empty or longer than a row."""
     return pack_cut(cut_batches(lengths, shape), shape)
 
 
 def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]:
-    """Cuts each task's global batch into spans, for callers that pack the same batches several
-    times."""
+    """Cuts each task's global batch into spans. Use this to pack the same batches several times."""
     return {
         slot: CutBatch(sizes, cut_spans(sizes, shape, f"slot {slot}"))
         for slot, sizes in lengths.items()
@@ -149,10 +146,9 @@ def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]
 
 
 def pack_cut(batches: Mapping[int, CutBatch], shape: ShapeClass) -> PackedRound:
-    """Packs one round like `pack_round`, from batches that `cut_batches` has cut for this shape
-    class."""
-    # LoRAFusion (Eq. 3-4) solves an integer program here. On rounds of real lengths it never needed
-    # fewer microbatches than `fill_rows`, so the tests use it as an oracle.
+    """Packs one round like `pack_round`, from batches that `cut_batches` has cut for `shape`."""
+    # LoRAFusion (Eq. 3-4) solves an integer program here. For rounds of real lengths it never found
+    # fewer microbatches than `fill_rows`, so only the tests use it, as an oracle.
     spans = {slot: batch.spans for slot, batch in batches.items()}
     queues = {slot: queue for slot, queue in spans.items() if queue}
     row_shape, height = RowShape.of(shape), rows_of_microbatch(shape)

@@ -1,6 +1,6 @@
 """A lower bound on the rows of a round, from a linear program over all layouts (Gilmore and Gomory,
-A linear programming approach to the cutting-stock problem, 1961). It is near the optimum, but takes
-about 0.1 s a round, so planning never computes it."""
+A linear programming approach to the cutting-stock problem, 1961). The bound is near the optimum but
+takes about 0.1 s per round, so planning does not compute it."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,24 +12,23 @@ from scipy.sparse import csr_array
 
 from .rows import ShapeClass, least_rows_of_samples
 
-# The program gives a price to every sample and to every number of chunks, such that no span of a
-# task holds samples of a higher price than its chunks, and no row holds chunks of a higher price
-# than 1. At such prices, the samples of a round cost at most as much as its rows, so the sum of
-# their prices is a lower bound on the number of rows. The best prices are the dual of a relaxed
-# packing, which may use a fraction of a span or of a row. There are too many spans and rows to list
-# them all: the program begins with few, and adds those that its prices violate most.
-# The program is solved at most this many times; the prices of each solution give a bound.
+# The program assigns a price to every sample and to every number of chunks. The samples in a span
+# must not cost more than the span's chunks, and the chunks in a row must not cost more than 1. Then
+# the samples of a round cost at most as much as it has rows, so the sum of their prices is a lower
+# bound on the number of rows. The best prices solve the dual of a relaxed packing, which may use a
+# fraction of a span or of a row. There are too many spans and rows to list all constraints. The
+# program therefore begins with few, and adds those that its prices violate most.
 _MOST_ROUNDS = 60
 # After each solution, at most this many spans of a task are added to the program.
 _SPANS = 3
-# Prices that differ by less count as equal. A bound that exceeds a whole number by less counts as
-# that number.
+# Prices with a smaller difference count as equal. A bound that exceeds a whole number by less than
+# this counts as that number.
 _TOLERANCE = 1e-6
 
 
 class _Task(NamedTuple):
-    """Samples of a task by length: the different lengths (ascending), how many samples have each,
-    and the position of the first of them among the lengths of all tasks."""
+    """The samples of a task, grouped by length: the different lengths (ascending), the number of
+    samples of each length, and the index of the task's first length in the prices of all tasks."""
 
     lengths: np.ndarray
     counts: np.ndarray
@@ -37,8 +36,9 @@ class _Task(NamedTuple):
 
 
 class _Constraint(NamedTuple):
-    """An upper limit on the sum of the prices at the positions `places`, each multiplied by its
-    factor. The prices of the chunks follow those of the lengths of all tasks."""
+    """An upper limit on a weighted sum of prices. `places` are the indices of the prices, `factors`
+    their weights. The prices of the lengths of all tasks come first, then those of the numbers of
+    chunks."""
 
     places: np.ndarray
     factors: np.ndarray
@@ -48,10 +48,10 @@ class _Constraint(NamedTuple):
 def least_rows_by_prices(
     lengths: Mapping[int, Sequence[int]], shape: ShapeClass, enough: int | None = None
 ) -> int:
-    """Returns a lower bound on the number of rows of any layout of the samples in which each chunk
-    belongs to one task. It is at least `least_rows_of_samples`. The search for better prices ends
-    when the bound reaches `enough`, for example the number of rows of a known packing; None to
-    search for the best prices."""
+    """Returns a lower bound on the number of rows of any layout in which each chunk belongs to one
+    task. The bound is at least `least_rows_of_samples`. The search for better prices stops when the
+    bound reaches `enough`, for example the number of rows of a known packing; None means that it
+    goes on until the best prices are found."""
     bound = least_rows_of_samples(lengths, shape)
     most = shape.row_len // shape.chunk_len
     enough = math.inf if enough is None else enough
@@ -72,11 +72,12 @@ def least_rows_by_prices(
     demand = np.concatenate([*(task.counts for task in tasks), np.zeros(most)])
     for _ in range(_MOST_ROUNDS):
         prices, best = _best_prices(demand, constraints)
-        # More chunks hold at least as much, so their price is at least as high.
+        # More chunks can hold the same samples and more, so their price must not be lower.
         of_chunks = np.maximum.accumulate(prices[places:])
         dearest, content = _dearest_row(of_chunks)
         violated = [_row(content, places)] if dearest > 1 + _TOLERANCE else []
-        # Prices are scaled down until no row and no span is too dear; then they give a bound.
+        # Prices are scaled down until no row and no span costs too much. Then the sum of the prices
+        # is a bound.
         of_chunks_scaled = of_chunks / max(1.0, dearest)
         total = 0.0
         for task in tasks:
@@ -98,14 +99,16 @@ def least_rows_by_prices(
 
 
 def _span(task: _Task, content: np.ndarray, chunks: int, places: int) -> _Constraint:
-    """The samples, `content` of each length, cost at most as much as the chunks that hold them."""
+    """The constraint that samples cost at most as much as the `chunks` chunks that hold them.
+    `content` has the number of samples of each length."""
     used = np.flatnonzero(content)
     factors = np.append(content[used].astype(float), -1.0)
     return _Constraint(np.append(task.first + used, places + chunks - 1), factors, 0.0)
 
 
 def _row(content: np.ndarray, places: int) -> _Constraint:
-    """A row with `content` spans of each number of chunks costs at most 1."""
+    """The constraint that a row costs at most 1. `content` has the number of its spans of each
+    number of chunks."""
     used = np.flatnonzero(content)
     return _Constraint(places + used, content[used].astype(float), 1.0)
 
@@ -123,8 +126,8 @@ def _best_prices(
 
 
 def _dearest_row(of_chunks: np.ndarray) -> tuple[float, np.ndarray]:
-    """The highest price of the spans of a row, and the number of spans of 1, 2, ... chunks with
-    this price."""
+    """The highest price of the spans in a row, and the number of spans of 1, 2, ... chunks at which
+    it is reached."""
     most = len(of_chunks)
     best, last = np.zeros(most + 1), np.zeros(most + 1, np.int64)
     for chunks in range(1, most + 1):
@@ -141,8 +144,8 @@ def _dearest_spans(
     task: _Task, prices: np.ndarray, shape: ShapeClass
 ) -> tuple[np.ndarray, Callable[[int], np.ndarray]]:
     """The highest prices of a task's samples in 1, 2, ... chunks of a row, and a function from a
-    number of chunks to the number of samples of each length with this price. This is a knapsack;
-    samples of equal length are taken in groups of 1, 2, 4, ..."""
+    number of chunks to the number of samples of each length with which this price is reached. This
+    is a knapsack problem; samples of equal length are taken in groups of 1, 2, 4, ..."""
     best, steps = np.zeros(shape.row_len + 1), []
     for i, (length, count) in enumerate(zip(task.lengths, task.counts, strict=True)):
         left, group = min(int(count), shape.row_len // int(length)), 1

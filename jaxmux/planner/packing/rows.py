@@ -1,14 +1,14 @@
 """The shape class of a training run's microbatches, and how samples fill its rows.
 
 `cut_spans` cuts one task's global batch into spans, from the task's lengths alone. `fill_rows` lays
-the spans of several tasks into rows, each task's spans in their fixed order. A task's result
-depends on the contents and the order of its chunks, not on their rows (see `microbatches`). A row
-therefore takes the next spans of some of the tasks, and never a later span of a task before an
-earlier one. Under this rule, rows take as many chunks as fit.
+the spans of several tasks into rows. The spans of a task keep their order, because the task's
+result depends on the contents and the order of its chunks, but not on their rows (see
+`microbatches`). A row takes the next spans of some of the tasks, so that as many chunks as possible
+fit.
 
-The functions that pack items into bins return the indices of the items of each bin; `most_items`
-limits the number of items of a bin. Three constructions nearly always meet a lower bound, so the
-answer is known to be optimal without a solver.
+The functions that pack items into bins return the indices of the items in each bin; `most_items`
+limits the number of items in a bin. The best of three constructions nearly always meets a lower
+bound, so it is known to be optimal without a solver.
 """
 
 import dataclasses
@@ -23,19 +23,19 @@ import numpy as np
 from ..errors import PlanningError
 from ..numbers import power_of_two
 
-# Weights of room and of sequences in the weighted sums that bound rows with limits on both.
+# Weights of size and of count in the weighted sums of `_least_rows_of_both`.
 _WEIGHTS = ((1, 0), (0, 1), (1, 1), (2, 1), (1, 2))
 # The smallest legal chunk length and row length, in tokens.
 MIN_CHUNK_LEN = 64
-# `smallest_shape_class` makes room for one sequence per this number of tokens of a row.
+# `smallest_shape_class` allows one sequence for each this many tokens of a row.
 _SHORTEST_AVERAGE = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class ShapeClass:
-    """Shape of every microbatch of a training run; programs are compiled for it. A chunk begins at
-    a multiple of `chunk_len` in the microbatch. PlanningError tells which value is outside its
-    range.
+    """Shape of every microbatch of a training run; programs are compiled for it. Chunks begin at
+    multiples of `chunk_len` in the microbatch. The constructor raises PlanningError for a value
+    outside its range.
 
     Attributes:
       row_len: tokens of a row, a power of two of at least `MIN_CHUNK_LEN` (64).
@@ -70,8 +70,8 @@ class ShapeClass:
 
     @property
     def least_tokens(self) -> int:
-        """Fewest tokens of a row that a sample takes up, because a row holds at most
-        `max_sequences`."""
+        """Tokens that even a short sample takes up in a row: a row holds at most `max_sequences`
+        samples."""
         return -(-self.row_len // self.max_sequences)
 
     @property
@@ -90,9 +90,9 @@ def smallest_shape_class(
     row_len: int | None = None,
 ) -> ShapeClass:
     """Returns the shape class with the shortest rows and chunks that hold samples of these stream
-    lengths; `choose_shape` compares costs instead. `tokens` is rounded up to whole rows and whole
-    chunks. PlanningError tells if there are no samples, one is longer than `row_len`, or a size is
-    not legal."""
+    lengths; to compare costs, use `choose_shape`. `tokens` is rounded up to whole rows and whole
+    chunks. Raises PlanningError if there are no samples, a sample is longer than `row_len`, or a
+    size is not legal."""
     if not lengths:
         raise PlanningError("no samples to choose a shape class for")
     longest = max(lengths)
@@ -102,7 +102,7 @@ def smallest_shape_class(
         raise PlanningError(
             f"row_len={row_len} is shorter than the longest sample, which takes {longest} places"
         )
-    # If no two samples fit into one row, rows hold one sequence: dense attention is faster.
+    # If no two samples fit into one row, rows hold one sequence, because dense attention is faster.
     pair = 2 * min(lengths)
     max_sequences = 1 if pair > row_len else max(2, row_len // _SHORTEST_AVERAGE)
     unit = max(row_len, chunk_len)
@@ -111,13 +111,13 @@ def smallest_shape_class(
 
 
 def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> int:
-    """A lower bound on the number of bins of any packing: the larger of L2 and the bound by the
-    number of items (Martello and Toth, Lower bounds and reduction procedures for the bin packing
-    problem, 1990)."""
-    # For a threshold α, an item above `capacity` - α shares a bin with no item of at least α, and
-    # two items above half the capacity never share one. The items from α to half the capacity fill
-    # the room beside those; items that do not fit there need further bins. L2 is the best such
-    # bound over all α.
+    """A lower bound on the number of bins of any packing: the larger of the bound L2 and the bound
+    from the number of items (Martello and Toth, Lower bounds and reduction procedures for the bin
+    packing problem, 1990)."""
+    # Take a threshold α. An item above `capacity` - α shares a bin with no item of at least α, and
+    # two items above half the capacity never share a bin. Items from α to half the capacity fill
+    # the room beside the items above half the capacity; further bins are needed for the rest. L2 is
+    # the largest such bound over all α.
     if not len(sizes):
         return 0
     ascending = np.sort(np.asarray(sizes, np.int64))
@@ -136,11 +136,11 @@ def least_bins(sizes: Sequence[int], capacity: int, most_items: int | None = Non
 def first_fit_decreasing(
     sizes: Sequence[int], capacity: int, most_items: int | None = None
 ) -> list[list[int]]:
-    """Packs items, longest first, each into the first bin with room."""
+    """Packs the items in descending order, each into the first bin with room."""
     bins: list[list[int]] = []
     rooms: list[int] = []
     for size, items in groupby(_longest_first(sizes), key=sizes.__getitem__):
-        # A bin without room for one item has none for the next item of the same size.
+        # A bin without room for one item has no room for the next item of the same size either.
         i = 0
         for item in items:
             while i < len(bins) and (size > rooms[i] or len(bins[i]) == most_items):
@@ -158,9 +158,8 @@ def fullest_bins(
 ) -> list[list[int]]:
     """Packs items so that every bin is as full as the remaining items allow (minimum bin slack;
     Gupta and Ho, A new heuristic algorithm for the one-dimensional bin-packing problem, 1999)."""
-    # A bin takes the longest remaining item and those further items that leave the least room. Of
-    # several such choices it takes one with the fewest items, so that short items remain for gaps
-    # in later bins.
+    # A bin takes the longest remaining item and the other items that leave the least room. Among
+    # equally good choices, the one with the fewest items keeps short items for gaps in later bins.
     most_items = most_items or len(sizes)
     order = _longest_first(sizes)
     left = {size: deque(items) for size, items in groupby(order, key=sizes.__getitem__)}
@@ -176,7 +175,8 @@ def fullest_bins(
         chosen = _fullest_of_descending(others, room, most_items - 1)
         content = [first, *(others[i] for i in chosen)]
         needed = Counter(content)
-        # Items only become fewer, so the best content stays the best while its items last.
+        # The remaining items only become fewer, so the best content stays the best while its items
+        # last.
         while all(len(left[size]) >= count for size, count in needed.items()):
             bins.append([left[size].popleft() for size in content])
         left = {size: items for size, items in left.items() if items}
@@ -186,10 +186,11 @@ def fullest_bins(
 def balanced_bins(
     sizes: Sequence[int], count: int, capacity: int, most_items: int | None = None
 ) -> list[list[int]] | None:
-    """Packs items into `count` bins, longest first, each into the emptiest bin with room for one
-    more item (Graham's longest processing time rule); None if an item does not fit."""
+    """Packs the items into `count` bins in descending order, each into the emptiest bin that may
+    take one more item (Graham's longest processing time rule); None if an item does not fit."""
     # If the limit on the number of items is nearly reached, this finds packings that the other
-    # constructions miss: these fill some bins with few long items, and short items are left over.
+    # constructions miss, because those fill some bins with few long items and then have no room for
+    # all short items.
     bins: list[list[int]] = [[] for _ in range(count)]
     emptiest = [(0, i) for i in range(count)]
     for item in _longest_first(sizes):
@@ -205,19 +206,20 @@ def balanced_bins(
 
 
 def fullest_subset(sizes: Sequence[int], capacity: int, most_items: int | None = None) -> list[int]:
-    """Returns the indices, ascending, of the fewest items with the largest sum within `capacity`.
-    Of several such choices it takes the one that leaves the shortest items over."""
+    """Returns the indices, ascending, of the items with the largest sum within `capacity`. Among
+    equal sums, it takes the fewest items; among these choices, the one that leaves the shortest
+    items over."""
     fitting = [i for i in _longest_first(sizes) if sizes[i] <= capacity]
     chosen = _fullest_of_descending([sizes[i] for i in fitting], capacity, most_items or len(sizes))
     return sorted(fitting[i] for i in chosen)
 
 
 def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int) -> list[int]:
-    """`fullest_subset` of descending sizes. The search ends as soon as the items so far reach the
-    largest possible sum and no choice with a later item could reach it with fewer items."""
+    """`fullest_subset` for descending sizes. The search ends when the items so far reach the
+    largest possible sum and a later item could not reduce their number."""
     most = _largest_sum(sizes, min(capacity, sum(sizes[:most_items])))
     never = most_items + 1
-    # fewest[t] is the least number of the items so far that sum to t.
+    # fewest[t] is the least number of items, among those seen so far, that sum to t.
     fewest = np.full(most + 1, never, np.int32)
     fewest[0] = 0
     # longest[n] is the sum of the n longest items.
@@ -241,8 +243,8 @@ def _fullest_of_descending(sizes: Sequence[int], capacity: int, most_items: int)
 
 
 def _largest_sum(sizes: Sequence[int], most: int) -> int:
-    """The largest sum of some of the sizes that is at most `most`."""
-    # Bit t is set where some of the sizes sum to t.
+    """The largest sum, at most `most`, of a subset of the sizes."""
+    # Bit t is set if some of the sizes sum to t.
     sums, within = 1, (2 << most) - 1
     for size in sizes:
         if sums >> most:
@@ -255,21 +257,20 @@ def _longest_first(sizes: Sequence[int]) -> list[int]:
     return sorted(range(len(sizes)), key=lambda i: -sizes[i])
 
 
-# The samples of each row are cut into the shortest spans that together take no more chunks than the
-# whole row, because a short span can fill a gap beside the spans of other tasks. But two spans of
-# more than half a row never share a row. If one of them has several samples, the row is therefore
-# cut more finely, if this takes few of the chunks that the row has empty. The task alone still
-# needs no further row.
-# A finer cut of a row takes at most this fraction of further chunks. With a larger fraction, rounds
-# of many different lengths lose more chunks than other rounds gain.
+# The samples of a row are cut into the shortest spans that together take no more chunks than the
+# row, because a short span can fill a gap beside the spans of other tasks. But two spans of more
+# than half a row never share a row. A row that has such a span with several samples is therefore
+# cut more finely, if this takes few of the row's empty chunks. A task that trains alone still needs
+# no more rows. A finer cut takes at most this fraction of additional chunks: with a larger
+# fraction, rounds of many different lengths lose more chunks than other rounds gain.
 _MOST_FURTHER_CHUNKS = 0.2
 
 
 class Span(NamedTuple):
-    """Consecutive chunks of one task. `samples` has for each sample its index in the task's global
-    batch, its row and its first token, both counted from the start of the span; the row is 0 unless
-    a chunk covers several rows. `sequences` is the number of samples in the row that holds most of
-    them."""
+    """Consecutive chunks of one task. `samples` has, for each sample, its index in the task's
+    global batch, its row and its first token, counted from the start of the span. The row is 0
+    unless a chunk covers several rows. `sequences` is the number of samples in the row with the
+    most samples."""
 
     samples: tuple[tuple[int, int, int], ...]
     chunks: int
@@ -279,7 +280,7 @@ class Span(NamedTuple):
 def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Span, ...]:
     """Cuts one task's global batch into spans, in the order in which they must be laid down. A task
     that trains alone needs no more rows than `row_bins` finds, because the spans of one row follow
-    each other. PlanningError names a sample that is empty or longer than a row."""
+    each other. Raises PlanningError if a sample is empty or longer than a row."""
     for sample, length in enumerate(lengths):
         if not 0 < length <= shape.row_len:
             raise PlanningError(
@@ -295,8 +296,8 @@ def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> 
 
 
 def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
-    """Packs one task's samples into rows as if no other task existed. Of three constructions, it
-    takes the one with fewest rows; of those, the one with fewest chunks."""
+    """Packs one task's samples into rows as if there were no other task. Takes the one of three
+    constructions with the fewest rows, then with the fewest chunks."""
     row_len, max_sequences = shape.row_len, shape.max_sequences
 
     def chunks(row):
@@ -312,7 +313,7 @@ def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:
 
 
 def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[Span, ...]:
-    """Spans of one chunk each; a chunk covers `height` rows."""
+    """Spans of one chunk each, where a chunk covers `height` rows."""
     rows = sorted(rows, key=lambda row: -sum(lengths[s] for s in row))
     spans = []
     for start in range(0, len(rows), height):
@@ -325,9 +326,8 @@ def _stack(rows: list[list[int]], lengths: Sequence[int], height: int) -> tuple[
 
 
 def _cut(row: list[int], lengths: Sequence[int], shape: ShapeClass) -> list[Span]:
-    """Cuts the samples of a row into spans, longest first. The spans take the fewest further
-    chunks, beyond those of the whole row, with which none of several samples is longer than half a
-    row. If that takes too many, they take none."""
+    """Cuts the samples of a row into spans, longest first. Uses the fewest additional chunks with
+    which no span of several samples is longer than half a row; if these are too many, uses none."""
     most = shape.row_len // shape.chunk_len
     chunks = -(-sum(lengths[s] for s in row) // shape.chunk_len)
     further = min(most - chunks, int(_MOST_FURTHER_CHUNKS * chunks))
@@ -358,12 +358,12 @@ def _cut_within(row: list[int], lengths: Sequence[int], chunk_len: int, chunks: 
 def _shortest_part(
     left: list[int], lengths: Sequence[int], chunk_len: int, padding: int
 ) -> list[int]:
-    """The longest remaining sample, followed by the samples with which it reaches a chunk border
-    soonest with at most `padding` tokens of padding."""
+    """The longest remaining sample, followed by the samples with which it fills whole chunks
+    soonest, with at most `padding` tokens of padding."""
     first, *others = left
     room = -lengths[first] % chunk_len
     tokens = sum(lengths[s] for s in left)
-    # Bit t is set where some of the others have t tokens together.
+    # Bit t is set if some of the other samples have t tokens together.
     sums = 1
     for sample in others:
         sums |= sums << lengths[sample]
@@ -385,13 +385,13 @@ def _side_by_side(
 
 # For each slot, the task's spans in the order in which they must be laid down.
 Queues = Mapping[int, Sequence[Span]]
-# For each slot, the number of the slot's next spans that a row takes.
+# For each slot, the number of its next spans that a row takes.
 Row = dict[int, int]
 
 
 class RowShape(NamedTuple):
-    """Limits of a row. If a chunk is longer than a row of the shape class, a row of this module
-    stands for the `block` rows that one chunk covers."""
+    """Limits of a row. If a chunk covers several rows of the shape class, a row in this module
+    stands for these `block` rows."""
 
     chunks: int
     max_sequences: int
@@ -407,9 +407,9 @@ class RowShape(NamedTuple):
 
 
 def fill_rows(queues: Queues, shape: RowShape, height: int) -> list[Row]:
-    """Lays all spans into rows, with the best of several ways to fill one row after another. The
-    best way needs the fewest rows; among ways with equally many rows, it has the fewest chunks in
-    the last microbatch of `height` rows."""
+    """Lays all spans into rows. Of several methods that fill one row after another, takes the one
+    with the fewest rows, and then with the fewest chunks in the last microbatch of `height`
+    rows."""
     best = fill_rows_greedily(queues, shape)
     least = least_rows(queues, shape)
     chunks = sum(row_chunks(queues, best))
@@ -427,8 +427,8 @@ def last_chunks(queues: Queues, rows: Sequence[Row], height: int) -> int:
 
 
 def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
-    """Lays all spans into rows by first fit decreasing: a row takes the longest of the tasks' next
-    spans that fits, until none fits."""
+    """Lays all spans into rows by first fit decreasing: a row takes the longest fitting one of the
+    tasks' next spans, until none fits."""
     left = {slot: deque(queue) for slot, queue in queues.items() if queue}
     rows = []
     while left:
@@ -451,11 +451,11 @@ def fill_rows_greedily(queues: Queues, shape: RowShape) -> list[Row]:
 
 
 def _fill_rows_full(queues: Queues, shape: RowShape, even_out: bool, insist: bool) -> list[Row]:
-    """Fills every row as full as the next spans of the tasks allow. Of choices that fill a row
-    equally, it takes the one with the fewest sequences, or with `even_out`, spans of the tasks that
-    have the most chunks left. With `insist`, a row always takes the longest of the next spans."""
-    # Few sequences leave short ones for gaps in later rows. Spans of the tasks with the most chunks
-    # left leave many tasks to choose from in the last rows.
+    """Fills every row as full as the next spans of the tasks allow. Among equally full choices,
+    takes the one with the fewest sequences, or with `even_out`, spans of the tasks with the most
+    chunks left. With `insist`, a row always takes the longest of the next spans."""
+    # Choices of few, long sequences leave short sequences for gaps in later rows. Taking spans of
+    # the tasks with the most chunks left keeps many tasks to choose from in the last rows.
     position = dict.fromkeys(queues, 0)
     left = {slot: sum(span.chunks for span in queue) for slot, queue in queues.items()}
     rows = []
@@ -481,8 +481,8 @@ def fullest_row(
     insist: bool = False,
 ) -> Row:
     """Chooses the spans that fill one row best, by a knapsack over the next spans of each task.
-    `weight` is the value of a chunk of each slot, and decides between choices that fill the row
-    equally; None prefers the choice with the fewest sequences."""
+    `weight`, the value of a chunk of each slot, decides between equally full choices; None means
+    that the fewest sequences decide."""
     prefixes = {
         slot: _prefixes(queue, position[slot], chunks, max_sequences)
         for slot, queue in queues.items()
@@ -498,7 +498,8 @@ def _fullest_of_prefixes(
     insist: bool,
 ) -> Row:
     waiting = sorted(filter(prefixes.get, prefixes), key=lambda slot: -prefixes[slot][0][0])
-    # For each number of chunks taken, the cost and the number of sequences of the best choice.
+    # For each number of chunks, the cost and the number of sequences of the best choice that takes
+    # as many.
     best: dict[int, tuple[float, int]] = {0: (0, 0)}
     choices: list[tuple[int, dict[int, int]]] = []
     for slot in waiting:
@@ -528,7 +529,8 @@ def _fullest_of_prefixes(
 def _prefixes(
     queue: Sequence[Span], start: int, chunks: int, max_sequences: int
 ) -> list[tuple[int, int]]:
-    """Chunks and sequences of the next span, of the next two together, and so on while they fit."""
+    """Chunks and sequences of the next span, of the next two spans together, and so on while they
+    fit."""
     sums, size, sequences = [], 0, 0
     for i in range(start, len(queue)):
         size += queue[i].chunks
@@ -540,7 +542,7 @@ def _prefixes(
 
 
 def spans_of_rows(queues: Queues, rows: Sequence[Row]) -> list[list[tuple[int, Span]]]:
-    """The spans of each row, as pairs (slot, span) in the order in which they lie there."""
+    """The spans of each row, as pairs (slot, span) in their order in the row."""
     left = {slot: iter(queue) for slot, queue in queues.items()}
     return [
         [(slot, span) for slot, count in row.items() for span in islice(left[slot], count)]
@@ -553,7 +555,7 @@ def row_chunks(queues: Queues, rows: Sequence[Row]) -> list[int]:
 
 
 def least_rows(queues: Queues, shape: RowShape) -> int:
-    """A lower bound on the number of rows that hold these spans, in any order."""
+    """A lower bound on the number of rows that hold these spans in any order."""
     spans = [span for queue in queues.values() for span in queue]
     if shape.block > 1:
         return len(spans)
@@ -562,8 +564,8 @@ def least_rows(queues: Queues, shape: RowShape) -> int:
 
 
 def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClass) -> int:
-    """A lower bound on the number of rows of any layout of the samples in which each chunk belongs
-    to one task."""
+    """A lower bound on the number of rows over all layouts in which each chunk belongs to one
+    task."""
     row = RowShape.of(shape)
     if row.block > 1:
         return sum(
@@ -579,7 +581,7 @@ def least_rows_of_samples(lengths: Mapping[int, Sequence[int]], shape: ShapeClas
 
 
 def _least_rows_of_one_task(lengths: Sequence[int], shape: ShapeClass) -> int:
-    """A lower bound on the number of rows, without regard to chunks."""
+    """A lower bound on the number of rows that ignores the chunks."""
     return _least_rows_of_both(lengths, shape.row_len, [1] * len(lengths), shape.max_sequences)
 
 
@@ -589,9 +591,9 @@ def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
     It is the larger of two bounds, each for the best threshold of the lengths:
 
     - If c chunks hold at most m(c) samples of at least u tokens, each such sample takes at least
-      the smallest c / m(c).
-    - Two samples above half a row never share a row. Each takes whole chunks, and the other
-      samples first fill the ends of these chunks.
+      min_c c / m(c) chunks.
+    - Two samples above half a row never share a row. Each takes whole chunks, and shorter samples
+      first fill the ends of these chunks.
     """
     if not lengths:
         return 0
@@ -600,7 +602,7 @@ def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
     counts = np.arange(1, len(descending) + 1)
     chunks = np.arange(1, most + 1)
     held = chunks * chunk_len // descending[:, None]
-    # m / c, so that no division is by 0; every sample fits into a row.
+    # Computed as m / c to avoid a division by 0; m > 0 because every sample fits into a row.
     densest = (held / chunks).max(axis=1)
     by_count = np.ceil(counts / densest - 1e-9).max()
     sums = np.concatenate([[0], np.cumsum(descending)])
@@ -614,10 +616,10 @@ def _least_chunks(lengths: Sequence[int], shape: ShapeClass) -> int:
 def _least_rows_of_both(
     sizes: Sequence[int], room: int, counts: Sequence[int], max_count: int
 ) -> int:
-    """A lower bound on the number of rows that are limited in both size and count: the best one
-    over several weighted sums of both, as no row exceeds any of these sums. If the items are so
-    long that no row reaches the limit of the count, the size alone counts."""
-    # There are no samples if all samples of a task train on other replicas.
+    """A lower bound on the number of rows that have a limit on size and a limit on count. It is the
+    best bound over several weighted sums of size and count, none of which a row can exceed. If the
+    items are so long that no row reaches the limit on the count, only the size matters."""
+    # A task has no samples here if all of them train on other replicas.
     if not len(sizes) or (
         min(s / c for s, c in zip(sizes, counts, strict=True)) * max_count >= room
     ):

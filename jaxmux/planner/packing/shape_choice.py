@@ -1,5 +1,5 @@
-"""Chooses the shape class of microbatches (MuxTune 3.5, chunk-based alignment): it weighs the time
-that padding takes against the time that attention takes, over a few rounds of the run."""
+"""Chooses the shape class of microbatches (MuxTune 3.5, chunk-based alignment) from a few rounds of
+the training run: padding takes time, and so does attention over long rows."""
 
 import dataclasses
 import math
@@ -22,9 +22,9 @@ from .rows import (
     spans_of_rows,
 )
 
-# Limits on the number of rounds, on the samples of all of them and on the samples of one. Within
-# them, choosing a shape class takes two or three seconds. A part of a large round is enough,
-# because the room left in its last microbatch makes little difference.
+# Limits on the number of rounds, on the samples of all rounds together and on the samples of one
+# round. With these, choosing a shape class takes two or three seconds. A part of a large round is
+# enough, because the room left in its last microbatch makes little difference.
 _MOST_ROUNDS, _MOST_SAMPLES, _MOST_OF_A_ROUND = 16, 2048, 1024
 
 # For each step of one task, the stream lengths in tokens of the samples of its global batch.
@@ -32,9 +32,10 @@ Batches = Sequence[Sequence[int]]
 
 
 class PartOfBatches(Sequence[list[int]]):
-    """By step, the stream lengths of the samples of a task's global batch that one of several
-    devices trains, without samples of more than `longest` tokens. A global batch is read only when
-    its lengths are requested. The first of `parts` parts stands for all of them."""
+    """The stream lengths of the samples that one of several devices trains, for each step of a
+    task. Samples of more than `longest` tokens are left out. Each global batch is divided into
+    `parts` parts, and the first part stands for all. A global batch is read only when its lengths
+    are requested."""
 
     def __init__(self, batches: Batches, parts: int = 1, longest: int | None = None):
         self.batches, self.parts, self.longest = batches, parts, longest
@@ -51,12 +52,12 @@ def at_most(longest: int | None, lengths: Sequence[int]) -> list[int]:
 
 
 def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
-    """Picks at most 16 rounds of a training run for `choose_shape`, at even distances. They hold at
-    most about 2048 samples together. If the first round has more than 1024 samples, every global
+    """Picks at most 16 rounds of a training run for `choose_shape`, evenly spaced. Together they
+    hold at most about 2048 samples. If the first round has more than 1024 samples, every global
     batch is cut to the same fraction of its samples, so that a round keeps about 1024.
 
     Only step 0 and the steps of the picked rounds are read, so `tasks[slot]` may be a lazy
-    sequence. A task that has ended is absent from a round.
+    sequence. A round lacks the tasks that have ended before it.
     """
     part, rounds = sampled_part(tasks), max(map(len, tasks))
     count = min(rounds, _MOST_ROUNDS, int(_MOST_SAMPLES / (part * _first_samples(tasks))))
@@ -71,8 +72,8 @@ def sample_rounds(tasks: Sequence[Batches]) -> list[RoundLengths]:
 
 
 def sampled_part(tasks: Sequence[Batches]) -> float:
-    """Returns the fraction of every global batch that `sample_rounds` keeps. Divide the time of its
-    rounds by this fraction."""
+    """Returns the fraction of every global batch that `sample_rounds` keeps. To predict the time of
+    a whole round, divide the predicted time by this fraction."""
     return min(1.0, _MOST_OF_A_ROUND / _first_samples(tasks))
 
 
@@ -92,9 +93,10 @@ def longest_that_fits[T](
     require: Callable[[T], None],
     fixed: bool,
 ) -> T:
-    """Returns the choice for the longest samples for which a replica has memory. The first choice
-    is for samples of at most `longest` tokens; this limit is halved until `require`, which raises
-    PlanningError, accepts the choice. If the row length is `fixed`, shorter samples do not help."""
+    """Returns the choice for the longest samples for which a replica has memory. `choose` gets the
+    limit `longest` on the tokens of a sample; the limit is halved until `require` accepts the
+    choice instead of raising PlanningError. If the row length is `fixed`, shorter samples do not
+    help."""
     while True:
         choice = choose(longest)
         try:
@@ -108,8 +110,8 @@ def longest_that_fits[T](
 
 
 def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[str, int]) -> None:
-    """Raises PlanningError if a task's longest sample exceeds `row_len`, the longest rows of all
-    replicas."""
+    """Raises PlanningError if a task's longest sample is longer than `row_len`, the length of the
+    longest rows of all replicas."""
     for name, tokens in longest.items():
         if tokens > row_len:
             raise PlanningError(
@@ -119,32 +121,32 @@ def require_longest_rows(deployment: Deployment, row_len: int, longest: Mapping[
             )
 
 
-# Rows longer than this many times the shortest possible row are not tried: a longer row saves only
-# the room at its end.
+# Rows are tried up to this many times the shortest possible row. Longer rows would save only the
+# room at their end.
 _LONGEST_ROW = 8
 # Smaller microbatches are tried in steps of `_STEP` tokens, at most `_MOST_STEPS` of them. Finer
-# steps would fit the given rounds and no others: a slightly larger round would need one more
-# microbatch.
+# steps would fit only the given rounds: a slightly larger round would need one more microbatch.
 _STEP, _MOST_STEPS = 512, 32
-# More than two sequences per row are rounded up to a multiple of this.
+# If a row holds more than two sequences, `max_sequences` is rounded up to a multiple of this.
 _SEQUENCES = 4
 
-# A function from a shape class and the number of tokens of its chunks that belong to a task to the
-# seconds of one microbatch. The seconds are linear in the number of tokens.
+# Predicts the seconds of one microbatch from its shape class and its number of tokens in chunks
+# that belong to a task. The seconds are linear in this number.
 Cost = Callable[[ShapeClass, float], float]
 
 
 class ShapeRequest(NamedTuple):
-    """The limits within which `choose_shape` chooses a shape class; None leaves a size open.
+    """Limits for `choose_shape`; a size of None is chosen.
 
     Attributes:
       tokens: N, the most tokens of a microbatch, rounded up to whole rows and whole chunks.
       row_len: tokens of a row, a power of two.
       chunk_len: tokens of a chunk, a power of two.
       least_chunk_len: tokens of the shortest chunk that the device's kernels accept.
-      fewer_tokens: True allows microbatches of fewer than N tokens if they cost less, unless
-        `row_len` and `chunk_len` are both given.
-      max_sequences: the most sequences of a row, if `row_len` and `chunk_len` are both given.
+      fewer_tokens: whether microbatches may have fewer than N tokens if they cost less. Ignored if
+        both `row_len` and `chunk_len` are given.
+      max_sequences: the most sequences of a row. Used only if both `row_len` and `chunk_len` are
+        given.
     """
 
     tokens: int
@@ -156,8 +158,8 @@ class ShapeRequest(NamedTuple):
 
 
 class PricedShape(NamedTuple):
-    """A shape class with its predicted cost over all microbatches of some rounds together: seconds,
-    infinite if a microbatch does not fit into memory, and the fraction of tokens that is
+    """A shape class with its predicted cost over all microbatches of some rounds. `seconds` is
+    infinite if a microbatch does not fit into memory; `padding` is the fraction of tokens that is
     padding."""
 
     shape: ShapeClass
@@ -183,8 +185,8 @@ def choose_shape(
       rounds: a few representative rounds; `sample_rounds` picks them.
       seconds: predicts the seconds of one microbatch, for example `costs.ReplicaCosts.microbatch`;
         infinite if it does not fit into memory.
-      lengths: stream lengths of all samples that rows must be able to hold; None for the samples of
-        `rounds`.
+      lengths: stream lengths of all samples that rows must be able to hold; None means the samples
+        of `rounds`.
 
     Raises:
       PlanningError: there are no samples, a sample is empty or too long, or a size is not legal.
@@ -196,7 +198,7 @@ def choose_shape(
             return plain
         request = request._replace(fewer_tokens=False)
     improve = partial(_improved, rounds=rounds, request=request, seconds=seconds)
-    # The search computes a lower bound on the time of every candidate, then packs and prices those
+    # Compute a lower bound on the time of every candidate, then pack and price only the candidates
     # that may be the best.
     best = min(improve(plain._replace(seconds=math.inf), plain.shape), plain, key=_seconds)
     bounds = {shape: _bound(rounds, shape, request, seconds) for shape in _shapes(request, lengths)}
@@ -207,8 +209,8 @@ def choose_shape(
     best = _with_fewer_sequences(best, request, improve)
     if math.isfinite(best.seconds):
         return best
-    # Nothing fits. The error message names the memory that the plain shape with one sequence per
-    # row needs, because it needs the least.
+    # Nothing fits. Return the plain shape with one sequence per row, which needs the least memory,
+    # so that the error message names this amount.
     return price_shape(rounds, dataclasses.replace(plain.shape, max_sequences=1), seconds)
 
 
@@ -230,7 +232,6 @@ def plain_shape(
 
 
 def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost) -> PricedShape:
-    """Packs the rounds in one shape class and returns the class with its cost."""
     packed = pack_rounds(rounds, shape)
     count = sum(batch.count for batch in packed)
     padding = 1 - sum(_all_lengths(rounds)) / (count * shape.tokens)
@@ -240,8 +241,8 @@ def price_shape(rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost
 def with_fewer_rows(
     rounds: Sequence[RoundLengths], shape: ShapeClass, seconds: Cost, stages: int = 1
 ) -> PricedShape:
-    """Returns the shape class in which the given rounds are predicted to take the least time, among
-    those with at most the rows of `shape`. In a pipeline, the fill and drain of a round take as
+    """Returns the shape class in which the given rounds are predicted to take the least time, of
+    those with at most as many rows as `shape`. In a pipeline, the fill and drain of a round take as
     long as `stages` - 1 microbatches."""
     step = power_of_two(-(-shape.tokens // _MOST_STEPS))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
@@ -258,7 +259,6 @@ def with_fewer_rows(
 
 
 def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClass]:
-    """Yields shape classes of N tokens for every row and chunk length."""
     shortest = request.row_len or smallest_shape_class(lengths, request.tokens).row_len
     longest = request.row_len or max(shortest, min(request.tokens, _LONGEST_ROW * shortest))
     for row_len in _powers_of_two(shortest, longest):
@@ -273,7 +273,7 @@ def _shapes(request: ShapeRequest, lengths: Sequence[int]) -> Iterator[ShapeClas
 def _bound(
     rounds: Sequence[RoundLengths], shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> float:
-    """A lower bound on the seconds of the rounds, for any number of rows and of sequences per
+    """A lower bound on the seconds of the rounds, whatever the number of rows and of sequences per
     row."""
     needed = [least_rows_of_samples(batches, shape) for batches in rounds]
     tokens = sum(_all_lengths(rounds))
@@ -283,10 +283,10 @@ def _bound(
 def _cheapest(
     needed: Sequence[int], owned: int, shape: ShapeClass, request: ShapeRequest, seconds: Cost
 ) -> tuple[float, int]:
-    """The least predicted seconds of all rounds together, and the shape class's number of rows at
-    which they are reached. Without `request.fewer_tokens`, only the number of `shape` is tried.
-    `needed` has, for each round, the number of rows that it needs; if a chunk covers several rows,
-    these count as one. `owned` is the tokens of all chunks that belong to a task."""
+    """The least predicted seconds of all rounds together, and the number of rows per microbatch
+    that reaches them. Without `request.fewer_tokens`, only the rows of `shape` are tried. `needed`
+    has the number of rows that each round needs; if a chunk covers several rows, these count as
+    one. `owned` is the number of tokens in all chunks that belong to a task."""
     block = RowShape.of(shape).block
     totals = []
     for rows in _heights(shape) if request.fewer_tokens else [shape.rows]:
@@ -297,8 +297,7 @@ def _cheapest(
 
 
 def _heights(shape: ShapeClass) -> Iterator[int]:
-    """Yields the numbers of rows to try: smaller ones in even steps, then that of the shape
-    class."""
+    """Yields the numbers of rows to try: smaller ones in even steps, then `shape.rows`."""
     step = max(_STEP, power_of_two(-(-shape.tokens // _MOST_STEPS)))
     unit = max(step, shape.chunk_len, shape.row_len) // shape.row_len
     yield from range(unit, shape.rows, unit)
@@ -313,8 +312,8 @@ def _improved(
     seconds: Cost,
 ) -> PricedShape:
     """Returns the cheaper of `best` and this shape class, taking the number of rows at which the
-    class is cheapest. The class gets room for as many sequences per row as there are and a few
-    more, or for half as many if that does not fit into memory."""
+    class is cheapest. The class gets room for slightly more sequences per row than the rounds need,
+    or for half as many if that does not fit into memory."""
     whole, packed = shape, pack_rounds(rounds, shape)
     shape = _with_sequences(shape, _room_for(max(map(_most_sequences, packed))))
     needed = [len(batch.rows) for batch in packed]
@@ -334,8 +333,9 @@ def _with_fewer_sequences(
     request: ShapeRequest,
     improve: Callable[[PricedShape, ShapeClass], PricedShape],
 ) -> PricedShape:
-    """Halves the sequences per row of the best class as long as that makes it cheaper: if attention
-    takes time for absent sequences, short ones may be cheaper spread over more rows."""
+    """Halves the sequences per row of the best class as long as this makes it cheaper. Attention
+    may take time for absent sequences; then spreading short samples over more rows can be
+    cheaper."""
     while best.shape.max_sequences > 2:
         row_len, chunk_len = best.shape.row_len, best.shape.chunk_len
         whole = smallest_shape_class([1, row_len], request.tokens, chunk_len, row_len)
@@ -351,8 +351,8 @@ def _with_sequences(shape: ShapeClass, sequences: int) -> ShapeClass:
 
 
 def _room_for(sequences: int) -> int:
-    """The `max_sequences` for rows whose fullest held this many sequences. It is rounded up,
-    because rows of other rounds may hold more."""
+    """The `max_sequences` for rows of which the fullest holds `sequences` sequences. The number is
+    rounded up, because rows of other rounds may hold more."""
     return sequences if sequences <= 2 else -(-sequences // _SEQUENCES) * _SEQUENCES
 
 
@@ -366,7 +366,6 @@ def _seconds(priced: PricedShape) -> float:
 
 
 def _owned(packed: Sequence[PackedRound]) -> int:
-    """Tokens of the chunks that are not empty."""
     return sum(
         span.chunks * batch.shape.chunk_len
         for batch in packed

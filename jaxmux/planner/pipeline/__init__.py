@@ -1,8 +1,8 @@
 """Plans which tasks share microbatches and when each stage of a pipeline runs each microbatch.
 
-`make_plan` returns a `Plan`. It uses `groupings`, which lists ways to group the tasks and estimates
-which of them are worth simulating; `pipeline_plan`, which packs the groups and takes the fastest
-grouping; and `schedules`, which makes, checks and simulates the schedule.
+`make_plan` returns a `Plan`. It uses three modules: `groupings` lists ways to group the tasks and
+estimates which are worth simulating; `pipeline_plan` packs the groups and takes the fastest
+grouping; `schedules` makes, checks and simulates the schedule.
 """
 
 from .make_plan import (

@@ -4,9 +4,9 @@
   hTasks into buckets, which take turns in the pipeline (3.4, Eq. 7).
 - LoRAFusion divides tasks into groups that are packed together and take turns (5.2).
 
-A quick estimate of the length of a grouping's stream chooses those that are worth simulating.
-Functions that divide N items into parts of nearly equal sums take their sizes, float64 [N], and
-return the item indices of each part.
+A quick estimate of the length of the stream selects the groupings that are worth simulating.
+Functions that divide N items into parts of nearly equal sums take the items' sizes, float64 [N],
+and return the item indices of each part.
 """
 
 from collections import Counter
@@ -26,8 +26,8 @@ HTask = tuple[int, ...]
 
 
 class Fusion(NamedTuple):
-    """A partition of the tasks into hTasks, which ascend in tokens, and F, the estimated seconds
-    from end to end of C microbatches of every hTask."""
+    """A partition of the tasks into hTasks, in ascending order of tokens. `latency` is F in MuxTune
+    Eq. 6: estimated seconds from end to end for C microbatches of every hTask."""
 
     htasks: tuple[HTask, ...]
     latency: float
@@ -40,9 +40,9 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
 
         F(m, n) = min_i F(i, n-1) + L(H_{i+1→m}) / S,   F(m, 1) = L(H_{1→m}).
 
-    The first hTask fills and drains the pipeline, and each further one adds its average latency per
-    stage, which is less than its time in a full pipeline. So the partition of least F is not always
-    the fastest, and a caller that can simulate the pipeline should choose among these partitions.
+    The first hTask fills and drains the pipeline. Each further hTask adds its average latency per
+    stage, which is less than its time in a full pipeline. The partition of least F is therefore not
+    always the fastest; a caller that can simulate the pipeline should choose among the partitions.
 
     Args:
       tokens: n_i, tokens of a microbatch of each of the M tasks.
@@ -60,10 +60,10 @@ def fusions(tokens: Sequence[int], latency: Callable[[HTask], float], stages: in
 
 
 def fuse_ranges(costs: np.ndarray, stages: int) -> list[tuple[list[tuple[int, int]], float]]:
-    """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6): for every
-    possible number of hTasks, the first and the last task of each hTask, and the latency F in
-    seconds. Entry [i, k] of `costs` is the latency of the hTask of the tasks i to k; infinite if it
-    does not fit."""
+    """Returns the best partitions of sorted tasks into contiguous ranges (Eq. 6). For every
+    possible number of hTasks, it gives the first and the last task of each hTask, and the latency F
+    in seconds. Entry [i, k] of `costs` is the latency of an hTask of the tasks i to k; infinite if
+    the hTask does not fit."""
     tasks = len(costs)
     if not tasks:
         raise PlanningError("no tasks to fuse")
@@ -93,21 +93,21 @@ def pair_head_with_tail(
     lengths: Mapping[int, Sequence[int]], groups: int
 ) -> tuple[tuple[int, ...], ...]:
     """Divides tasks into groups of similar load, each with short samples beside long ones
-    (LoRAFusion 5.2). Two groups keep the bubble lemma without no-ops if each group's global batches
-    take at least S - 1 microbatches."""
+    (LoRAFusion 5.2). With two groups, the bubble lemma (see `pipeline_plan`) needs no no-ops if
+    each group's global batches take at least S - 1 microbatches."""
     for slot, sizes in lengths.items():
         if not len(sizes):
             raise PlanningError(f"slot {slot}: no samples, so their mean length is unknown")
     if not 1 <= groups <= len(lengths):
         raise PlanningError(f"{len(lengths)} tasks cannot be divided into {groups} groups")
-    # The tasks are sorted by the mean length of their samples and paired: the shortest with the
-    # longest, the second shortest with the second longest, and so on. The pairs are then added to
-    # groups in descending order of tokens, each to the group with the fewest tokens among those
-    # with the fewest pairs.
+    # Tasks are sorted by the mean length of their samples and paired: the shortest with the
+    # longest, the second shortest with the second longest, and so on. The pairs are added to groups
+    # in descending order of tokens, each to the group with the fewest pairs, and among these to the
+    # group with the fewest tokens.
     tokens = {slot: int(np.sum(sizes)) for slot, sizes in lengths.items()}
     pairs = _pairs(sorted(lengths, key=lambda slot: (np.mean(lengths[slot]), slot)), groups)
     members: list[list[int]] = [[] for _ in range(groups)]
-    # For each group, its number of pairs and of tokens.
+    # For each group, its number of pairs and its number of tokens.
     held = [(0, 0)] * groups
     for pair in sorted(pairs, key=lambda pair: -sum(tokens[slot] for slot in pair)):
         lightest = held.index(min(held))
@@ -118,7 +118,8 @@ def pair_head_with_tail(
 
 
 def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
-    """Pairs from both ends; the longest tasks stay single if there are less than two per group."""
+    """Pairs from both ends. If there are fewer than two tasks per group, the longest tasks stay
+    single."""
     singles = max(0, 2 * groups - len(ascending))
     paired, rest = ascending[: len(ascending) - singles], ascending[len(ascending) - singles :]
     half = len(paired) // 2
@@ -130,8 +131,8 @@ def _pairs(ascending: list[int], groups: int) -> list[list[int]]:
 def take_turns[Batch](
     rounds: Sequence[Mapping[int, Batch]], groups: Sequence[Sequence[int]]
 ) -> list[dict[int, Batch]]:
-    """Returns the turns of the groups: in each round, one group's global batches after another's.
-    Turns without any are left out."""
+    """Returns the turns of all rounds. In each round, the groups take turns; a turn holds the
+    global batches of one group. Empty turns are left out."""
     turns = [
         {slot: batches[slot] for slot in group if slot in batches}
         for batches in rounds
@@ -140,9 +141,9 @@ def take_turns[Batch](
     return [turn for turn in turns if turn]
 
 
-# Two parts exchange at most this many items at once; all 2^n divisions of them are compared.
+# Two parts exchange at most this many items in one comparison of all 2^n divisions of these items.
 _EXCHANGED_ITEMS = 12
-# Sums that differ by less than this fraction of the mean sum count as equal.
+# Two sums count as equal if they differ by less than this fraction of the mean sum.
 _NEGLIGIBLE = 1e-3
 # Relative error of a sum of float64 numbers.
 _ROUNDING = 1e-12
@@ -155,7 +156,8 @@ def largest_sum(parts: Parts, sizes: np.ndarray) -> float:
 
 
 def deal_largest_first(sizes: np.ndarray, count: int) -> list[list[int]]:
-    """Deals the items in descending order to `count` parts, each to the smallest part so far."""
+    """Deals the items in descending order to `count` parts, each item to the part with the least
+    sum."""
     parts: list[list[int]] = [[] for _ in range(count)]
     sums = np.zeros(count)
     for item in np.argsort(-sizes, kind="stable"):
@@ -166,9 +168,10 @@ def deal_largest_first(sizes: np.ndarray, count: int) -> list[list[int]]:
 
 
 class _Layer(NamedTuple):
-    """States of the dynamic program: for each, the items in the filled parts, as bits; the sum of
-    squared distances of these parts from the mean of all parts; the index of its parent in the
-    layer before; and the items of the part that was filled last, as bits."""
+    """States of the dynamic program, one entry each. `members` has the items in the filled parts,
+    as bits; `variance` the sum of squared distances of these parts' sums from the mean of all
+    parts; `parent` the index of the previous state in the layer before; `part` the items in the
+    last filled part, as bits."""
 
     members: np.ndarray
     variance: np.ndarray
@@ -177,12 +180,12 @@ class _Layer(NamedTuple):
 
 
 def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> list[list[int]]:
-    """Returns the division into as many parts of least variance, with no sum above `limit`, by a
-    dynamic program over sets of at most about 16 items."""
-    # The program fills one part after another. Each next part holds the largest item that is left,
-    # so every division comes up once. The variance of the given division bounds the search: a part
-    # at distance d from the mean forces a total distance of d on all others together, which leaves
-    # few subsets for a part and few sets to continue from.
+    """Returns the division with the least variance of sums, by a dynamic program over sets for at
+    most about 16 items. It has as many parts as `parts`, and no sum is above `limit`."""
+    # The program fills one part after another. Each part holds the largest item that is left, so
+    # every division comes up once. The variance of the given division bounds the search: if a part
+    # is at distance d from the mean, all other parts together are at a total distance of at least
+    # d. Few subsets for a part and few sets to continue from remain.
     descending = np.argsort(-sizes, kind="stable")
     sums = _subset_sums(sizes[descending])
     count, mean = len(parts), sums[-1] / len(parts)
@@ -209,11 +212,11 @@ def least_variance(parts: Parts, sizes: np.ndarray, limit: float = np.inf) -> li
 
 
 def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int) -> _Layer:
-    """The states after one more part, the one of least variance for each set of items. The part is
-    one of the subsets `near`, int64, as bits. `distance`, float64 [2^items], is the squared
-    distance of each subset's sum from the mean."""
+    """The states after one more part is filled; for each set of items, the state of least variance.
+    The part is one of the subsets `near`, int64, as bits. `distance`, float64 [2^items], is the
+    squared distance of each subset's sum from the mean."""
     everything = 2**items - 1
-    # The lowest bit is the largest item that is left.
+    # The items descend in size, so the lowest bit of those that are left is the largest.
     next_item = ~layer.members & everything
     next_item &= -next_item
     grown = []
@@ -232,7 +235,7 @@ def _fill_part(layer: _Layer, near: np.ndarray, distance: np.ndarray, items: int
 
 
 def small_largest_sum(parts: Parts, sizes: np.ndarray, precision: float) -> list[list[int]]:
-    """Returns, of the divisions with the smallest largest sum, the one of least variance. The
+    """Returns, among the divisions with the smallest largest sum, the one of least variance. The
     largest sum may exceed the smallest possible one by the fraction `precision`."""
     count, best = len(parts), parts
     low, high = max(sizes.sum() / count, sizes.max()), largest_sum(parts, sizes)
@@ -247,9 +250,9 @@ def small_largest_sum(parts: Parts, sizes: np.ndarray, precision: float) -> list
 
 
 def _fewest_bins(sizes: np.ndarray, limit: float) -> list[list[int]]:
-    """The items in the fewest bins of at most `limit`, by a dynamic program over sets. For each set
-    it keeps the packing of fewest bins, and of those the one whose last bin is least full, as one
-    number: (bins - 1) · limit + sum of the last bin."""
+    """Packs the items into the fewest bins of size `limit`, by a dynamic program over sets. For
+    each set it keeps the packing with the fewest bins, and among these the one whose last bin is
+    least full. Both are one number: (bins - 1) · limit + sum of the last bin."""
     members = np.arange(2 ** len(sizes))
     used = np.full(len(members), np.inf)
     used[0] = 0.0
@@ -279,7 +282,7 @@ def _fewest_bins(sizes: np.ndarray, limit: float) -> list[list[int]]:
 
 
 def _spread(parts: Parts, count: int) -> list[list[int]]:
-    """As many parts as `count`: items of parts that hold several move to new ones."""
+    """Splits parts that hold several items until there are `count` parts."""
     spread = [list(part) for part in parts]
     while len(spread) < count:
         spread.append([max(spread, key=len).pop()])
@@ -287,7 +290,7 @@ def _spread(parts: Parts, count: int) -> list[list[int]]:
 
 
 def _subset_sums(sizes: np.ndarray) -> np.ndarray:
-    """The sum of every subset of the items: float64 [2^N], the subset as the bits of the index."""
+    """The sum of every subset of the items: float64 [2^N], indexed by the subset as bits."""
     sums = np.zeros(1)
     for size in sizes:
         sums = np.concatenate([sums, sums + size])
@@ -295,7 +298,8 @@ def _subset_sums(sizes: np.ndarray) -> np.ndarray:
 
 
 def divide_pairs_again(parts: list[list[int]], sizes: np.ndarray) -> list[list[int]]:
-    """Divides pairs of parts again, those of most different sums first, until no pair improves."""
+    """Divides pairs of parts anew, beginning with the most different sums, until no pair
+    improves."""
     sums = [sizes[part].sum() for part in parts]
     negligible = _NEGLIGIBLE * sizes.sum() / len(parts)
     changed = set(range(len(parts)))
@@ -317,7 +321,8 @@ def divide_pairs_again(parts: list[list[int]], sizes: np.ndarray) -> list[list[i
 
 
 def _halve(items: list[int], sizes: np.ndarray) -> tuple[list[int], list[int]]:
-    """Two parts of nearly equal sums: the 12 shortest items are divided best, the others dealt."""
+    """Divides items into two parts of nearly equal sums. The 12 shortest items are divided in the
+    best way; the others are dealt beforehand."""
     descending = sorted(items, key=lambda i: -sizes[i])
     dealt, free = descending[:-_EXCHANGED_ITEMS], descending[-_EXCHANGED_ITEMS:]
     one, two = ([dealt[i] for i in part] for part in deal_largest_first(sizes[dealt], 2))
@@ -329,24 +334,24 @@ def _halve(items: list[int], sizes: np.ndarray) -> tuple[list[int], list[int]]:
     return one, two
 
 
-# For each bucket, the indices of its hTasks; the buckets descend in latency, as rule 1 of MuxTune's
+# For each bucket, the indices of its hTasks. Buckets descend in latency, as rule 1 of MuxTune's
 # pipeline template requires.
 Buckets = tuple[tuple[int, ...], ...]
 
-# The exact search looks at all subsets of the hTasks, so it is used for at most this many.
+# The exact search visits all subsets of the hTasks, so it is used for at most this many.
 _EXACT_HTASKS = 12
-# Buckets of least variance are a candidate if their largest bucket is at most this fraction above
-# the smallest possible largest bucket.
+# Buckets of least variance are a candidate if their largest bucket exceeds the smallest possible
+# largest bucket by at most this fraction.
 _LARGEST_ABOVE_LEAST = 0.01
 
 
 def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
-    """Returns, for each number P of buckets up to `most`, one or two balanced choices of
-    buckets."""
+    """Returns one or two balanced choices of buckets for each number of buckets up to `most`."""
     # A clock of the pipeline takes as long as its largest bucket, but the buckets of least variance
-    # (Eq. 7) do not always have the smallest largest bucket. If the exact search is possible, two
-    # choices are therefore candidates: the buckets of least variance, unless their largest bucket
-    # is too large, and the buckets of least variance among those with the smallest largest bucket.
+    # (Eq. 7) may have a larger largest bucket than necessary. If the exact search is possible,
+    # there are therefore two candidates: the buckets of least variance, unless their largest bucket
+    # is too large, and, among the buckets with the smallest largest bucket, those of least
+    # variance.
     candidates = []
     sizes = np.asarray(latencies, float)
     for balanced in balanced_buckets(latencies, most):
@@ -361,8 +366,8 @@ def candidate_buckets(latencies: Sequence[float], most: int | None = None) -> li
 
 def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> list[Buckets]:
     """Returns, for each P = 1 ... N, the P buckets of least variance (Eq. 7). The result is exact
-    for up to 12 hTasks. For more, hTasks are dealt to buckets in descending order; then pairs of
-    buckets are divided again, each as evenly as possible, until no pair improves."""
+    for up to 12 hTasks. More hTasks are dealt to the buckets in descending order; then pairs of
+    buckets are divided anew, each as evenly as possible, until no pair improves."""
     if not len(latencies):
         raise PlanningError("no hTasks to group")
     for htask, latency in enumerate(latencies):
@@ -376,41 +381,41 @@ def balanced_buckets(latencies: Sequence[float], most: int | None = None) -> lis
 
 
 def balance_gap(latencies: Sequence[float], buckets: Buckets) -> float:
-    """Returns the largest bucket divided by max(mean bucket, largest hTask), minus 1. No choice of
-    the same number of buckets has a largest bucket below that maximum."""
+    """Returns the largest bucket divided by max(mean bucket, largest hTask), minus 1. This maximum
+    is a lower bound on the largest bucket, for the same number of buckets."""
     sizes = np.asarray(latencies, float)
     return largest_sum(buckets, sizes) / max(sizes.sum() / len(buckets), sizes.max()) - 1
 
 
 def _in_order(buckets: Sequence[Sequence[int]], sizes: np.ndarray) -> Buckets:
-    """The buckets in descending order of latency, the hTasks of each ascending."""
+    """The buckets in descending order of latency, each with its hTasks in ascending order."""
     tidy = (tuple(sorted(int(i) for i in bucket)) for bucket in buckets)
     return tuple(sorted(tidy, key=lambda bucket: (-sizes[list(bucket)].sum(), bucket)))
 
 
-# For each group, the slots of its tasks, in the order of the groups' turns. The tasks of a group
-# share microbatches.
+# For each group, in the order of turns, the slots of its tasks. The tasks of a group share
+# microbatches.
 Groups = tuple[tuple[int, ...], ...]
 # For each slot, the task's global batch of a round, cut into spans.
 CutRound = Mapping[int, CutBatch]
 
-# Up to this many tasks, every division into groups is a candidate: 52 divisions of 5 tasks.
+# For up to this many tasks, every division into groups is a candidate: 52 divisions of 5 tasks.
 _EVERY_DIVISION = 5
-# Partitions into more hTasks than this are left out, because their buckets hardly differ from those
-# of tasks that are each an hTask.
+# Partitions into more hTasks are left out: their buckets hardly differ from buckets of single
+# tasks.
 _MOST_HTASKS = 12
 
 
 class Grouping(NamedTuple):
-    """Tasks fused into hTasks, each with the slots of its tasks, and hTasks grouped into buckets,
-    each with the indices of its hTasks. The tasks of a bucket share microbatches."""
+    """Tasks fused into hTasks, and hTasks grouped into buckets. `htasks` has the slots of each
+    hTask, `buckets` the indices of each bucket's hTasks. The tasks of a bucket share
+    microbatches."""
 
     htasks: tuple[HTask, ...]
     buckets: Buckets
 
     @property
     def groups(self) -> Groups:
-        """For each bucket, the slots of its tasks, ascending."""
         members = ([slot for i in bucket for slot in self.htasks[i]] for bucket in self.buckets)
         return tuple(tuple(sorted(slots)) for slots in members)
 
@@ -418,11 +423,12 @@ class Grouping(NamedTuple):
 def candidate_groupings(
     rounds: Sequence[CutRound], shape: ShapeClass, stages: Sequence[float]
 ) -> list[Grouping]:
-    """Returns groupings of which one may be the best, each division of the tasks once. Eq. 6
-    charges an hTask only its first microbatches and so tends to fuse all tasks into one. Therefore
-    the best partition into every number of hTasks is grouped into buckets, and so are the tasks
-    each as an hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few tasks,
-    all divisions. More than 2S buckets are left out, because 2S fill the pipeline already."""
+    """Returns candidates for the best grouping, without duplicates. Eq. 6 charges an hTask only for
+    its first microbatches, and so tends to fuse all tasks into one. Therefore the best partition
+    into every number of hTasks is grouped into buckets; so is the partition in which every task is
+    its own hTask. Further candidates are head-tail pairs (LoRAFusion 5.2) and, for few tasks, all
+    divisions. Groupings with more than 2S buckets are left out, because 2S buckets already fill the
+    pipeline."""
     most = 2 * len(stages)
     batches = _batches(rounds)
     lengths = {slot: [n for batch in cuts for n in batch.lengths] for slot, cuts in batches.items()}
@@ -465,7 +471,7 @@ def chunks_of(batch: CutBatch) -> int:
 
 
 def _batches(rounds: Sequence[CutRound]) -> dict[int, list[CutBatch]]:
-    """By slot, all its global batches that have samples; tasks without samples are left out."""
+    """For each slot, its global batches that have samples; slots without samples are left out."""
     by_slot: dict[int, list[CutBatch]] = {}
     for batches in rounds:
         for slot, batch in batches.items():
@@ -479,7 +485,7 @@ def _batches(rounds: Sequence[CutRound]) -> dict[int, list[CutBatch]]:
 def _head_tail(
     lengths: Mapping[int, Sequence[int]], alone: tuple[HTask, ...], most: int
 ) -> Iterator[Buckets]:
-    """Buckets of head-tail pairs, for every number of buckets up to `most`."""
+    """For every number of buckets up to `most`, buckets of head-tail pairs."""
     index = {slot: i for i, (slot,) in enumerate(alone)}
     for count in range(1, 1 + min(len(lengths), most)):
         groups = pair_head_with_tail(lengths, count)
@@ -502,15 +508,15 @@ def _every_division(tasks: int, most: int) -> Iterator[Buckets]:
             yield tuple(tuple(bucket) for bucket in buckets)
 
 
-# Sums of fractions of microbatches are whole numbers up to this rounding error.
+# Rounding error up to which a sum of fractions of microbatches counts as a whole number.
 _CEIL_TOLERANCE = 1e-9
 
 
 def most_promising(
     groupings: Sequence[Grouping], rounds: Sequence[CutRound], shape: ShapeClass, stages: int
 ) -> list[Grouping]:
-    """Returns the 2S groupings whose streams are estimated to be the shortest. An estimate leaves
-    out how well spans fill microbatches, so few groupings take less time than estimated."""
+    """Returns the 2S groupings whose streams are estimated to be the shortest. The estimate ignores
+    how well spans fill microbatches, so a grouping rarely takes less time than estimated."""
     chunks = [{slot: chunks_of(batch) for slot, batch in batches.items()} for batches in rounds]
     alike: Counter[tuple[int, int]] = Counter()
     keys = []
@@ -521,19 +527,20 @@ def most_promising(
             for of_slots in chunks
         ]
         length = stream_length(turns, stages)
-        # Of groupings with equal estimates, those with different numbers of groups come first.
+        # Among groupings with equal estimates, those with different numbers of groups come first.
         keys.append((length, alike[length, len(groups)], i))
         alike[length, len(groups)] += 1
     return [groupings[i] for _, _, i in sorted(keys)[: 2 * stages]]
 
 
 def stream_length(rounds: Sequence[Sequence[float]], distance: int) -> int:
-    """Returns the number of microbatches in a stream, with the no-ops that the bubble lemma needs.
+    """Returns the number of microbatches in a stream, including the no-ops that the bubble lemma
+    needs.
 
     Args:
       rounds: for each round and each group, the number of microbatches that the group's turn fills.
       distance: number of stages. A turn of a group begins at least this many microbatches after the
-        last microbatch of the group's turn before.
+        last microbatch of the group's previous turn.
     """
     end = 0.0
     last: dict[int, int] = {}

@@ -56,9 +56,9 @@ FORMAT = "jaxmux.plan/3"
 
 
 class PlannedTask(NamedTuple):
-    """The facts about one task that a `Plan` reports. Tokens are all tokens of the samples, as
-    `Task.max_length` counts them. If the adapter's kind has no rank, `rank` is the size that it has
-    instead. The longest sample may be held out."""
+    """The facts about one task that a `Plan` reports. `tokens` counts all tokens of the samples, as
+    `Task.max_length` does. `rank` is the size of the adapter if its kind has no rank. The longest
+    sample may be a held-out one."""
 
     name: str
     rank: int
@@ -71,7 +71,7 @@ class PlannedTask(NamedTuple):
 
 class PlacedSample(NamedTuple):
     """One sample and its position in a microbatch. `step` is the index of the round, `sample` the
-    index in the global batch, `offset` the sample's first token in the row, and `tokens` its stream
+    sample's index in the global batch, `offset` its first token in the row, and `tokens` its stream
     length."""
 
     slot: int
@@ -102,8 +102,8 @@ class Prediction(NamedTuple):
 
 class Baseline(NamedTuple):
     """The predicted costs of another way to train the same rounds on the same replica, with fields
-    as in `Prediction`. The `name` is "one task at a time", "1F1B per task" (the tasks one after
-    another) or "batch everything" (all tasks packed together)."""
+    as in `Prediction`. `name` is "one task at a time", "1F1B per task" (one task after another) or
+    "batch everything" (all tasks packed together)."""
 
     name: str
     round_seconds: float
@@ -117,7 +117,7 @@ class Plan:
 
     An *hTask* (MuxTune 3.3) is a set of tasks that are faster in shared microbatches than in
     separate ones. A *bucket* is a group of hTasks whose tasks are packed into the same
-    microbatches. In every round the buckets enter the pipeline one after another.
+    microbatches. In every round, the buckets enter the pipeline one after another.
 
     Attributes:
       tasks: the tasks in the order of their slots.
@@ -126,7 +126,7 @@ class Plan:
       buckets: for each bucket, in the order of the pipeline, the indices of its hTasks in `htasks`.
       microbatches: the samples of each microbatch, in the order of `schedule.microbatches`.
       forward_seconds: for each stage, seconds of the forward pass of any microbatch.
-      backward_seconds: the same for the backward pass.
+      backward_seconds: for each stage, seconds of the backward pass of any microbatch.
       hop_seconds: seconds from the end of a pass until its output is at the next stage.
       baselines: the predicted costs of simpler methods for these rounds.
     """
@@ -150,17 +150,16 @@ class Plan:
 
     @property
     def groups(self) -> Groups:
-        """For each bucket, the slots of its tasks in ascending order."""
         return Grouping(self.htasks, self.buckets).groups
 
     @property
     def tokens_by_microbatch(self) -> tuple[int, ...]:
-        """For each microbatch, the tokens of its samples, without padding."""
         return tuple(sum(sample.tokens for sample in placed) for placed in self.microbatches)
 
     def simulate(self, unit: float = 1.0) -> Simulation:
         """Returns the predicted start and end of every pass, in units of `unit` seconds. A stage
-        starts a pass as soon as it is free and the pass's input is there; updates take no time."""
+        starts a pass as soon as the stage is free and the pass's input has arrived; updates take no
+        time."""
         count = len(self.schedule.microbatches)
         forward, backward = (
             np.tile(seconds, (count, 1)) / unit
@@ -170,8 +169,7 @@ class Plan:
         return simulate_asynchronous(self.schedule, workload, self.hop_seconds / unit)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`, the content of plan.json, which `from_json`
-        reads."""
+        """Returns the content of plan.json for `json.dump`; `from_json` reads it."""
         fields = {name: getattr(self, name) for name in _NAMES}
         fields |= {
             "costs": self.costs._asdict(),
@@ -186,10 +184,10 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "Plan":
-        """Returns the plan that `to_json` was called on.
+        """Returns the plan from the result of `to_json`.
 
         Raises:
-          PlanningError: the dict is of another format, or lacks a key.
+          PlanningError: the dict has another format, or lacks a key.
         """
         if data.get("format") != FORMAT:
             raise PlanningError(f"not a plan: format is {data.get('format')!r}, not {FORMAT!r}")
@@ -224,7 +222,7 @@ def _as_tuples(value: Any) -> Any:
 def plan_with(
     grouping: Grouping, rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
 ) -> PipelinePlan:
-    """Returns the pipeline of rounds on a replica, with these groups of tasks."""
+    """Returns the pipeline of rounds on a replica for this grouping of the tasks."""
     seconds = costs.stages(shape)
     pipeline = PipelineCosts(
         shape,
@@ -239,10 +237,10 @@ def plan_with(
 def baselines(
     rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
 ) -> tuple[Baseline, ...]:
-    """Returns the predicted costs of the methods that a plan is compared with. They use 1F1B and
-    the plan's shape class. On one device the plan itself trains all tasks together, so only one
-    task at a time remains."""
-    # The methods keep the `in_flight` of the plan's schedule, and so its remat policies.
+    """Returns the predicted costs of the methods with which a plan is compared. They use 1F1B and
+    the plan's shape class. On one device, the plan itself packs all tasks together, so the only
+    method is one task at a time."""
+    # The methods keep `in_flight` of the plan's schedule, and with it the plan's remat policies.
     if costs.schedule != AUTO_SCHEDULE:
         costs = dataclasses.replace(costs, schedule=AUTO_SCHEDULE)
     separate = []
@@ -260,7 +258,7 @@ def baselines(
 def _baseline(
     name: str, plans: Sequence[PipelinePlan], rounds: int, costs: ReplicaCosts
 ) -> Baseline:
-    """The costs of plans that run one after another, each with the updates of its tasks."""
+    """The costs of plans that run one after another, with the updates of all tasks."""
     seconds = sum(plan.simulation.makespan for plan in plans)
     busy = sum(float(np.sum(plan.simulation.busy())) for plan in plans)
     return Baseline(
@@ -272,14 +270,14 @@ def _baseline(
 
 
 class TaskLoad(NamedTuple):
-    """The facts about one task that `make_plan` depends on. Lengths are stream lengths in tokens,
-    with the virtual tokens of the adapter.
+    """The facts about one task that `make_plan` depends on. Lengths are stream lengths in tokens
+    and include the virtual tokens of the adapter.
 
     Attributes:
       pool: sizes of the pool that the task needs alone.
-      steps: number of global batches that the task trains for.
-      batches: stream lengths of each global batch, of all steps or at least the first one.
-      held_out: lengths of the held-out samples, which rows of microbatches must be able to hold.
+      steps: number of global batches that the task trains.
+      batches: stream lengths of each global batch, of all steps or at least of the first step.
+      held_out: lengths of the held-out samples, which must also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
     """
@@ -296,12 +294,12 @@ class TaskLoad(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Stream length of the longest sample in tokens, held-out samples included."""
+        """Stream length in tokens of the longest sample, held-out samples included."""
         return max((*self.lengths, *self.held_out))
 
 
 def shared_pool(tasks: Sequence[TaskLoad]) -> PoolSpec:
-    """Returns the sizes of the pool that holds the adapters of all tasks together."""
+    """Returns the sizes of the pool that holds the adapters of all tasks."""
     return merge_pool_specs([task.pool for task in tasks])
 
 
@@ -315,16 +313,16 @@ def make_plan(
 ) -> Plan:
     """Chooses how tasks train together on one replica and returns the plan of least predicted time.
 
-    It chooses the shape class from rounds of the whole training run, as training does. On one
-    device all tasks are then packed together; on several pipeline stages it compares ways to group
-    them.
+    The shape class is chosen from rounds of the whole training run, as in training. On one device,
+    all tasks are then packed together. On several pipeline stages, different groupings of the tasks
+    are compared.
 
     Args:
       costs: times and memory on the replica, for the pool `shared_pool(tasks)`.
-      rounds: number of rounds that the schedule covers; at least 2 show how a round waits for
-        updates. A task with fewer global batches in `TaskLoad.batches` repeats them.
-      shape: the shape class, if it has been chosen already, for example with tasks that wait for a
-        slot. Then nothing is refused for lack of memory.
+      rounds: number of rounds that the schedule covers; with at least 2, it shows how a round waits
+        for updates. A task with fewer global batches in `TaskLoad.batches` repeats them.
+      shape: the shape class, if it was chosen before, for example for these tasks and others that
+        wait for a slot. Then no task is refused for lack of memory.
 
     Raises:
       PlanningError: there are no tasks, or they do not fit. The message lists changes that would
@@ -355,8 +353,8 @@ def plan_rounds(
     samples: Sequence[Mapping[int, Sequence[int]]] | None = None,
 ) -> Plan:
     """Returns the plan of given rounds on one replica, without baselines. Some rounds may be empty.
-    `samples` has for each round and slot the indices of the samples in the task's global batch;
-    None stands for all samples in order."""
+    `samples` has, for each round and slot, the indices of the trained samples in the task's global
+    batch; None means all samples in order."""
     filled = [i for i, batches in enumerate(rounds) if batches]
     pipeline = plan_with(grouping, [rounds[i] for i in filled], shape, costs)
     validate(pipeline.schedule)
@@ -408,8 +406,8 @@ def plan_rounds(
 
 
 def round_lengths(tasks: Sequence[TaskLoad], rounds: int) -> list[RoundLengths]:
-    """Returns, for each round and slot, the stream lengths in tokens of the task's global batch. A
-    task with fewer global batches repeats them."""
+    """Returns the stream lengths in tokens of each task's global batch, for each round and slot. A
+    task with fewer global batches than `rounds` repeats them."""
     return [
         {slot: list(task.batches[k % len(task.batches)]) for slot, task in enumerate(tasks)}
         for k in range(rounds)
@@ -419,8 +417,9 @@ def round_lengths(tasks: Sequence[TaskLoad], rounds: int) -> list[RoundLengths]:
 def choose_shape_class(
     tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> ShapeClass:
-    """Returns the shape class in which rounds of the whole training run take the least time, apart
-    from the gain of smaller microbatches in a pipeline (see `try_smaller_microbatches`)."""
+    """Returns the shape class in which rounds of the whole training run take the least time. The
+    gain of smaller microbatches in a pipeline is not considered (see
+    `try_smaller_microbatches`)."""
     lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
     if request.row_len is not None:
         require_rows(tasks, request)
@@ -429,7 +428,7 @@ def choose_shape_class(
 
 
 def require_rows(tasks: Sequence[TaskLoad], request: ShapeRequest) -> None:
-    """Raises PlanningError if rows of the requested length are not possible or do not hold every
+    """Raises PlanningError if the requested row length is not legal or is too short for a
     sample."""
     row_len = request.row_len
     smallest_shape_class([1], request.tokens, request.chunk_len, row_len)
@@ -457,14 +456,14 @@ def _planned_task(task: TaskLoad) -> PlannedTask:
     )
 
 
-# Smaller microbatches are tried if less than this fraction of all devices' time is useful, and
-# reported if a round takes less than this fraction of its time in the plan.
+# Smaller microbatches are tried if less than this fraction of all devices' time is useful. They are
+# reported if they shorten a round to less than this fraction of its time in the plan.
 _NOTABLE = 0.95
 
 
 class SmallerMicrobatches(NamedTuple):
-    """Fewer tokens per microbatch than in a plan, to request as `ShapeRequest.tokens`, and the
-    predicted times with them, as in `Prediction`."""
+    """A number of tokens per microbatch that is smaller than the plan's, for `ShapeRequest.tokens`,
+    and the predicted times with it, as in `Prediction`."""
 
     tokens: int
     round_seconds: float
@@ -474,10 +473,10 @@ class SmallerMicrobatches(NamedTuple):
 def try_smaller_microbatches(
     plan: Plan, tasks: Sequence[TaskLoad], request: ShapeRequest, costs: ReplicaCosts
 ) -> SmallerMicrobatches | None:
-    """Searches fewer tokens per microbatch that make rounds at least 5% faster than in a plan, with
-    the other arguments of `make_plan`: smaller microbatches fill a pipeline better. Returns None if
-    there are none, or without a search if bubbles and padding together take less than 5% of the
-    devices' time."""
+    """Searches for a smaller number of tokens per microbatch that makes rounds at least 5% faster
+    than in `plan`, because smaller microbatches fill a pipeline better. The other arguments are
+    those of `make_plan`. Returns None if there is no such number. Does not search if bubbles and
+    padding together take less than 5% of the devices' time."""
     if plan.replica.pp == 1 or _useful_share(plan) > _NOTABLE:
         return None
     lengths, predicted = round_lengths(tasks, plan.rounds), plan.prediction
@@ -501,6 +500,6 @@ def try_smaller_microbatches(
 
 
 def _useful_share(plan: Plan) -> float:
-    """The fraction of all devices' time that is neither bubbles nor padding."""
+    """The fraction of all devices' time that goes neither to bubbles nor to padding."""
     tokens = plan.tokens_by_microbatch
     return (1 - plan.prediction.bubble_ratio) * sum(tokens) / (len(tokens) * plan.shape.tokens)

@@ -2,9 +2,9 @@
 
 While a task waits for its update, microbatches of other groups of tasks keep the stages busy. The
 tasks of a group are packed together, and groups take turns. A *turn* is the part of a round that
-belongs to one group; its last microbatch is filled up with samples of the next one. More groups
-provide more microbatches for the time of an update, fewer groups fill microbatches better. Training
-makes the same choice by the same function.
+belongs to one group. The last microbatch of a turn is filled up with samples of the next turn. With
+more groups, more microbatches are there to run during an update; with fewer groups, microbatches
+are fuller. Training chooses the groups by the same function.
 """
 
 import dataclasses
@@ -42,8 +42,8 @@ from .schedules import (
 
 
 class PlacedSpan(NamedTuple):
-    """A span in a microbatch. Its samples are those of the turn with this index in the order of
-    execution."""
+    """A span in a microbatch. `turn` is the index, in the order of execution, of the turn that has
+    the span's samples."""
 
     turn: int
     slot: int
@@ -51,8 +51,7 @@ class PlacedSpan(NamedTuple):
 
 
 class PlannedMicrobatch(NamedTuple):
-    """The spans of a microbatch, side by side in its rows. A microbatch without spans is a
-    no-op."""
+    """The spans of a microbatch, side by side in its rows. Without spans, it is a no-op."""
 
     rows: tuple[tuple[PlacedSpan, ...], ...] = ()
 
@@ -61,12 +60,13 @@ class PlannedMicrobatch(NamedTuple):
         return not any(self.rows)
 
     def after(self, turns: int) -> "PlannedMicrobatch":
-        """The same microbatch in a stream in which so many turns come before."""
+        """The same microbatch in a stream that has `turns` more turns before it."""
         rows = [[placed._replace(turn=placed.turn + turns) for placed in row] for row in self.rows]
         return PlannedMicrobatch(tuple(map(tuple, rows)))
 
     def turns(self) -> dict[int, int]:
-        """By slot, the turn whose samples it holds; the lemma forbids two turns of one task."""
+        """For each slot, the turn that has its samples. The bubble lemma forbids two turns of one
+        task."""
         return {placed.slot: placed.turn for row in self.rows for placed in row}
 
     def placements(self, shape: ShapeClass) -> tuple[Placement, ...]:
@@ -74,20 +74,20 @@ class PlannedMicrobatch(NamedTuple):
 
 
 # The bubble lemma (LoRAFusion 5.2): a task's update needs the gradients of a whole global batch. In
-# a pipeline of S stages a microbatch may start its backward pass S - 1 microbatches after it was
-# launched. A microbatch with samples of a task's next global batch therefore comes at least S
-# microbatches after the last one with samples of its current global batch. Microbatches of other
-# tasks fill the distance, or else no-op microbatches. LoRAFusion requires the distance S - 1: its
-# backward pass ends in the same clock in which the next forward pass begins. Here the update must
-# come between the two as well.
+# a pipeline of S stages, a microbatch may start its backward pass S - 1 microbatches after its
+# launch. A microbatch with samples of a task's next global batch therefore comes at least S
+# microbatches after the last one with samples of the current global batch. Microbatches of other
+# tasks, or no-op microbatches, fill this distance. LoRAFusion requires the distance S - 1, because
+# its backward pass ends in the clock in which the next forward pass begins; here, the update must
+# also come between the two passes.
 #
 # Plans and training schedule one round at a time. No task occurs twice in a round, so they need no
-# no-ops. Streams of several rounds are LoRAFusion's order, with which plans are compared.
+# no-ops. Plans are also compared with LoRAFusion's order, which needs streams of several rounds.
 def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMicrobatch]:
-    """Returns the microbatches of all turns, in their order, such that the bubble lemma holds
+    """Returns the microbatches of all turns in their order, such that the bubble lemma holds
     (LoRAFusion Alg. 1, lines 12 to 15)."""
-    # Turns may be merged or not. How well two turns merge does not follow from how well each is
-    # packed, so the greedy packing of the same spans is tried as well.
+    # Turns may be merged or not. How well two turns merge does not follow from how full each one's
+    # microbatches are, so the greedy packing of the same spans is tried too.
     schedules = []
     for packed in (turns, [_repack_greedily(turn) for turn in turns]):
         separate = [microbatch for i, turn in enumerate(packed) for microbatch in _lay(i, turn)]
@@ -96,7 +96,8 @@ def schedule_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMic
 
 
 def insert_noops(microbatches: Sequence[PlannedMicrobatch], stages: int) -> list[PlannedMicrobatch]:
-    """Returns the microbatches in their order, with the fewest no-ops that keep the lemma."""
+    """Returns the microbatches in their order, with the fewest no-ops for which the bubble lemma
+    holds."""
     timeline = _Timeline(stages)
     for microbatch in microbatches:
         timeline.append(microbatch)
@@ -104,12 +105,12 @@ def insert_noops(microbatches: Sequence[PlannedMicrobatch], stages: int) -> list
 
 
 def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMicrobatch]:
-    """Returns the turns one after another, each filling up the last microbatch of the one
-    before."""
+    """Returns the microbatches of the turns in order. Each turn first fills up the last microbatch
+    of the turn before."""
     timeline = _Timeline(stages)
     for index, turn in enumerate(turns):
         filled, remaining = _fill_last(timeline, index, turn)
-        # Spans move only if the rest of the turn, packed again, needs no more microbatches.
+        # Move spans only if the rest of the turn, packed again, does not need more microbatches.
         if filled is not None and remaining.count <= turn.count:
             timeline.replace_last(filled)
             turn = remaining
@@ -119,7 +120,8 @@ def merge_turns(turns: Sequence[PackedRound], stages: int) -> list[PlannedMicrob
 
 
 class _Timeline:
-    """Microbatches in the order of execution, and the end of each task's current global batch."""
+    """Microbatches in the order of execution, and the last microbatch of each task's current global
+    batch."""
 
     def __init__(self, stages: int):
         self.stages = stages
@@ -129,7 +131,7 @@ class _Timeline:
         self._ends: dict[int, tuple[int, int]] = {}
 
     def earliest(self, slot: int, turn: int) -> int:
-        """Index of the first microbatch that may hold samples of this turn of the task."""
+        """The index of the first microbatch that may hold the task's samples of this turn."""
         current, last = self._ends.get(slot, (turn, 0))
         return last if current == turn else last + self.stages
 
@@ -156,7 +158,7 @@ def _repack_greedily(turn: PackedRound) -> PackedRound:
 
 
 def _lay(index: int, turn: PackedRound) -> list[PlannedMicrobatch]:
-    """The microbatches of a turn alone."""
+    """The microbatches of one turn, not merged with other turns."""
     return [
         PlannedMicrobatch(
             tuple(tuple(PlacedSpan(index, slot, span) for slot, span in row) for row in rows)
@@ -168,7 +170,8 @@ def _lay(index: int, turn: PackedRound) -> list[PlannedMicrobatch]:
 def _fill_last(
     timeline: _Timeline, index: int, turn: PackedRound
 ) -> tuple[PlannedMicrobatch | None, PackedRound]:
-    """The timeline's last microbatch with spans of the turn added, and the remaining turn."""
+    """The timeline's last microbatch after spans of the turn are added, and the rest of the
+    turn."""
     end = len(timeline.microbatches) - 1
     ready = {
         slot: spans
@@ -195,7 +198,7 @@ def _fill_last(
     left = {slot: spans[moved.get(slot, 0) :] for slot, spans in turn.spans.items()}
     queues = {slot: spans for slot, spans in left.items() if spans}
     packed = fill_rows(queues, shape, height) if queues else []
-    # `lengths` serve only for bounds, which the remaining turn does not need.
+    # `lengths` are used only for bounds, which the rest of the turn does not need.
     remaining = dataclasses.replace(turn, spans=left, rows=packed, lengths={})
     return PlannedMicrobatch(tuple(rows)), remaining
 
@@ -204,17 +207,17 @@ def _fill_last(
 # seconds on each stage, float64 [S] each.
 StageSeconds = Callable[[Sequence[int]], tuple[np.ndarray, np.ndarray]]
 
-# Groupings are compared on at least two rounds, and on as many as it takes to have this number of
+# Groupings are compared on at least two rounds, and on enough rounds for this number of
 # microbatches per stage.
 _MICROBATCHES_PER_STAGE = 16
-# Groups that are in use are kept unless others are faster by this fraction. After a change, the
-# first round waits for the last updates of the groups before, while stages are idle.
+# Groups in use are kept unless other groups are faster by this fraction. A change has a cost: the
+# first round after it waits for the last updates of the old groups, while stages are idle.
 _LEAST_GAIN = 0.01
 
 
 class PipelinePlan(NamedTuple):
-    """A stream of microbatches and its schedule. The spans of microbatches refer by index to the
-    turns of `take_turns(rounds, grouping.groups)`. Each microbatch has the index of its round."""
+    """A stream of microbatches and its schedule. Spans refer to turns by their index in
+    `take_turns(rounds, grouping.groups)`. `rounds` has the index of each microbatch's round."""
 
     grouping: Grouping
     microbatches: list[PlannedMicrobatch]
@@ -225,13 +228,14 @@ class PipelinePlan(NamedTuple):
 
     @property
     def buckets(self) -> int:
-        """Number of groups that do not only fill up the microbatches of other groups."""
+        """The number of groups whose samples come first in some microbatch; other groups only fill
+        up microbatches."""
         return len({microbatch.bucket for microbatch in self.workload.microbatches})
 
 
 class PipelineCosts(NamedTuple):
-    """The time that microbatches take in a pipeline. The output of a pass is at the next stage
-    after `hop_seconds`."""
+    """The time that microbatches take in a pipeline. `hop_seconds` is the time until the output of
+    a pass is at the next stage."""
 
     shape: ShapeClass
     stage_seconds: StageSeconds
@@ -247,9 +251,9 @@ def grouping_of_tasks(
     present: Groups = (),
     schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
-    """Returns the grouping with which tasks train in the least time as long as all of them train.
-    Only the schedule "auto" leaves the choice to the planner. With others, every task is a group,
-    or all tasks together are one. For `present` see `choose_grouping`."""
+    """Returns the grouping with which the tasks train fastest while all of them train. Only the
+    schedule "auto" lets the planner choose. With "lorapp" and "template", every task is a group;
+    with other schedules, all tasks together are one group. For `present` see `choose_grouping`."""
     if schedule in TASK_BY_TASK:
         return of_groups([(slot,) for slot in range(len(tasks))])
     together = one_htask(range(len(tasks)))
@@ -261,7 +265,7 @@ def grouping_of_tasks(
     rounds = sample_rounds([_First(batches, steps) for batches in tasks])
     rounds = [{slot: lengths for slot, lengths in batches.items() if lengths} for batches in rounds]
     rounds = _enough([batches for batches in rounds if batches], shape, stages)
-    # A task of which these rounds have no samples could be in any group.
+    # If these rounds have no sample of some task, every group would be equally good for it.
     if len(set().union(*rounds)) < len(tasks):
         return of_groups(present) if present else together
     return choose_grouping(rounds, shape, stages, present)
@@ -275,15 +279,15 @@ def grouping_of_share(
     present: Groups = (),
     schedule: str = AUTO_SCHEDULE,
 ) -> Grouping:
-    """Returns the grouping of tasks that suits a replica that trains a share of their samples:
-    those that fit into its rows, divided by the number of `devices` of all replicas."""
+    """Returns the grouping for a replica that trains a share of the tasks' samples: the samples
+    that fit into its rows, divided among `devices`, the devices of all replicas."""
     parts = replica.shards * round(devices / replica.devices)
     share = [PartOfBatches(batches, parts, shape.row_len) for batches in tasks]
     return grouping_of_tasks(share, shape, replica.pp, present, schedule)
 
 
 class _First(Sequence):
-    """The first steps of a task, which are read only when they are requested."""
+    """The first `steps` steps of a task. A step is read only when it is requested."""
 
     def __init__(self, batches: Batches, steps: int):
         self._batches, self._steps = batches, steps
@@ -298,9 +302,9 @@ class _First(Sequence):
 def choose_grouping(
     rounds: Sequence[RoundLengths], shape: ShapeClass, stages: int, present: Groups = ()
 ) -> Grouping:
-    """Returns the grouping of least makespan among the most promising ones. The passes of all
-    microbatches count as equally long on all stages. The groups in use, `present`, are returned
-    unless others take at least 1% less time."""
+    """Returns the grouping of least makespan among the most promising ones. All passes of one
+    direction count as equally long, on all stages. The groups in use, `present`, are kept unless
+    others take at least 1% less time."""
     packings = _Packings(rounds, shape)
     forward, backward = (np.full(stages, seconds) for seconds in (FORWARD, BACKWARD))
     costs = PipelineCosts(shape, lambda lengths: (forward, backward))
@@ -308,12 +312,12 @@ def choose_grouping(
     candidates = candidate_groupings(packings.cut, shape, (forward + backward) / 2)
     orders = []
     for grouping in most_promising(candidates, packings.cut, shape, stages):
-        # The order decides which turn fills up the last microbatch of which other turn.
+        # The order of buckets decides whose turn fills up whose last microbatch.
         orders += [grouping, grouping._replace(buckets=grouping.buckets[::-1])]
     plans = [_plan(packings, grouping, costs) for grouping in (*orders, together)]
-    # A group that only fills up the microbatches of others is of no use. Of equally fast plans the
-    # first one, with several groups, is taken: it hides the time of updates, which the simulation
-    # leaves out.
+    # A group that only fills up microbatches of other groups is of no use. Among equally fast
+    # plans, take the first, which has several groups: they hide the time of updates, which the
+    # simulation leaves out.
     useful = (plan for plan in plans if plan.buckets == len(plan.grouping.groups))
     best = min(useful, key=lambda plan: plan.simulation.makespan)
     if present:
@@ -324,7 +328,7 @@ def choose_grouping(
 
 
 def _enough(rounds: list[RoundLengths], shape: ShapeClass, stages: int) -> list[RoundLengths]:
-    """As many of the first rounds as suffice to compare groupings."""
+    """The first rounds, as many as are needed to compare groupings."""
     if not rounds:
         return []
     microbatches = max(1, sum(map(sum, rounds[0].values())) // shape.tokens)
@@ -332,33 +336,31 @@ def _enough(rounds: list[RoundLengths], shape: ShapeClass, stages: int) -> list[
 
 
 def one_htask(slots: Sequence[int]) -> Grouping:
-    """Returns the grouping in which all tasks are one hTask."""
     return of_groups([tuple(slots)])
 
 
 def of_groups(groups: Groups) -> Grouping:
-    """Returns the grouping in which every group is one hTask."""
     return Grouping(tuple(groups), tuple((i,) for i in range(len(groups))))
 
 
 def plan_pipeline(
     rounds: Sequence[RoundLengths], grouping: Grouping, costs: PipelineCosts
 ) -> PipelinePlan:
-    """Returns the plan of a stream of rounds, without a flush between them. PlanningError tells if
-    there are no samples, or one is longer than a row."""
+    """Plans a stream of rounds; the pipeline does not drain between rounds. Raises PlanningError if
+    there are no samples, or a sample is longer than a row."""
     return _plan(_Packings(rounds, costs.shape), grouping, costs)
 
 
 def pack_in_groups(
     batches: RoundLengths, groups: Groups, shape: ShapeClass
 ) -> list[PlannedMicrobatch]:
-    """Packs a round: the groups one after another, each filling up the last microbatch of the one
-    before."""
+    """Packs a round, one group after another. Each group first fills up the last microbatch of the
+    group before."""
     return next(_Packings([batches], shape).in_groups(groups))[1]
 
 
 class _Packings:
-    """The packed turns of groups, each packed once for all groupings that contain the group."""
+    """The packed turns of groups. Each group is packed once for all groupings that contain it."""
 
     def __init__(self, rounds: Sequence[RoundLengths], shape: ShapeClass):
         self.rounds = rounds
@@ -367,7 +369,7 @@ class _Packings:
         self._of_group = cache(self._pack_group)
 
     def _pack_group(self, group: tuple[int, ...]) -> dict[int, PackedRound]:
-        """By round, the group's packed turn, if it has one."""
+        """The group's packed turn in each round in which it has samples, by index of the round."""
         packed = {}
         for i, batches in enumerate(self.cut):
             if turn := {slot: batches[slot] for slot in group if slot in batches}:
@@ -377,8 +379,8 @@ class _Packings:
     def in_groups(
         self, groups: Groups, apart: bool = False
     ) -> Iterator[tuple[int, list[PlannedMicrobatch]]]:
-        """For each round, the number of its turns and its microbatches, whose turns count from the
-        first of the round. Groups that train `apart` share no microbatch."""
+        """Yields, for each round, the number of its turns and its microbatches. Turns are counted
+        from the first turn of the round. With `apart`, groups share no microbatch."""
         for i in range(len(self.rounds)):
             turns = [packed[i] for packed in map(self._of_group, groups) if i in packed]
             if apart:
@@ -408,8 +410,8 @@ def stream_workload(
     groups: Groups,
     stage_seconds: StageSeconds,
 ) -> Workload:
-    """Returns microbatches with their times as a workload for schedule generators. The n-th of
-    `turns` that holds a task is its step n. A microbatch's bucket is the group of its first
+    """Returns microbatches with their times, as a workload for schedule generators. The n-th of
+    `turns` that holds a task is the task's step n. A microbatch's bucket is the group of its first
     turn."""
     steps = _steps(turns)
     bucket_of = {slot: i for i, group in enumerate(groups) for slot in group}
@@ -431,7 +433,6 @@ def stream_workload(
 
 
 def sequence_lengths(microbatch: PlannedMicrobatch, turns: Sequence[RoundLengths]) -> list[int]:
-    """Returns the length in tokens of each sequence of a microbatch."""
     return [
         turns[placed.turn][placed.slot][sample]
         for row in microbatch.rows
@@ -441,7 +442,7 @@ def sequence_lengths(microbatch: PlannedMicrobatch, turns: Sequence[RoundLengths
 
 
 def _steps(turns: Sequence[RoundLengths]) -> list[dict[int, int]]:
-    """For each turn, by slot, how many global batches the task has had before."""
+    """For each turn and slot, the number of global batches that the task has had before."""
     before: Counter[int] = Counter()
     steps = []
     for turn in turns:

@@ -1,4 +1,4 @@
-"""The time that a replica of each parallel configuration takes per sequence (LobRA 2.2).
+"""The time that replicas take per sequence, for each parallel configuration (LobRA 2.2).
 
 A *parallel configuration* S_i is a `Replica`. A deployment has p_i equal replicas of it.
 """
@@ -15,8 +15,8 @@ from ..packing.rows import ShapeClass
 
 
 class TokenCosts:
-    """The `SequenceCosts` of replicas of which only the sizes are known. They have no unit: a
-    sequence takes as long as it has tokens, divided by the number of devices."""
+    """The `SequenceCosts` of replicas for which only sizes are known, in arbitrary units: a
+    sequence takes its number of tokens divided by the number of devices."""
 
     def __init__(self, shapes: Mapping[Replica, ShapeClass]):
         self._shapes = shapes
@@ -28,14 +28,15 @@ class TokenCosts:
         return length / configuration.devices
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Returns the tokens that each device could process while the pipeline is filled."""
+        """Returns the tokens that each device could process in the time in which the pipeline
+        fills."""
         fill = (configuration.pp - 1) * self._shapes[configuration].tokens
         return fill / configuration.devices
 
 
 class ShapeCosts:
-    """The `SequenceCosts` of replicas by their cost models: a sequence takes its share of the
-    tokens of a microbatch in the replica's shape class."""
+    """The `SequenceCosts` of replicas with cost models: a sequence takes its share of the time of a
+    microbatch, by its tokens."""
 
     def __init__(self, costs: Mapping[Replica, tuple[ReplicaCosts, ShapeClass]]):
         self._costs = costs
@@ -49,22 +50,24 @@ class ShapeCosts:
         return self._microbatch(configuration) * length / (shape.tokens * configuration.shards)
 
     def constant_seconds(self, configuration: Replica) -> float:
-        """Returns the seconds in which the pipeline is filled and drained and the tasks updated."""
+        """Returns the seconds for filling and draining the pipeline and for updating the tasks."""
         costs, _ = self._costs[configuration]
         return (configuration.pp - 1) * self._microbatch(configuration) + costs.update()
 
     def _microbatch(self, configuration: Replica) -> float:
-        """Seconds of both passes of a full microbatch on the slowest stage."""
         costs, shape = self._costs[configuration]
         return costs.microbatch(shape) + 2 * costs.permute(shape)
 
 
 class SequenceCosts(Protocol):
-    """Protocol of LobRA's cost model: the time that one replica takes for the sequences of a round.
-    A sequence is a training sample, padded to the longest length of its bin. A replica of
-    configuration S that serves x_j sequences padded to s_j tokens, for each length bin j, takes
-    T(x; S) = constant_seconds(S) + Σ_j sequence_seconds(S, s_j) · x_j seconds for a round, forward
-    and backward passes together. A deployed replica takes the constant even without sequences."""
+    """LobRA's cost model: the time that one replica takes for the sequences of a round. A sequence
+    is a training sample, padded to the upper boundary of its length bin.
+
+    If a replica of configuration S serves x_j sequences of each length bin j, padded to s_j tokens,
+    the forward and backward passes of a round take T(x; S) = constant_seconds(S) + Σ_j
+    sequence_seconds(S, s_j) · x_j seconds. A deployed replica takes the constant even without
+    sequences.
+    """
 
     def longest(self, configuration: Replica) -> int:
         """Returns the tokens of the longest sequence that fits into memory; 0 if none fits."""
@@ -78,9 +81,10 @@ class SequenceCosts(Protocol):
 
 
 class CostTable(NamedTuple):
-    """The cost model for S configurations and R length bins, each with the tokens that its
-    sequences are padded to: the seconds of a round that do not depend on the sequences, float64
-    [S], and the seconds of one sequence, float64 [S, R], infinite if memory does not suffice."""
+    """The cost model for S configurations and R length bins. `lengths` has the tokens to which each
+    bin's sequences are padded. `constant`, float64 [S], is the seconds of a round that do not
+    depend on its sequences. `per_sequence`, float64 [S, R], is the seconds of one sequence;
+    infinite if memory does not suffice."""
 
     configurations: tuple[Replica, ...]
     lengths: tuple[int, ...]
@@ -89,12 +93,12 @@ class CostTable(NamedTuple):
 
     @property
     def devices(self) -> np.ndarray:
-        """int64 [S]: n_i, the devices of a replica of each configuration."""
+        """int64 [S]: n_i, the number of devices of one replica of each configuration."""
         return np.array([configuration.devices for configuration in self.configurations], np.int64)
 
     @property
     def alone(self) -> np.ndarray:
-        """float64 [S, R]: seconds of a round in which a replica serves a single sequence."""
+        """float64 [S, R]: the seconds of a round in which a replica serves a single sequence."""
         return self.constant[:, None] + self.per_sequence
 
     def of(self, indices: Sequence[int]) -> "CostTable":
@@ -103,8 +107,8 @@ class CostTable(NamedTuple):
         return CostTable(configurations, self.lengths, constant, per_sequence)
 
     def seconds_of(self, counts: np.ndarray) -> np.ndarray:
-        """Returns the seconds of `counts` sequences [..., S, R], without the constant: float64
-        [..., S]."""
+        """Returns the seconds of `counts` sequences [..., S, R] without the constant, float64 [...,
+        S]."""
         return (np.where(counts > 0, self.per_sequence, 0) * counts).sum(axis=-1)
 
 
@@ -122,13 +126,13 @@ def tabulate_costs(
 
 
 def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]:
-    """Removes configurations that another one makes unnecessary (LobRA 4.2): those that are no
-    faster than one with at most as many devices. Returns one such configuration for each of
-    them."""
+    """Removes dominated configurations (LobRA 4.2): a configuration is dominated if another one
+    with at most as many devices is at least as fast. Also returns, for each removed configuration,
+    one that dominates it."""
     table = np.column_stack([costs.devices, costs.constant, costs.per_sequence])
     kept: list[int] = []
     dominated = {}
-    # In this order every configuration comes after all that dominate it.
+    # In this order, every configuration comes after all that dominate it.
     for index in np.lexsort(table.T[::-1]):
         better = next((k for k in kept if (table[k] <= table[index]).all()), None)
         if better is None:
@@ -139,8 +143,8 @@ def drop_dominated(costs: CostTable) -> tuple[CostTable, dict[Replica, Replica]]
 
 
 def require_service(costs: CostTable, devices: int) -> None:
-    """Raises PlanningError if there is a length bin that no configuration of at most `devices`
-    devices serves. The message names a change that would help."""
+    """Raises PlanningError if no configuration of at most `devices` devices serves some length bin.
+    The message names a change that would help."""
     if not len(costs.configurations):
         raise PlanningError("no parallel configurations to choose from")
     if not len(costs.lengths):

@@ -1,4 +1,5 @@
-"""Searches the numbers of replicas with which a round takes the least time (LobRA 4.2, Eq. 2)."""
+"""Searches for the numbers of replicas with which a round takes the least time (LobRA 4.2, Eq.
+2)."""
 
 import math
 import time
@@ -20,20 +21,20 @@ from .cost_table import (
 from .length_bins import LengthBins
 from .sample_dispatch import dispatch_greedily, dispatch_samples
 
-# The bisection starts between a bound on every plan and this multiple of the bound, which is the
-# filter in LobRA. It continues above only if no plan lies there.
+# The bisection starts between a lower bound on all plans and this multiple of the bound (LobRA's
+# filter). It goes higher only if there is no plan in this interval.
 _FILTER = 1.15
-# One program gets at most this fraction of the time limit, so that the search goes on after a hard
-# one.
+# One program gets at most this fraction of the time limit, so that a hard program does not end the
+# search.
 _SHARE = 0.1
 # scipy's status of a program that has no solution.
 _INFEASIBLE = 2
 
 
 class DeploymentProblem(NamedTuple):
-    """Eq. 2 for S configurations and R length bins: in a round, each bin has B f_j expected
-    sequences, float64 [R]. Of each configuration there are from `least` to `most` replicas, int64
-    [S]."""
+    """LobRA Eq. 2 for S configurations and R length bins. `demand`, float64 [R], is B f_j, the
+    expected number of sequences of each bin in a round. The number of replicas of each
+    configuration is between `least` and `most`, int64 [S]."""
 
     costs: CostTable
     demand: np.ndarray
@@ -43,7 +44,7 @@ class DeploymentProblem(NamedTuple):
 
 
 class FoundDeployment(NamedTuple):
-    """The best numbers of replicas that a search found: p_i, int64 [S]. No deployment within the
+    """The best numbers of replicas p_i that a search found, int64 [S]. No deployment within the
     problem's limits takes fewer seconds than `bound`."""
 
     replicas: np.ndarray
@@ -54,8 +55,8 @@ class FoundDeployment(NamedTuple):
 def search_deployment(
     problem: DeploymentProblem, start: np.ndarray, gap: float, time_limit: float
 ) -> FoundDeployment:
-    """Bisects over the time of a round, starting from replicas that serve every bin. It stops at
-    the fraction `gap` above the bound, or after `time_limit` seconds."""
+    """Bisects over the time of a round, from the replicas `start`, which serve every bin. Stops
+    when the time is within the fraction `gap` of the bound, or after `time_limit` seconds."""
     costs, demand = problem.costs, problem.demand
     deadline = time.monotonic() + time_limit
     deployed = np.flatnonzero(start)
@@ -87,27 +88,27 @@ def best_like_replicas(problem: DeploymentProblem) -> np.ndarray:
 
 
 class _Answer(NamedTuple):
-    """The replicas int64 [S] and dispatch float64 [S, R] of a solution, if one was found, and
-    whether it is proven that there is none."""
+    """A solution if one was found: replicas int64 [S] and dispatch float64 [S, R]. `infeasible`
+    means that there is proof that no solution exists."""
 
     plan: tuple[np.ndarray, np.ndarray] | None
     infeasible: bool
 
 
 def _plan_within(target: float, problem: DeploymentProblem, time_limit: float) -> _Answer:
-    """Searches a plan whose round takes at most `target` seconds. The variables are all p_i, then
-    d_ij for every configuration and bin for which a single sequence takes at most `target`
+    """Searches for a plan whose round takes at most `target` seconds. The variables are all p_i,
+    then d_ij for every configuration and bin for which a single sequence takes at most `target`
     seconds."""
     # Eq. 2 is not linear, because d_ij / p_i divides one variable by another. LobRA lists the ways
-    # to divide the devices and solves a program for each. Here a single program covers all ways:
-    # for a fixed time T of a round, c_i + Σ_j t_ij d_ij / p_i <= T is equivalent to Σ_j t_ij d_ij
-    # <= (T - c_i) p_i, which is linear in p and d together. Here c_i is the constant of
-    # configuration i, and t_ij its time per sequence of length bin j.
+    # to divide the devices and solves a program for each. Here a single program covers all ways.
+    # Let c_i be the constant of configuration i, and t_ij its time per sequence of length bin j.
+    # For a fixed time T of a round, c_i + Σ_j t_ij d_ij / p_i <= T is equivalent to Σ_j t_ij d_ij
+    # <= (T - c_i) p_i, which is linear in p and d.
     #
-    # The p_i are whole numbers; the d_ij, the sequences of an expected round, are not. Eq. 2 has
-    # whole d_ij and so rounds the expected B f_j up, which gives a round up to R more rare, long
-    # sequences than any round has. A single sequence is not divided either: it goes only to
-    # configurations that serve it alone within T.
+    # The p_i are whole numbers, but the d_ij, the sequences of an expected round, are not. Eq. 2
+    # has whole d_ij and so rounds the expected B f_j up; this adds up to R rare, long sequences to
+    # a round. Still, a single sequence is not divided: it goes only to configurations that can
+    # serve it within T.
     costs, demand, devices, least, most = problem
     row, column = np.nonzero(costs.alone <= target)
     configurations, bins = costs.per_sequence.shape
@@ -140,8 +141,8 @@ def _plan_within(target: float, problem: DeploymentProblem, time_limit: float) -
 
 
 def _round_seconds(costs: CostTable, number: np.ndarray, counts: np.ndarray) -> float:
-    """Seconds of the slowest deployed configuration: an even share of its sequences on each
-    replica, or its slowest sequence alone if that takes longer."""
+    """Seconds of the slowest deployed configuration. Its sequences are divided evenly among its
+    replicas, but its slowest sequence takes at least its time alone."""
     deployed = np.flatnonzero(number)
     even = costs.seconds_of(counts)[deployed] / number[deployed]
     alone = np.where(counts > 0, costs.per_sequence, 0).max(axis=1)[deployed]
@@ -149,8 +150,8 @@ def _round_seconds(costs: CostTable, number: np.ndarray, counts: np.ndarray) -> 
 
 
 def _bound(problem: DeploymentProblem) -> float:
-    """A bound on every plan: each sequence takes its fewest device seconds, no device is idle, and
-    the slowest sequence alone fits into the round."""
+    """A lower bound on every plan: each sequence takes its fewest device seconds, no device is
+    idle, and the slowest sequence alone fits into the round."""
     costs = problem.costs
     cheapest = (costs.devices[:, None] * costs.per_sequence).min(axis=0)
     busy = float(cheapest @ problem.demand) / problem.devices
@@ -162,8 +163,8 @@ class DeploymentPlan(NamedTuple):
 
     Attributes:
       replicas: for each deployed configuration, its number of replicas (p_i in LobRA), at least 1.
-      round_seconds: expected seconds of a round, the time of the slowest configuration.
-      bound: lower bound in seconds on the `round_seconds` of any choice of replicas.
+      round_seconds: expected seconds of a round, which are those of the slowest configuration.
+      bound: lower bound in seconds on `round_seconds` over all choices of replicas.
       dominated: for each configuration that was left out of the search, one that is at least as
         good.
     """
@@ -179,14 +180,15 @@ class DeploymentPlan(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Most by which `round_seconds` exceeds the least possible, as a fraction; 0.01 is 1%."""
+        """Upper bound on the fraction by which `round_seconds` exceeds the least possible; 0.01 is
+        1%."""
         return self.round_seconds / self.bound - 1
 
 
 class Replan(NamedTuple):
-    """The decision of `replan`: the deployment to continue with, and whether it is a new one. The
-    change saves `saved_seconds` over the horizon, less the time of the change itself; they are
-    infinite if the current replicas cannot serve the new tasks."""
+    """The decision of `replan`: the deployment to continue with, and whether it is new.
+    `saved_seconds` is the time that the change saves over the horizon, minus the time that the
+    change takes; infinite if the current replicas cannot serve the new tasks."""
 
     deployment: DeploymentPlan
     switch: bool
@@ -213,14 +215,13 @@ def plan_replicas(
 ) -> DeploymentPlan:
     """Chooses the replicas with which an expected round takes the least time (LobRA Eq. 2).
 
-    The sequences of an expected round count as divisible; `choose_replicas` also simulates rounds
-    of whole sequences. The search stops at a plan that is at most the fraction `gap` slower than
-    the best, or after `time_limit` seconds. Further replicas use devices that would otherwise be
-    idle.
+    Here, the sequences of an expected round are divisible; `choose_replicas` also simulates rounds
+    of whole sequences. The search stops at a plan within the fraction `gap` of the best, or after
+    `time_limit` seconds. Devices that would be idle get further replicas.
 
     Args:
-      configurations: configurations to choose from. Those with too many devices only improve
-        errors.
+      configurations: configurations to choose from. Those with too many devices are only named in
+        error messages.
       bins: the sequences of a sample of rounds, sorted by length, from `choose_length_bins`.
       sampled_rounds: number of rounds in the sample (LobRA takes 100).
 
@@ -246,8 +247,8 @@ def evaluate_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Returns the replicas with the expected time of a round; `bound` holds for these replicas
-    only. Arguments and errors are as for `plan_replicas`."""
+    """Returns a plan with the given replicas and their expected time of a round; `bound` holds for
+    these replicas only. Other arguments and errors are as in `plan_replicas`."""
     deployed = {configuration: number for configuration, number in replicas.items() if number}
     costs, demand = _costs_and_demand(list(deployed), bins, sampled_rounds, model)
     number = np.array(list(deployed.values()), np.int64)
@@ -271,10 +272,10 @@ def replan(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> Replan:
-    """Decides whether to change the deployed replicas after tasks arrive or leave. The change,
-    which takes `switch_seconds` (less than 3 minutes in LobRA), pays if it saves more over the next
-    `horizon_rounds` rounds, or if the current replicas cannot train the new tasks. Further
-    arguments and errors are as for `plan_replicas`."""
+    """Decides whether to change the deployed replicas after tasks arrive or leave. The change takes
+    `switch_seconds` (less than 3 minutes in LobRA). It pays if it saves more than that over the
+    next `horizon_rounds` rounds, or if the current replicas cannot train the new tasks. Other
+    arguments and errors are as in `plan_replicas`."""
     best = plan_replicas(
         devices, configurations, bins, model, sampled_rounds, gap=gap, time_limit=time_limit
     )
@@ -294,7 +295,7 @@ def replan(
 
 
 def _use_idle_devices(costs: CostTable, number: np.ndarray, devices: int) -> np.ndarray:
-    """Adds replicas of deployed configurations, largest first; they make no round slower."""
+    """Adds replicas of deployed configurations, largest first. They make no round slower."""
     number = number.copy()
     for i in sorted(np.flatnonzero(number), key=lambda i: -costs.devices[i]):
         number[i] += (devices - costs.devices @ number) // costs.devices[i]
@@ -307,7 +308,8 @@ def _costs_and_demand(
     sampled_rounds: int,
     model: SequenceCosts,
 ) -> tuple[CostTable, np.ndarray]:
-    """The costs of all bins that have sequences, and B f_j, the expected sequences of each."""
+    """The costs of all bins that have sequences, and B f_j, the expected number of sequences of
+    each."""
     used = [j for j, count in enumerate(bins.counts) if count]
     lengths = [bins.boundaries[j] for j in used]
     demand = np.array([bins.counts[j] for j in used]) / sampled_rounds
@@ -324,9 +326,9 @@ def choose_replicas(
     gap: float = 1e-3,
     time_limit: float = 60.0,
 ) -> DeploymentPlan:
-    """Chooses the replicas of `plan_replicas`, or equal replicas of one configuration, by the mean
-    simulated time of `rounds`: the former may not be able to share few long sequences evenly. The
-    result has the predicted times of an expected round, not the simulated ones."""
+    """Chooses between the replicas of `plan_replicas` and equal replicas of one configuration, by
+    the mean simulated time of `rounds`: different replicas may not be able to share few long
+    sequences evenly. The times in the result are predicted for an expected round, not simulated."""
     best = plan_replicas(devices, configurations, bins, model, sampled_rounds, gap, time_limit)
     choices = [best.replicas]
     longest = max(bins.boundaries)

@@ -11,8 +11,8 @@ from ..errors import PlanningError
 
 class LengthBins(NamedTuple):
     """Training sequences sorted by length into bins. Each bin has an upper boundary in tokens, to
-    which its sequences are padded, and a number of sequences. `padding` is the tokens of padding of
-    all bins."""
+    which its sequences are padded, and a number of sequences. `padding` is the number of padding
+    tokens in all bins."""
 
     boundaries: tuple[int, ...]
     counts: tuple[int, ...]
@@ -30,8 +30,8 @@ def choose_length_bins(
 
         State_{i,j} = min_{i' < i} State_{i',j-1} + Σ_{i' < i'' ≤ i} |I_{i''}| (u_i - u_{i''}).
 
-    Prefix sums give the inner sum in constant time, so B sequences in at most R bins take O(B log U
-    + R U²). Bins without sequences are left out.
+    Prefix sums give the inner sum in constant time, so the time for B sequences in at most R bins
+    is O(B log U + R U²). Bins without sequences are left out.
 
     Raises:
       PlanningError: a sequence is longer than every boundary, there are no boundaries or they do
@@ -52,7 +52,8 @@ def choose_length_bins(
     per_interval = np.bincount(np.searchsorted(candidates, sizes), minlength=len(candidates))
     used = np.flatnonzero(per_interval)
     ends, per_interval = candidates[used], per_interval[used]
-    # Sequences, and tokens after padding within the intervals, in the first i intervals.
+    # In the first i intervals: the number of sequences, and of tokens after padding to the
+    # interval's end.
     sequences = np.concatenate([[0], np.cumsum(per_interval)])
     tokens = np.concatenate([[0], np.cumsum(per_interval * ends)])
     paddings = _paddings(ends, sequences, tokens)

@@ -1,4 +1,4 @@
-"""Makes plans of several replicas that train the samples of the same tasks together (LobRA 4.3)."""
+"""Plans several replicas that train the samples of the same tasks together (LobRA 4.3)."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -44,13 +44,13 @@ Share = Mapping[int, Sequence[int]]
 
 
 class DeployedPlans(NamedTuple):
-    """Plans of some rounds on several replicas, with the predicted times, without the time in which
-    gradients and adapters travel between replicas.
+    """Plans of some rounds on several replicas. Predicted times leave out the exchange of gradients
+    and adapters between replicas.
 
     Attributes:
       plans: the plan of each replica's first data shard, without baselines; None for a replica that
         trains no sample of these rounds.
-      tokens: for each replica, the mean tokens of its share of a round, without padding.
+      tokens: for each replica, the mean number of tokens in its share of a round, without padding.
     """
 
     deployment: Deployment
@@ -63,7 +63,7 @@ class DeployedPlans(NamedTuple):
         return max(plan.prediction.round_seconds for plan in self.plans if plan)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`."""
+        """Returns a dict for `json.dump`."""
         return {
             "format": FORMAT,
             "deployment": str(self.deployment),
@@ -82,9 +82,9 @@ def make_deployment_plan(
     rounds: int,
     shapes: Mapping[Replica, ShapeClass] | None = None,
 ) -> DeployedPlans:
-    """Divides the samples of rounds among replicas, as training does, and plans each replica.
-    Replicas of one kind have one shape class, with rows for the longest samples for which their
-    memory suffices. PlanningError tells if there are no tasks, or no memory for a task's
+    """Divides the samples of rounds among replicas, as training does, and plans each replica. Equal
+    replicas have the same shape class, with rows for the longest samples for which they have
+    memory. Raises PlanningError if there are no tasks, or no replica has memory for a task's
     samples."""
     if not tasks:
         raise PlanningError("nothing to plan: there are no tasks; one with one sample would do")
@@ -116,7 +116,7 @@ def predicted_round_seconds(
     tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
 ) -> float:
     """Returns the predicted seconds of a round on several replicas: those of the replica that is
-    slowest on average. The time in which gradients and adapters travel is not included."""
+    slowest on average, without the exchange of gradients and adapters."""
     lengths, slowest = sample_rounds(tasks), 0.0
     grouping = grouping_of_deployment(tasks, deployment, costs)
     for replica, shares in shares_of_rounds(lengths, deployment, costs):
@@ -132,7 +132,7 @@ def predicted_round_seconds(
 def grouping_of_deployment(
     tasks: Sequence[Batches], deployment: Deployment, costs: PricedReplicas
 ) -> Grouping:
-    """Returns the groups in which all replicas train the tasks: those for the longest pipeline."""
+    """Returns the grouping of the tasks on all replicas: the best one for the longest pipeline."""
     longest = max(deployment.replicas, key=lambda replica: replica.pp)
     priced, shape = costs[longest]
     return grouping_of_share(tasks, longest, shape, deployment.devices, schedule=priced.schedule)

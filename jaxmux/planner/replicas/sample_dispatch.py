@@ -1,4 +1,5 @@
-"""Divides a round's sequences among replicas so that the slowest is fast (LobRA 4.3, Eq. 3)."""
+"""Divides a round's sequences among replicas so that the slowest replica is fast (LobRA 4.3, Eq.
+3)."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -13,25 +14,26 @@ from .cost_table import CostTable, SequenceCosts, require_service, tabulate_cost
 from .length_bins import LengthBins, choose_length_bins
 
 # Replicas of one configuration share its sequences evenly. The integer program therefore has a
-# variable for each configuration and length bin, but none for a replica. For few sequences, a
-# second one has variables for each replica. Its optimum is a lower bound on the time of every
-# assignment of sequences to single replicas, and the reported gap is measured from that bound.
+# variable for each configuration and length bin, but none for single replicas. For few sequences, a
+# second program has variables for each replica. Its optimum is a lower bound on the time of every
+# assignment of sequences to replicas; the reported gap is measured from this bound.
+#
 # Limits on the number of moves between configurations and of exchanges between replicas. Both loops
 # usually end long before.
 _MOST_MOVES = 2000
 _MOST_EXCHANGES = 300
-# The slowest replica exchanges sequences only with this many of the fastest replicas of each
-# configuration.
+# The slowest replica exchanges sequences only with this many replicas of each configuration, the
+# fastest ones.
 _PARTNERS = 6
 
 
 def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> np.ndarray:
-    """Divides sequences among configurations: length-based dispatch (LobRA 3), then improvements.
-    The result is int64 [S, R], the sequences of each bin that each configuration serves."""
-    # At first each length bin is served by the configuration that takes the fewest device seconds
-    # for it. Then sequences move from the slowest configuration to others, as many at a time as
-    # make the two equally fast: those whose time on the new configuration is the least relative to
-    # their time on the old one.
+    """Divides sequences among configurations by length-based dispatch (LobRA 3), then improves the
+    result. Returns int64 [S, R], the number of sequences of each bin that each configuration
+    serves."""
+    # First, each length bin is served by the configuration that takes the fewest device seconds for
+    # it. Then sequences move from the slowest configuration to others, as many at a time as make
+    # both equally fast. The sequences whose time grows least by the move, as a ratio, move first.
     share = costs.per_sequence / number[:, None]
     counts = np.zeros(share.shape, np.int64)
     cheapest = (costs.devices[:, None] * costs.per_sequence).argmin(axis=0)
@@ -55,8 +57,8 @@ def dispatch_greedily(costs: CostTable, number: np.ndarray, demand: np.ndarray) 
 
 def split_evenly(counts: np.ndarray, per_sequence: np.ndarray, replicas: int) -> np.ndarray:
     """Divides the sequences of a configuration evenly among its replicas, int64 [replicas, R]. The
-    remainder of each bin goes to the replicas that are least busy so far, the bin with the longest
-    sequences first (longest processing time first)."""
+    remainder of each bin goes to the replicas that are least busy so far, beginning with the bin of
+    the longest sequences (longest processing time first)."""
     parts = np.tile(counts // replicas, (replicas, 1))
     seconds = np.where(counts > 0, per_sequence, 0)
     busy = parts @ seconds
@@ -71,16 +73,16 @@ def exchange_sequences(
     costs: CostTable, number: np.ndarray, counts: np.ndarray, enough: float = 0.0
 ) -> tuple[np.ndarray, float]:
     """Shortens the round by exchanging single sequences between the slowest replica and others,
-    until it takes at most `enough` seconds. Returns the new counts and the seconds of the slowest
-    replica. `number`, int64 [S], has the replicas of each configuration, K together; `counts` is
-    int64 [K, R]."""
-    # In each exchange the slowest replica gives a sequence and takes a quicker one or none. A
-    # replica has few long sequences, so an even division leaves replicas uneven; exchanges between
-    # two replicas nearly always correct that.
+    until the round takes at most `enough` seconds. Returns the new counts and the seconds of the
+    slowest replica. `number`, int64 [S], has the number of replicas of each configuration, K in
+    total; `counts` is int64 [K, R]."""
+    # In each exchange, the slowest replica gives a sequence and takes a quicker one or none. As
+    # replicas have few long sequences, an even division can leave replicas uneven; exchanges
+    # between two replicas nearly always correct this.
     held = counts.copy()
     replicas = np.split(np.arange(len(held)), np.cumsum(number)[:-1])
     costs = costs.of(np.repeat(np.arange(len(number)), number))
-    # The last column stands for taking no sequence.
+    # The last column means that no sequence is taken.
     seconds = np.column_stack([costs.per_sequence, np.zeros(len(held))])
     busy = costs.constant + costs.seconds_of(held)
     for _ in range(_MOST_EXCHANGES):
@@ -111,19 +113,19 @@ def exchange_sequences(
     return held, float(busy.max())
 
 
-# With this many sequences or fewer, dividing those of a configuration evenly among its replicas may
-# take much longer than necessary. Then an integer program with variables for each replica is
-# solved, in this many times the time limit.
+# With this many sequences or fewer, an even division among a configuration's replicas may be much
+# too slow. Then an integer program with variables for each replica is solved, with this many times
+# the time limit.
 _FEW_SEQUENCES = 50
 _MORE_TIME = 10
-# After this many halvings an interval is as short as rounding.
+# After this many halvings, an interval is as short as the rounding error.
 _HALVINGS = 50
 
 
 class SampleDispatch(NamedTuple):
-    """The sequences of one round, divided among replicas. `counts` holds for each configuration the
+    """The sequences of one round, divided among replicas. `counts` has for each configuration the
     number of sequences of each of the R length bins that each replica serves, int64 [replicas, R].
-    No dispatch to these replicas takes less than `bound` seconds."""
+    No dispatch to these replicas takes fewer seconds than `bound`."""
 
     counts: dict[Replica, np.ndarray]
     round_seconds: float
@@ -131,7 +133,7 @@ class SampleDispatch(NamedTuple):
 
     @property
     def gap(self) -> float:
-        """Bound on how far `round_seconds` exceeds the least possible, as a fraction of it."""
+        """Upper bound on the fraction by which `round_seconds` exceeds the least possible."""
         return self.round_seconds / self.bound - 1
 
 
@@ -149,13 +151,12 @@ def dispatch_samples(
     It minimizes max_i T({d_ij / p_i}_j; S_i) subject to Σ_i d_ij = B_j, with T of `SequenceCosts`.
     Of the B_j sequences of length bin j, the p_i replicas of configuration S_i serve d_ij together.
     A greedy dispatch is returned if its time is within the fraction `gap` of a lower bound, or if
-    the solver finds no better one in `time_limit` seconds and `node_limit` nodes of its search
-    tree. With a limit on nodes, and a time limit that is never reached, equal calls have equal
-    results.
+    the solver finds no better one within `time_limit` seconds and `node_limit` nodes of its search
+    tree. If the limit on nodes ends the search, and never the time, equal calls have equal results.
 
-    With `single_replicas`, a second program assigns at most 50 sequences to single replicas, for
-    ten times as long, if the first one leaves a gap. It hardly ever finds a faster dispatch, but
-    often a better bound. PlanningError tells if no replica has the memory for some bin.
+    With `single_replicas`, a second program assigns at most 50 sequences to single replicas, in ten
+    times the time limit, if the first program leaves a gap. It hardly ever finds a faster dispatch,
+    but often a better bound. Raises PlanningError if no replica has the memory for some bin.
     """
     deployed = [configuration for configuration, count in replicas.items() if count]
     number = np.array([replicas[configuration] for configuration in deployed], np.int64)
@@ -200,7 +201,7 @@ def _dispatch(
             dispatch = min(dispatch, solved, key=lambda one: one.round_seconds)
     few = single_replicas and demand.sum() <= _FEW_SEQUENCES
     if few and dispatch.round_seconds > (1 + gap) * bound:
-        # Every replica counts as a separate configuration, so that nothing is divided evenly.
+        # Every replica counts as its own configuration, so that nothing is divided evenly.
         each = np.repeat(np.arange(len(number)), number)
         costs_of_each = costs.of(each)
         more_time = {**limits, "time_limit": _MORE_TIME * limits["time_limit"]}
@@ -231,15 +232,15 @@ def _assign_replicas(
 
 
 def _busy_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> float:
-    """Seconds if every sequence took the fewest device seconds and no device were ever idle."""
+    """Seconds if every sequence took its fewest device seconds and no device were ever idle."""
     cheapest = (costs.devices[:, None] * costs.per_sequence).min(axis=0) @ demand
     held = costs.devices * number
     return max(float((cheapest + held @ costs.constant) / held.sum()), float(costs.constant.max()))
 
 
 def _whole_bound(costs: CostTable, number: np.ndarray, demand: np.ndarray) -> float:
-    """Seconds within which whole sequences of each bin and all longer ones can be served. Few
-    replicas serve the longest sequences, and only few of them each, so this bound is often the
+    """Seconds that are needed to serve whole sequences of each bin and all longer bins. Few
+    replicas serve the longest sequences, and each serves few of them, so this bound is often the
     largest."""
     # Within T seconds a replica serves at most ⌊(T - c_i) / t_ij⌋ sequences of bin j or longer,
     # where c_i is its constant and t_ij its time per sequence.
@@ -263,7 +264,7 @@ def _solve(
     known: float,
     limits: Mapping[str, float],
 ) -> tuple[np.ndarray | None, float]:
-    """Solves Eq. 3 as an integer program and returns counts int64 [S, R], or None if the solver
+    """Solves Eq. 3 as an integer program. Returns counts int64 [S, R], or None if the solver
     stopped before it found any, and a lower bound in seconds. A known dispatch takes `known`
     seconds. The variables are the round's time divided by `known`, and d_ij for every configuration
     and bin for which a single sequence takes at most `known` seconds."""
@@ -296,14 +297,14 @@ def _solve(
 
 # R, the most length bins of a round (LobRA takes 16).
 _BINS = 16
-# The solver is stopped by the size of its search and not by the clock, so that the division of a
-# round can be repeated. It hardly ever takes more than ten nodes and 0.03 seconds.
+# The solver is stopped by the size of its search, not by the clock, so that dividing a round again
+# gives the same result. It hardly ever needs more than ten nodes and 0.03 seconds.
 _NODES, _SECONDS = 50, 60.0
 
 
 def round_bins(lengths: Sequence[int]) -> LengthBins:
     """Sorts the samples of a round into length bins whose boundaries are multiples of the shortest
-    chunk."""
+    chunk length."""
     tops = sorted({-(-length // MIN_CHUNK_LEN) * MIN_CHUNK_LEN for length in lengths})
     return choose_length_bins(lengths, tops, _BINS)
 
@@ -313,9 +314,9 @@ def assign_samples(
     costs: SequenceCosts,
     lengths: Mapping[int, Sequence[int]],
 ) -> list[dict[int, list[int]]]:
-    """Divides the samples of a round among replicas by `dispatch_samples`, and returns for each
+    """Divides the samples of a round among replicas by `dispatch_samples`. Returns for each
     replica, by task, the ascending indices of its samples. The samples of a task go to all replicas
-    that serve their length bin. Equal calls have equal results. PlanningError tells if a sample
+    that serve their length bin. Equal calls have equal results. Raises PlanningError if a sample
     fits no replica."""
     every = [(length, task, i) for task, sizes in lengths.items() for i, length in enumerate(sizes)]
     bins = round_bins([length for length, *_ in every])
@@ -340,6 +341,6 @@ def assign_samples(
 
 
 def _dealt(counts: Sequence[int]) -> list[int]:
-    """The index of every replica as often as its count says, as evenly mixed as possible."""
+    """Each replica's index, as many times as its count says, mixed as evenly as possible."""
     turns = [((turn + 0.5) / n, replica) for replica, n in enumerate(counts) for turn in range(n)]
     return [replica for _, replica in sorted(turns)]

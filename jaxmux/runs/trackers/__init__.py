@@ -1,10 +1,10 @@
 """Programs that show the metrics of a training run: TensorBoard, Weights & Biases and MLflow.
 
-Each tracker records a training run as one run, whatever its number of tasks. The metrics of a task
-are called "loss/TASK", "lr/TASK", "grad_norm/TASK" and "held_out_loss/TASK", because all three
-programs group charts by the part before the slash. So the losses of all tasks stand side by side,
-and a hundred tasks give four groups of charts, not a hundred. A server is one run too, with all of
-its rounds. A later task of the same name gets separate curves, "loss/_2_TASK".
+Each tracker records a training run as one run, however many tasks it has. The metrics of a task are
+called "loss/TASK", "lr/TASK", "grad_norm/TASK" and "held_out_loss/TASK", because all three programs
+group charts by the part before the slash. The losses of all tasks therefore stand side by side, and
+a hundred tasks give four groups of charts, not a hundred. A server is one run too, with all of its
+rounds. A later task of the same name gets separate curves, "loss/_2_TASK".
 """
 
 from .run_trackers import RunTrackers

@@ -1,5 +1,5 @@
-"""MLflow. Its variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose the server and the
-experiment."""
+"""MLflow. The environment variables MLFLOW_TRACKING_URI and MLFLOW_EXPERIMENT_NAME choose the
+server and the experiment."""
 
 import json
 import os
@@ -13,16 +13,17 @@ from mlflow.entities import Metric, Param
 from .tracker import Point, TrackedRun
 
 _EXPERIMENT = "jaxmux"
-# MLflow's limits for one request: metrics, parameters, characters of a parameter.
+# MLflow's limits for one request: number of metrics, number of parameters, characters of a
+# parameter.
 _METRICS, _PARAMETERS, _CHARACTERS = 1000, 100, 6000
 
 
 class MLflow:
-    """The `Tracker` of MLflow. It creates its own client, so that it does not affect a run that the
-    calling program has open."""
+    """The `Tracker` of MLflow. It creates its own client and does not touch a run that the calling
+    program has open."""
 
     def __init__(self, run: TrackedRun, id: str | None, keep: Callable[[str], None]):
-        """Opens a run. `id` is the id of the run in MLflow, or None for a new one; `keep` stores
+        """Opens a run. `id` is the id of the run in MLflow, or None for a new run; `keep` stores
         the id."""
         self._client = MlflowClient()
         if id is not None:
@@ -54,7 +55,8 @@ def open_tracker(run: TrackedRun, id: str | None, keep: Callable[[str], None]) -
 
 
 def _texts(config: Mapping[str, Any], within: str = "") -> Iterator[tuple[str, str]]:
-    """Yields the values of a JSON object by path, such as "tasks/billing/adapter/rank"."""
+    """Yields the values in a JSON object as texts, by path, such as
+    "tasks/billing/adapter/rank"."""
     for name, value in config.items():
         if isinstance(value, Mapping):
             yield from _texts(value, f"{within}{name}/")

@@ -12,20 +12,20 @@ from typing import Any
 from jaxmux.atomic_files import write_atomically
 
 FILE = "trackers.json"
-# Least seconds between two writes of the delivered rounds.
+# At least this many seconds pass between two writes of the delivered rounds.
 _EVERY = 1.0
-# Maximum number of task names that are kept; the oldest are dropped first.
+# At most this many task names are kept; the oldest are dropped first.
 _MOST_NAMES = 100_000
 
 
 class Records:
     """The file trackers.json: the ids of the trackers' runs, the last rounds delivered to each
-    tracker, and the names of a server's tasks. All methods may be called in any thread."""
+    tracker, and the names of a server's tasks. Every thread may call all methods."""
 
     def __init__(self, folder: Path):
         """Reads the file in `folder`. If there is none, trackers begin new runs."""
         self._path = folder / FILE
-        # Writing has a separate lock, so that the thread that trains does not wait for the disk.
+        # Writing has a separate lock, so that the training thread does not wait for the disk.
         self._lock, self._writing = threading.Lock(), threading.Lock()
         self._written = -math.inf
         try:
@@ -35,9 +35,10 @@ class Records:
         content = content if isinstance(content, dict) else {}
         self._ids = {name: id for name, id in content.items() if isinstance(id, str)}
         self._delivered: dict[str, list[int]] = _part(content, "delivered")
-        # By name, when the last task of this name was registered, and how many tasks have had it.
+        # By name, the time at which the last task of this name was registered, and the number of
+        # tasks that have had the name.
         self._names: dict[str, list[Any]] = _part(content, "names")
-        # Whether a name has not been written yet.
+        # Whether there is a name that has not been written yet.
         self._names_changed = False
 
     def id(self, tracker: str) -> str | None:
@@ -45,23 +46,22 @@ class Records:
         return self._ids.get(tracker)
 
     def keep(self, tracker: str, id: str) -> None:
-        """Stores the id of a tracker's run."""
         with self._lock:
             self._ids[tracker], self._delivered[tracker] = id, [-1, -1]
         self._write()
 
     def delivered(self, tracker: str) -> list[int]:
-        """The last round whose updates a tracker has received, and the last one whose held-out
-        losses it has received; -1 if there is none."""
+        """The last round whose updates a tracker has received, and the last round whose held-out
+        losses it has received; -1 for none."""
         # Earlier versions did not record this, and did not send a round again.
         unknown = sys.maxsize if tracker in self._ids else -1
         return list(self._delivered.get(tracker, (unknown, unknown)))
 
     def deliver(self, tracker: str, rounds: list[int], at_once: bool = False) -> None:
-        """Records the rounds that a tracker has received, as `delivered` returns them.
+        """Records the rounds that a tracker has received, in the form that `delivered` returns.
 
-        The file is written once a second, or now with `at_once`. So after a kill, a tracker may get
-        the rounds of the last second again, but misses none.
+        The file is written once a second, or now with `at_once`. After a kill, a tracker may
+        therefore get the rounds of the last second again, but misses none.
         """
         with self._lock:
             self._delivered[tracker] = list(rounds)
@@ -70,8 +70,8 @@ class Records:
                 self._write()
 
     def register(self, task: str, time: float) -> None:
-        """Records that a task was registered at `time` (seconds since 1970). The same registration
-        may be recorded again."""
+        """Records that a task was registered at `time` (seconds since 1970). Recording the same
+        registration again changes nothing."""
         with self._lock:
             last, count = self._names.pop(task, (0.0, 0))
             self._names[task] = [max(last, time), count + (time > last)]
@@ -80,15 +80,15 @@ class Records:
                 del self._names[next(iter(self._names))]
 
     def keep_names(self) -> None:
-        """Writes the file if it lacks a name. A tracker must get metrics of a task only after that;
-        otherwise its curves would have another name when training continues after a crash."""
+        """Writes the file if it lacks a name. Call it before a tracker gets metrics of a task;
+        otherwise the task's curves could have another name after a crash."""
         if self._names_changed:
             with suppress(OSError):
                 self._write()
 
     def series(self, task: str) -> str:
-        """The name of a task's curves: the task's name or, if earlier tasks had the same name, one
-        that no task can have, such as "_2_billing"."""
+        """The name of a task's curves: the task's name or, if earlier tasks had the same name, a
+        name that no task can have, such as "_2_billing"."""
         with self._lock:
             count = self._names.get(task, (0.0, 1))[1]
         return f"_{count}_{task}" if count > 1 else task
@@ -104,7 +104,7 @@ class Records:
 
 
 def _part(content: dict[str, Any], name: str) -> dict[str, Any]:
-    """The pairs of numbers in an entry of the file; damaged ones are left out."""
+    """The pairs of numbers in an entry of the file; damaged pairs are left out."""
     part = content.get(name)
     items = part.items() if isinstance(part, dict) else ()
     return {

@@ -1,4 +1,5 @@
-"""The trackers of a training run or of a server, each in a thread that training never waits for."""
+"""The trackers of a training run or of a server. Each has a thread, and training never waits for
+it."""
 
 import math
 import queue
@@ -13,33 +14,28 @@ from jaxmux.errors import first_line
 from .records import Records
 from .tracker import TRACKERS, Point, TrackedRun
 
-# A tracker that is more than this number of rounds behind is dropped.
+# A tracker is dropped if it is more than this number of rounds behind.
 _MOST_BEHIND = 10_000
-# Seconds that a tracker may take for its last metrics when everything else is done.
+# Seconds that a tracker may take for its last metrics when training has ended.
 _PATIENCE = 60.0
-# By name of a metric, the field of an update or of a held-out loss with its value.
+# By name of a metric, the field of an update or of a held-out loss that holds its value.
 _UPDATE = {"loss": "loss", "lr": "lr", "grad_norm": "grad_norm"}
 _HELD_OUT = {"held_out_loss": "loss"}
 
 
 class RunTrackers:
-    """Passes metrics to all trackers of a training run or of a server. A tracker that fails, or is
-    far behind, is dropped with one warning.
+    """Passes metrics to all trackers of a training run or of a server. A tracker that fails, or
+    falls far behind, is dropped with one warning.
 
     Attributes:
-      lacking: the first round of a training run that a tracker may lack although it was trained
-        before the checkpoint from which the run continues. The rounds from there on must be passed
-        to `log` again, as repeated ones.
+      lacking: the first round that a tracker may lack although it was trained before the checkpoint
+        from which the run continues. Pass the rounds from this one on to `log` again, as repeated
+        rounds.
     """
 
     def __init__(self, names: Sequence[str], run: TrackedRun, say: Callable[[str], None]):
-        """Starts to open the trackers.
-
-        Args:
-          names: keys of `TRACKERS`.
-          run: the training run.
-          say: function that prints one line.
-        """
+        """Starts to open the trackers `names`, which are keys of `TRACKERS`. `say` prints one
+        line."""
         self._records = Records(run.folder)
         self._threads = [_Thread(name, run, self._records, say) for name in names]
         known = [thread.known for thread in self._threads if thread.known is not None]
@@ -55,14 +51,14 @@ class RunTrackers:
     def log(
         self, lines: Iterable[Mapping[str, Any]], held_out: bool, repeated_to: int = -1
     ) -> None:
-        """Passes results to the trackers. The arguments are those of `points_of`."""
+        """Passes results to the trackers, with arguments as for `points_of`."""
         if self._threads:
             for point in points_of(lines, held_out, self._records.series, repeated_to):
                 for thread in self._threads:
                     thread.log(point)
 
     def close(self, finished: bool) -> None:
-        """Waits until the trackers have stored all metrics, but at most a minute. `finished` is as
+        """Waits, for at most a minute, until the trackers have stored all metrics. `finished` is as
         for `Tracker.close`."""
         for thread in self._threads:
             thread.end(finished)
@@ -81,7 +77,7 @@ def points_of(
     Args:
       lines: dicts with the fields of `as_line`, and "time", in the order of the rounds.
       held_out: whether `lines` are held-out losses; otherwise they are updates.
-      series: function from the name of a task to the name of its curves.
+      series: takes the name of a task, returns the name of its curves.
       repeated_to: the last round that trackers may have received already.
     """
     fields = _HELD_OUT if held_out else _UPDATE
@@ -98,14 +94,15 @@ def points_of(
 
 
 class _Thread:
-    """A tracker in its own thread, which does not keep the process from ending."""
+    """A tracker in its own thread. The process may end while the thread runs."""
 
     def __init__(self, name: str, run: TrackedRun, records: Records, say: Callable[[str], None]):
         self._name, self._kind = name, TRACKERS[name]
         self._run, self._records, self._say = run, records, say
         self._points: queue.Queue[Point | bool] = queue.Queue(_MOST_BEHIND)
         self._off = False
-        # The last round whose updates the tracker has received, and the same for held-out losses.
+        # The last round whose updates the tracker has received, and the last round whose held-out
+        # losses it has received.
         self._delivered = records.delivered(name)
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -113,7 +110,7 @@ class _Thread:
     @property
     def known(self) -> int | None:
         """The first round that the tracker may lack; None if every repeated round must be sent."""
-        # A held-out loss may come a round after the updates.
+        # A held-out loss may come one round after the updates.
         return None if self._kind.forgets else max(0, self._delivered[0] - 1)
 
     def log(self, point: Point) -> None:
@@ -162,7 +159,7 @@ class _Thread:
         return point.step <= self._delivered[point.held_out]
 
     def _note_delivered(self, at_once: bool = False) -> None:
-        # The names of a server's tasks are written with it.
+        # The names of a server's tasks are written together with this.
         if self._run.rounds is None or not self._kind.forgets:
             self._records.deliver(self._name, self._delivered, at_once)
 

@@ -8,16 +8,16 @@ from .tracker import Point, TrackedRun
 
 
 class TensorBoard:
-    """The `Tracker` of TensorBoard. TensorBoard itself discards the earlier values of rounds from
-    `TrackedRun.rounds` on, including the held-out losses measured after exactly that many rounds.
-    """
+    """The `Tracker` of TensorBoard. TensorBoard itself discards the earlier values of all rounds
+    from `TrackedRun.rounds` on, including held-out losses measured after exactly this number of
+    rounds."""
 
     def __init__(self, run: TrackedRun):
         folder = str(run.folder / "tensorboard")
         self._writer = SummaryWriter(folder, purge_step=run.rounds)
 
     def log(self, point: Point) -> None:
-        # The writer's thread ends when the disk is full; adding values would then block for ever.
+        # The writer's thread ends when the disk is full. Adding values would then block for ever.
         if not self._writer.file_writer.event_writer._worker.is_alive():
             raise OSError("its files cannot be written")
         for name, value in point.values.items():

@@ -11,14 +11,14 @@ from jaxmux.planner import PlanningError
 
 
 class Point(NamedTuple):
-    """Metrics that belong to one round.
+    """Metrics of one round.
 
     Attributes:
       step: number of the round.
       values: finite numbers by name, such as "loss/billing".
       seconds: time of day in seconds since 1970.
       held_out: whether they are held-out losses.
-      repeated: whether an earlier call of the same training run has measured this round already, so
+      repeated: whether an earlier call of the same training run has already measured this round, so
         that the tracker may have it.
     """
 
@@ -30,13 +30,13 @@ class Point(NamedTuple):
 
 
 class TrackedRun(NamedTuple):
-    """Description of a training run for trackers.
+    """A training run as trackers see it.
 
     Attributes:
       name: name of the run directory.
       folder: the run directory.
       rounds: number of rounds after which the training run continues; 0 at its beginning. None for
-        a server, which never trains a round of the same number again.
+        a server, whose round numbers never repeat.
     """
 
     name: str
@@ -46,10 +46,11 @@ class TrackedRun(NamedTuple):
 
 
 class Tracker(Protocol):
-    """Shows metrics. One thread calls all methods; any exception ends the tracker, not training."""
+    """Shows metrics. One thread calls all methods. An exception ends the tracker, but not
+    training."""
 
     def log(self, point: Point) -> None:
-        """Receives metrics. Rounds come in order, but a held-out loss may come a round late."""
+        """Receives metrics. Rounds come in order, but a held-out loss may come one round late."""
         ...
 
     def close(self, finished: bool) -> None:
@@ -58,9 +59,9 @@ class Tracker(Protocol):
         ...
 
 
-# Function (run, id, keep) that opens a tracker. It calls `keep` with the id of the tracker's own
-# run; a later call of the training run passes this as `id` and continues the same run. In the first
-# call, `id` is None.
+# Opens a tracker, from (run, id, keep). In the first call of a training run `id` is None, and the
+# function calls `keep` with the id of the tracker's own run. A later call passes this id, to
+# continue the tracker's run.
 OpenTracker = Callable[[TrackedRun, str | None, Callable[[str], None]], Tracker]
 
 
@@ -73,7 +74,7 @@ class TrackerKind(NamedTuple):
       package: the package that it needs.
       extra: the extra of jaxmux that installs the package; empty if it is always installed.
       forgets: whether the tracker itself discards the rounds from `TrackedRun.rounds` on, so that
-        they must be sent again.
+        these must be sent again.
     """
 
     title: str
@@ -87,7 +88,7 @@ class TrackerKind(NamedTuple):
         return import_module(self.module, __package__).open_tracker
 
 
-# Trackers by the name that `RunOptions.trackers` uses.
+# Trackers, by their names in `RunOptions.trackers`.
 TRACKERS: dict[str, TrackerKind] = {
     "tensorboard": TrackerKind("TensorBoard", ".tensorboard", "tensorboardX", forgets=True),
     "wandb": TrackerKind("Weights & Biases", ".wandb", "wandb", "wandb"),
@@ -96,11 +97,7 @@ TRACKERS: dict[str, TrackerKind] = {
 
 
 def refuse_missing(names: Iterable[str]) -> None:
-    """Checks that the packages of trackers, given by their names, are installed.
-
-    Raises:
-      PlanningError: a package is missing.
-    """
+    """Raises PlanningError if the package of a tracker is missing."""
     for name in names:
         kind = TRACKERS[name]
         if find_spec(kind.package) is None:

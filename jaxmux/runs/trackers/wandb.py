@@ -1,4 +1,5 @@
-"""Weights & Biases. Its variables, such as WANDB_MODE and WANDB_PROJECT, choose the settings."""
+"""Weights & Biases. Its environment variables, such as WANDB_MODE and WANDB_PROJECT, choose the
+settings."""
 
 import os
 import uuid
@@ -9,8 +10,8 @@ import wandb
 from .tracker import Point, TrackedRun
 
 _PROJECT = "jaxmux"
-# The axis of all charts. The built-in steps of Weights & Biases must rise, so a held-out loss could
-# not come a round late.
+# The axis of all charts. The built-in steps of Weights & Biases must rise, but a held-out loss may
+# come one round late.
 _ROUND = "round"
 
 
@@ -31,7 +32,7 @@ class WeightsAndBiases:
             config=dict(run.config),
             allow_val_change=True,
             dir=os.environ.get("WANDB_DIR") or str(run.folder),
-            # Keeps jaxmux's output out of Weights & Biases.
+            # Keep jaxmux's output out of Weights & Biases.
             settings=wandb.Settings(console="off", silent=True),
         )
         self._run.define_metric(_ROUND, hidden=True)

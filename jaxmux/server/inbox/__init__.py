@@ -1,1 +1,1 @@
-"""The watched folder of a server: tenants put specifications in, and read status files."""
+"""The watched folder of a server: tenants put specifications there, and read status files."""

@@ -22,23 +22,18 @@ from .directory import Place, Signature, WatchedDirectory
 
 
 class AcceptedTasks:
-    """The tasks by the names that they have in the server. One thread uses it."""
+    """The accepted tasks, by the names that they have in the server. Only one thread may use it."""
 
     def __init__(self, folder: Path, tasks: Mapping[str, Task], unfinished: Iterable[str]):
-        """Starts with the tasks that an earlier server in the same folder has accepted. Copies of
-        files that belong to none of them are deleted.
-
-        Args:
-          folder: the folder of the server.
-          tasks: by name, the tasks as their tenants had specified them.
-          unfinished: the names of those that have not ended.
-        """
+        """Starts with the tasks that an earlier server in the same folder has accepted, and deletes
+        copies that belong to none of them. `folder` is the server's folder, `tasks` has the tasks
+        as their tenants specified them, and `unfinished` names those that have not ended."""
         self._inputs = folder / "inputs"
         self._tasks = dict(tasks)
         self._count = Counter(map(tenant_of, tasks))
         self._inputs.mkdir(exist_ok=True)
         sync(folder)
-        # By name of a task that has not ended, the bytes of its copies.
+        # For each task that has not ended, the bytes of its copies.
         self._copied = {name: _size(self.copies(name)) for name in unfinished}
         for path in self._inputs.iterdir():
             if path.name not in self._copied:
@@ -51,40 +46,29 @@ class AcceptedTasks:
         return iter(list(self._tasks))
 
     def __getitem__(self, name: str) -> Task:
-        """The task as the tenant's file specifies it: with its name there and relative paths."""
+        """The task as the tenant's file specifies it, with the file's name for the task and with
+        relative paths."""
         return self._tasks[name]
 
     def copies(self, name: str) -> Path:
-        """Path of the folder with the copies of a task's files.
-
-        Args:
-          name: the name of the task in the server.
-        """
+        """Path of the folder with the copies of a task's files. `name` is the task's name in the
+        server."""
         return self._inputs / name
 
     def copied_bytes(self, tenant: str) -> int:
-        """Bytes of the copies of a tenant's files, for tasks that have not ended.
-
-        Args:
-          tenant: name of the tenant.
-        """
+        """Bytes of the copies of a tenant's files, for tasks that have not ended."""
         return sum(size for name, size in self._copied.items() if tenant_of(name) == tenant)
 
     def count(self, tenant: str) -> int:
-        """Number of tasks of a tenant that are known, those that have ended included.
-
-        Args:
-          tenant: name of the tenant.
-        """
+        """Number of known tasks of a tenant, including tasks that have ended."""
         return self._count[tenant]
 
     def accept(self, name: str, task: Task, folder: Path, limits: TenantLimits) -> Task:
-        """Copies the files of a task. They are on disk afterwards.
+        """Copies the files of a task and returns when the copies are on disk.
 
         Args:
-          name: the name of the task in the server.
-          task: the task, with paths relative to `folder`.
-          folder: the tenant's folder.
+          name: the task's name in the server.
+          task: the task, with paths relative to `folder`, the tenant's folder.
           limits: the most that the task may ask for.
 
         Returns:
@@ -109,21 +93,15 @@ class AcceptedTasks:
         return dataclasses.replace(copied, name=name)
 
     def delete_copies(self, known: Mapping[str, TaskStatus]) -> None:
-        """Deletes the copies of the files of tasks that have ended.
-
-        Args:
-          known: by name, the statuses of the tasks that the server knows.
-        """
+        """Deletes the copies of the files of tasks that have ended. `known` has, by name, the
+        statuses of the tasks that the server knows."""
         for name in list(self._copied):
             if name in known and known[name].state in ENDED:
                 self._delete_copies(name)
 
     def forget(self, name: str) -> None:
-        """Forgets a task that the server does not know. The name may be used again.
-
-        Args:
-          name: the name of the task in the server.
-        """
+        """Forgets a task that the server no longer knows, by its name in the server. The name may
+        be used again."""
         if self._tasks.pop(name, None):
             self._count[tenant_of(name)] -= 1
         self._delete_copies(name)
@@ -134,11 +112,8 @@ class AcceptedTasks:
 
 
 def tenant_of(name: str) -> str:
-    """The tenant of a task.
-
-    Args:
-      name: the name of the task in the server, TENANT.NAME. Names of tenants have no dots.
-    """
+    """The tenant of a task, from the task's name in the server, TENANT.NAME. Names of tenants have
+    no dots."""
     return name.partition(".")[0]
 
 
@@ -153,32 +128,21 @@ def _size(folder: Path) -> int:
 
 
 class TryLater(TaskError):
-    """A task cannot be taken in before others of its tenant have ended."""
+    """A task must wait until other tasks of its tenant have ended."""
 
 
 class Intake:
-    """Copies the files of tasks that are wanted, and accepts them. One thread uses it."""
+    """Copies the files of tasks that tenants want, and accepts the tasks. Only one thread may use
+    it."""
 
     def __init__(self, directory: WatchedDirectory, accepted: AcceptedTasks, limits: TenantLimits):
-        """Starts with the tasks that have been accepted before.
-
-        Args:
-          directory: the directory of the specifications.
-          accepted: the tasks that are accepted; new ones are added.
-          limits: the most that a tenant may ask for.
-        """
+        """New tasks are added to `accepted`. `limits` are the most that a tenant may ask for."""
         self._directory, self._accepted, self._limits = directory, accepted, limits
         self._last = ""
 
     def check_name(self, place: Place) -> None:
-        """Checks that a task can have the name that it would have in the server.
-
-        Args:
-          place: the place of its specification.
-
-        Raises:
-          TaskError: the name is too long.
-        """
+        """Raises TaskError if the name that a task would have in the server is too long. `place` is
+        the place of the task's specification."""
         if len(place.task) > LONGEST_NAME:
             raise TaskError(
                 f"{place.name}.json: the name of the folder and that of the file have "
@@ -186,12 +150,9 @@ class Intake:
             )
 
     def in_turns(self, places: Iterable[Place]) -> Iterator[Place]:
-        """The places in an order in which tenants take turns. The tenant after the one that came
-        last in an earlier iteration, which need not have come to its end, comes first.
-
-        Args:
-          places: the places of specifications.
-        """
+        """Yields the places in an order in which tenants take turns. The first tenant is the one
+        after the tenant that came last in an earlier iteration, even if that iteration was not
+        completed."""
         waiting: dict[str, list[Place]] = defaultdict(list)
         for place in sorted(places, reverse=True):
             waiting[place.tenant].append(place)
@@ -207,7 +168,7 @@ class Intake:
     def take(
         self, place: Place, task: Task, files: Mapping[str, Signature | None], unfinished: int
     ) -> Task:
-        """Copies the files of a task, and accepts it.
+        """Copies the files of a task, and accepts the task.
 
         Args:
           place: the place of its specification.

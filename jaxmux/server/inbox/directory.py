@@ -1,11 +1,11 @@
-"""A directory with a folder for each tenant, which is looked at again and again.
+"""A directory with a folder for each tenant, which is scanned again and again.
 
     DIR/TENANT/NAME.json          a task that the tenant wants
-    DIR/TENANT/NAME.status.json   what has become of it
+    DIR/TENANT/NAME.status.json   the state of this task
 
-The directory is the operator's, and only the operator can write to it. A folder in it is the
-tenant's, who may do there whatever files permit, at any moment. So nothing below the directory is
-opened through a link, and everything is opened relative to a folder that is open already.
+The directory is the operator's, and only the operator can write to it. Each folder in it is a
+tenant's, who may change anything in it at any moment. Nothing below the directory is therefore
+opened through a link, and everything is opened relative to a folder that is already open.
 """
 
 import os
@@ -30,45 +30,42 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 # The files of an adapter from which a task begins.
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
-# What changes when a file changes: its number, its size, and its times of change in nanoseconds.
+# The inode, the size, and the times of change in nanoseconds of a file. It changes when the file
+# does.
 Signature = tuple[int, int, int, int]
 
 
 class WatchedDirectoryError(InputError):
-    """A directory cannot be watched. The message names it and says what to do."""
+    """A directory cannot be watched. The message names the directory and says what to do."""
 
 
 class Place(NamedTuple):
-    """The place of a specification.
-
-    Attributes:
-      tenant: the name of the tenant's folder.
-      name: the name of the file without ".json". Tenants choose it, so it may hold anything.
-    """
+    """The place of a specification: the name of the tenant's folder, and the name of the file
+    without ".json". Tenants choose the latter, so it may hold any characters."""
 
     tenant: str
     name: str
 
     @property
     def task(self) -> str:
-        """The name of the task in the server."""
         return f"{self.tenant}.{self.name}"
 
     def __str__(self) -> str:
-        """The path in the directory, fit for a terminal."""
+        """The path within the directory, with characters that are safe on a terminal."""
         path = f"{self.tenant}/{self.name}{_SUFFIX}"
         return path if re.fullmatch(r"[\w./-]+", path, re.ASCII) else ascii(path)
 
 
 class Scan(NamedTuple):
-    """What a look at the directory has found.
+    """The result of scanning the directory.
 
     Attributes:
       files: the specifications that may be read, with their signatures.
-      ignored: specifications that are not to be read, with the reason; of very many, some.
+      ignored: specifications that must not be read, each with the reason. If there are very many,
+        some are left out.
       problems: by tenant, what is wrong with the folder.
-      unread: the tenants whose folders could not be read. Whether their files are still there is
-        not known.
+      unread: the tenants whose folders could not be read, so that it is not known whether their
+        files still exist.
     """
 
     files: dict[Place, Signature]
@@ -78,24 +75,19 @@ class Scan(NamedTuple):
 
 
 class WatchedDirectory:
-    """A directory that one process watches, locked against others until `close`.
-
-    Attributes:
-      path: absolute path of the directory.
-      created: whether it did not exist before.
-    """
+    """A directory that one process watches, locked against others until `close`. `created` is True
+    if it did not exist before."""
 
     def __init__(self, path: str | Path, limits: TenantLimits, known: bool = False):
-        """Opens the directory; it is created if it does not exist.
+        """Opens the directory, or creates it.
 
         Args:
-          path: the directory.
           limits: the most files that a tenant's folder may hold.
-          known: whether it was watched before. Then it is not created.
+          known: whether the directory was watched before. Then it is not created.
 
         Raises:
-          WatchedDirectoryError: it is not writable, another process watches it, or it should have
-            been watched before and was not.
+          WatchedDirectoryError: the directory is not writable, another process watches it, or it
+            was not watched before although `known` says so.
         """
         self.path, self._limits = Path(path).absolute(), limits
         if known and not (self.path / _LOCK).exists():
@@ -117,24 +109,19 @@ class WatchedDirectory:
         self._begun = True
 
     def close(self) -> None:
-        """Lets others watch the directory."""
+        """Releases the directory, so that another process can watch it."""
         os.close(self._fd)
         self._lock.close(remove=not self._begun)
 
     def folder(self, tenant: str) -> Path:
-        """Path of a tenant's folder.
-
-        Args:
-          tenant: its name.
-        """
         return self.path / tenant
 
     def scan(self, known: Set[Place], ignored: Set[Place] = frozenset()) -> Scan:
-        """Looks which specifications there are, without reading them.
+        """Lists the specifications without reading them.
 
         Args:
-          known: the specifications that are found even if there are more than permitted.
-          ignored: those that were ignored in the last look, and are looked for again.
+          known: specifications that are listed even if there are more than permitted.
+          ignored: the ignored specifications of the last scan, which are looked for again.
 
         Raises:
           OSError: the directory cannot be read, or another one has taken its place.
@@ -165,27 +152,18 @@ class WatchedDirectory:
         return scan
 
     def read(self, place: Place) -> bytes:
-        """The content of a specification.
-
-        Args:
-          place: the specification.
-
-        Raises:
-          TaskError: it is no regular file, a link, or too large.
-        """
+        """The content of a specification. Raises TaskError if it is not a regular file, or is too
+        large."""
         where = str(place).removeprefix(f"{place.tenant}/")
         path = f"{place.tenant}/{place.name}{_SUFFIX}"
         return read_bytes(self.path, path, self._limits.specification_bytes, where)
 
     def files(self, tenant: str, task: Task) -> dict[str, Signature | None]:
-        """The files that a task names, with their signatures; None for those that are not there.
+        """The files that a task with relative paths names, with their signatures; None for missing
+        files.
 
-        Where something on the way is no folder that can be opened, such as a link, the signature is
-        that of this thing. So the signature changes when a folder takes its place.
-
-        Args:
-          tenant: the tenant.
-          task: the task, with relative paths.
+        If something on the way to a file cannot be opened as a folder, for example a link, the
+        signature is that of this thing. The signature then changes when a folder takes its place.
         """
         paths = [source.path for source in task.sources]
         if task.eval_data:
@@ -195,18 +173,10 @@ class WatchedDirectory:
         return {path: self._signature_inside(f"{tenant}/{path}") for path in paths}
 
     def write_status(self, place: Place, text: str) -> None:
-        """Replaces the status file beside a specification as a whole.
-
-        Whatever has its name is replaced, never followed or written to. The content is not waited
-        for: it is made anew when training is started again.
-
-        Args:
-          place: the specification.
-          text: the content.
-
-        Raises:
-          OSError: it cannot be written.
-        """
+        """Replaces the whole status file beside a specification by `text`. Anything with the file's
+        name is replaced, never followed or written to. The function does not wait until the content
+        is on disk, because status files are written anew when training is started again. Raises
+        OSError if the file cannot be written."""
         name = place.name + _STATUS
         partial = f".{name}.partial"
         folder = os.open(place.tenant, _FOLDER, dir_fd=self._fd)
@@ -224,11 +194,7 @@ class WatchedDirectory:
             os.close(folder)
 
     def remove_status(self, place: Place) -> None:
-        """Removes the status file of a specification, if it can be removed.
-
-        Args:
-          place: the specification.
-        """
+        """Removes the status file of a specification, if possible."""
         with suppress(OSError):
             folder = os.open(place.tenant, _FOLDER, dir_fd=self._fd)
             try:
@@ -237,7 +203,8 @@ class WatchedDirectory:
                 os.close(folder)
 
     def _signature_inside(self, path: str) -> Signature | None:
-        """The signature of a file, or of what cannot be opened as a folder on the way to it."""
+        """The signature of a file, or of the first thing on the way to it that cannot be opened as
+        a folder."""
         *folders, name = path.split("/")
         at = os.dup(self._fd)
         try:
@@ -256,7 +223,7 @@ class WatchedDirectory:
             os.close(at)
 
     def _scan_tenant(self, tenant: str, known: Set[Place], ignored: Set[Place], scan: Scan) -> None:
-        """Adds the specifications of a tenant."""
+        """Adds the specifications of a tenant to `scan`."""
         most, entries = self._limits.specifications, self._limits.folder_entries
         folder = os.open(tenant, _FOLDER, dir_fd=self._fd)
         try:
@@ -273,7 +240,8 @@ class WatchedDirectory:
         if is_whole and len(found) <= most:
             scan.files.update(found)
             return
-        # Messages without numbers of files, which a tenant could let change again and again.
+        # The messages have no numbers of files, because a tenant could make the numbers change
+        # again and again.
         if is_whole:
             scan.problems[tenant] = f"has more than {most} specifications; the others are not read"
             why = f"is not read: a tenant may have {most} specifications; delete others"
@@ -294,8 +262,8 @@ def _signature(found: os.stat_result) -> Signature:
 
 
 def _specifications(folder: int, tenant: str, most: int) -> tuple[dict[Place, Signature], bool]:
-    """The specifications of a tenant, and whether these are all: no more than `most` entries of the
-    open folder are looked at."""
+    """The specifications of a tenant, and whether they are complete: at most `most` entries of the
+    open folder are read."""
     found: dict[Place, Signature] = {}
     with os.scandir(folder) as entries:
         for number, entry in enumerate(entries):

@@ -1,4 +1,4 @@
-"""What a status file tells a tenant about a task."""
+"""The content of status files, which tell tenants about their tasks."""
 
 import dataclasses
 import errno
@@ -17,22 +17,22 @@ from .. import TaskStatus
 from ..task import QUEUED, TRAINED
 from .directory import Place, WatchedDirectory
 
-# In a reason, tasks that are named one after another.
+# Matches the names of tasks in a reason.
 _TASKS = re.compile(r"\btasks? ('[^']+'(?:, '[^']+')*)")
 
 
 class Shown(NamedTuple):
-    """What a status file is made from. The file is written again when this changes.
+    """The facts from which a status file is made. The file is written again when they change.
 
     Attributes:
-      task: the name of the task in the server; None if there can be none of this name.
-      status: the task as the server sees it; None if it is not registered.
+      task: the task's name in the server; None if no task can have the name.
+      status: the task's status in the server; None if it is not registered.
       place: the place of a waiting task in the queue, from 1; None if it does not wait.
-      adapter: the folder with the adapter of a task that has succeeded or stopped early; None
-        before.
-      error: why the specification is refused, or a change of it; None if it is not.
-      copies: the folder of the copies of the task's files; None if there are none.
-      waits: whether the specification is not refused, but waits for what `error` tells.
+      adapter: the folder of the adapter, once the task has succeeded or stopped early; otherwise
+        None.
+      error: why the specification, or a change of it, is refused; None if it is not refused.
+      copies: the folder with the copies of the task's files; None if there are none.
+      waits: whether the specification is not refused but waits; `error` then tells for what.
     """
 
     task: str | None
@@ -44,11 +44,7 @@ class Shown(NamedTuple):
     waits: bool = False
 
     def is_like(self, other: "Shown | None") -> bool:
-        """Whether another one says the same; quick for a status that has not changed.
-
-        Args:
-          other: the other one; None for none.
-        """
+        """Whether `other` would give the same file; quick for a status that has not changed."""
         return (
             other is not None
             and self.status is other.status
@@ -57,11 +53,9 @@ class Shown(NamedTuple):
         )
 
     def text(self) -> str:
-        """The content of the status file."""
         return json.dumps(self.fields(), indent=2) + "\n"
 
     def fields(self) -> dict[str, Any]:
-        """The entries of the status file."""
         status, error = self.status, self.error
         state = "waiting" if self.waits else "refused"
         fields: dict[str, Any] = {"task": self.task, "state": state, "error": error}
@@ -89,14 +83,14 @@ class Shown(NamedTuple):
         return fields
 
     def _of_tenant(self, reason: str | None) -> str | None:
-        """A reason with the tenant's own paths in place of those of the copies, and without names
-        of other tenants' tasks."""
+        """A reason with the tenant's own paths instead of those of the copies, and without names of
+        other tenants' tasks."""
         if reason and self.copies:
             reason = reason.replace(f"{self.copies}/", "")
         return reason and _TASKS.sub(self._own_tasks, reason)
 
     def _own_tasks(self, named: re.Match[str]) -> str:
-        """What a reason says to the tenant in place of names of tasks."""
+        """Replaces the names of other tenants' tasks."""
         tenant = f"'{self.task.partition('.')[0]}."
         names = named[1].split(", ")
         tenants = [name for name in names if name.startswith(tenant)]
@@ -108,40 +102,35 @@ class Shown(NamedTuple):
 
 
 def places_in_queue(statuses: Iterable[TaskStatus]) -> dict[str, int]:
-    """By name, the places of the waiting tasks, from 1. Tasks that arrived together have places one
-    after the other, although the scheduler may prefer a later one of them.
-
-    Args:
-      statuses: all tasks, in the order in which they were registered.
-    """
+    """By name, the places of the waiting tasks in the queue, from 1. `statuses` are in the order of
+    registration. Tasks that arrived together have consecutive places, although the scheduler may
+    prefer a later one."""
     waiting = [status for status in statuses if status.state == QUEUED]
     waiting.sort(key=lambda status: -status.priority)
     return {status.name: place for place, status in enumerate(waiting, start=1)}
 
 
-# Status files are written for at most so many seconds in a row; the others come next time.
+# Status files are written for at most this number of seconds in a row; the rest is written in the
+# next call.
 _SECONDS = 0.5
-# The folder may be gone, or the name may be too long for that of a status file.
+# The folder may be gone, or the name may be too long for a status file.
 _FAULTS_OF_TENANTS = (errno.ENOENT, errno.ENAMETOOLONG)
 
 
 class StatusFiles:
-    """The status files. One thread uses it."""
+    """The status files. Only one thread may use it."""
 
     def __init__(self, directory: WatchedDirectory, adapters: Path, every: float):
-        """Starts without knowing what the files tell, so each is written anew.
-
-        Args:
-          directory: the directory of the specifications.
-          adapters: the folder of the server's adapters.
-          every: seconds between two statuses of a task.
-        """
+        """Starts without knowing the content of the files, so each one is written anew. `adapters`
+        is the folder of the server's adapters; `every` is the number of seconds between two
+        statuses of a task."""
         self._directory, self._adapters, self._every = directory, adapters, every
-        # What the file of a specification tells, and since when.
+        # For each specification, the content of its status file, and the time since when.
         self._shown: dict[Place, tuple[Shown, float]] = {}
-        # The places whose files have yet to tell what they should.
+        # The places whose files are out of date.
         self._late: set[Place] = set()
-        # The places whose files could not be written, and why; None for faults of the tenant.
+        # For each place whose file could not be written, the reason; None if it is the tenant's
+        # fault.
         self._unwritten: dict[Place, str | None] = {}
 
     @property
@@ -154,42 +143,25 @@ class StatusFiles:
         }
 
     def tells(self, place: Place, status: TaskStatus | None) -> bool:
-        """Whether the file tells a status, and the adapter of a task that has one, or it was tried
-        to write it.
-
-        Args:
-          place: the place of the specification.
-          status: the status.
-        """
+        """Whether the file shows this status, and the adapter of a task that has one, or an attempt
+        to write it has failed."""
         shown, _ = self._shown.get(place, (None, 0.0))
         return shown is not None and shown.status is status and place not in self._late
 
     def forget(self, place: Place) -> None:
-        """Leaves a status file as it is.
-
-        Args:
-          place: the place of the specification.
-        """
+        """Leaves a status file as it is from now on."""
         self._shown.pop(place, None)
         self._unwritten.pop(place, None)
 
     def remove(self, place: Place) -> None:
-        """Deletes the status file of a specification, if it was written.
-
-        Args:
-          place: the place of the specification.
-        """
+        """Deletes the status file of a specification, if it was written."""
         self._unwritten.pop(place, None)
         if self._shown.pop(place, None):
             self._directory.remove_status(place)
 
     def write(self, wanted: Iterable[tuple[Place, Shown]]) -> None:
-        """Writes the files that do not tell what they should, those first that were written longest
-        ago.
-
-        Args:
-          wanted: what the files of specifications should tell, but for the adapters.
-        """
+        """Rewrites outdated status files, oldest first. `wanted` has what each file should show,
+        except the adapter."""
         now = time.monotonic()
         due: list[tuple[float, Place, Shown]] = []
         self._late.clear()
@@ -201,7 +173,7 @@ class StatusFiles:
                 shown = shown._replace(adapter=self._adapter(shown.status.name, before))
             if place in self._unwritten or not shown.is_like(before):
                 self._late.add(place)
-                # A call may come a little earlier than the one before.
+                # A call may come slightly earlier after the previous one.
                 if now - at >= 0.9 * self._every:
                     due.append((at, place, shown))
         due.sort(key=itemgetter(0))
@@ -220,7 +192,7 @@ class StatusFiles:
             self._unwritten[place] = None if e.errno in _FAULTS_OF_TENANTS else e.strerror
 
     def _adapter(self, name: str, before: Shown | None) -> Path | None:
-        """The folder of a task's adapter, once it is there."""
+        """The folder of a task's adapter, once it exists."""
         if before and before.adapter:
             return before.adapter
         folder = self._adapters / name

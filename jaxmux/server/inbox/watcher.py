@@ -1,7 +1,7 @@
 """Turns the files of a watched directory into commands, and the answers into status files.
 
-The files say what is wanted, and every poll compares this with what the server says of its tasks.
-So nothing has to be remembered of changes that came while nobody watched.
+The files say what tenants want, and every poll compares this with the statuses of the server's
+tasks. Changes that come while the directory is not watched are therefore not lost.
 """
 
 import dataclasses
@@ -37,22 +37,22 @@ from .status import Shown, StatusFiles, places_in_queue
 
 @dataclasses.dataclass
 class WatchedTask:
-    """A specification and what has become of it.
+    """The state of a specification.
 
     Attributes:
-      task: the name of its task in the server.
-      seen: its signature in the last poll; None if it was missing.
+      task: the task's name in the server.
+      seen: signature of the specification in the last poll; None if it was missing.
       missing: number of polls in a row in which it was missing.
-      changes: number of polls in a row in which it had changed, or a file that it names.
-      read: its signature when it was read; None before.
-      wanted: what it asks for; None if it is refused as it is.
+      changes: number of polls in a row in which it, or a file that it names, had changed.
+      read: its signature when it was read; None if it has not been read.
+      wanted: its content; None if it is refused.
       files: the files that it names, with their signatures in the last poll.
-      refused: `files` as they were when they were refused.
-      retry_at: the time before which nothing is tried again.
-      resume_at: the time before which a task is not resumed that the server has paused.
-      error: why it is refused, or a change of it, or what it waits for.
-      waits: whether it is not refused, but waits.
-      commands: the commands that have been given and have no answer yet.
+      refused: `files` at the time when they were refused.
+      retry_at: time until which nothing is tried again.
+      resume_at: time until which a task that the server has paused is not resumed.
+      error: why the specification, or a change of it, is refused, or what it waits for.
+      waits: whether it is not refused but waits.
+      commands: the commands that have been given and not answered yet.
     """
 
     task: str
@@ -70,52 +70,38 @@ class WatchedTask:
     commands: list[tuple[str, Future[None]]] = dataclasses.field(default_factory=list)
 
 
-# Lines about specifications that are printed in a minute; tenants can cause any number.
+# At most this many lines about specifications are printed per minute; tenants can cause any number.
 _LINES_A_MINUTE = 10
-# A problem with a folder is told again if it was gone for so many seconds.
+# A problem with a folder is reported again if it was gone for this number of seconds.
 _SECONDS_GONE = 60
 
 
 class WatchLines:
-    """Prints what is wrong with files, and not more often than helps. One thread uses it."""
+    """Prints problems with files, but not too often. Only one thread may use it."""
 
     def __init__(self, directory: Path, say: Callable[[str], None]):
-        """Starts without having printed anything.
-
-        Args:
-          directory: the watched directory.
-          say: function that prints one line.
-        """
         self._directory, self._say = directory, say
         self._count, self._since = 0, float("-inf")
-        # The problems of tenants' folders, and when they were there last.
+        # The problems of tenants' folders, and the time at which each was present last.
         self._seen: dict[tuple[str, str], float] = {}
 
     def say_refused(self, place: Place, error: str, waits: bool) -> None:
-        """Says why a specification is refused, or what it waits for.
-
-        Args:
-          place: the place of the specification.
-          error: why, as its status file tells it.
-          waits: whether it waits.
-        """
+        """Prints why a specification is refused, or what it waits for, with the `error` of its
+        status file."""
         now = time.monotonic()
         if now - self._since > 60:
             self._count, self._since = 0, now
         self._count += 1
         if self._count <= _LINES_A_MINUTE:
-            # The line begins with the file already.
+            # `error` already begins with the name of the file.
             error = without_task(error.removeprefix(f"{place.name}.json: "), place.name)
             self._say(f"{place}: {'waits' if waits else 'refused'}: {error}")
         elif self._count == _LINES_A_MINUTE + 1:
             self._say("more specifications are refused or wait; their status files tell why")
 
     def say_problems(self, problems: Mapping[str, str]) -> None:
-        """Says what has not been there for some time.
-
-        Args:
-          problems: by tenant, what is wrong; "" stands for the directory.
-        """
+        """Prints the problems that have not been present for some time. `problems` are by tenant;
+        "" means the directory."""
         now = time.monotonic()
         self._seen = {watched: at for watched, at in self._seen.items() if now - at < _SECONDS_GONE}
         for name, problem in problems.items():
@@ -126,24 +112,24 @@ class WatchLines:
 
 _log = logging.getLogger("jaxmux")
 
-# A file that is missing in so many polls is deleted. Some editors move a file away and write it
-# anew, so it is missing for a moment.
+# A file that is missing in this number of polls counts as deleted. Some editors move a file away
+# and write it again, so it is missing for a moment.
 _POLLS_OF_DELETION = 2
-# A tenant is told of a file that has changed in so many polls in a row.
+# A tenant is told of a file that has changed in this number of polls in a row.
 _POLLS_OF_CHANGE = 10
-# A poll takes in tasks for at most so many seconds.
+# A poll accepts tasks for at most this number of seconds.
 _SECONDS_A_POLL = 0.5
 _SECONDS_TO_RETRY = 10.0
 _SECONDS_TO_RESUME = 60.0
-# At most this share of a core is spent on polls.
+# At most this fraction of a core is spent on polls.
 _SHARE = 0.1
-# The file in the server's folder that lists the refused specifications; most entries that it has,
-# and most characters of an error.
+# The file in the server's folder that lists the refused specifications; the most entries in it, and
+# the most characters of an error.
 REFUSED, _MOST_REFUSED, _LONGEST_ERROR = "refused.json", 256, 2000
 
 
 class DirectoryWatcher:
-    """Watches a directory for a server. One thread calls `run`, or `poll` again and again."""
+    """Watches a directory for a server. One thread calls `run`, or calls `poll` again and again."""
 
     def __init__(
         self,
@@ -157,11 +143,9 @@ class DirectoryWatcher:
         """Goes on with the tasks that an earlier server in the same folder has accepted.
 
         Args:
-          directory: the directory.
-          live: the server.
           folder: the folder of the server.
           limits: the most that tenants may ask for.
-          say: function that prints one line.
+          say: prints one line.
           every: seconds from one poll to the next, and from one status of a task to the next.
         """
         self._directory, self._live, self._limits = directory, live, limits
@@ -171,12 +155,12 @@ class DirectoryWatcher:
         ended = {status.name for status in live.statuses() if status.state in ENDED}
         self._accepted = AcceptedTasks(folder, origins, origins.keys() - ended)
         self._watched = {_place_of(name): WatchedTask(name) for name in origins}
-        # A task that the server has forgotten would be taken for one that it never knew.
+        # The server remembers tasks of the directory, because a forgotten task would look like a
+        # new one.
         live.know_while(lambda name: name in self._accepted and _place_of(name) in self._watched)
         self._intake = Intake(directory, self._accepted, limits)
         self._stopped = threading.Event()
         self._folder = folder
-        # The content of refused.json.
         self._refused: dict[str, Any] | None = None
         # The specifications that were not read in the last poll because there are too many.
         self._ignored: dict[Place, str] = {}
@@ -185,7 +169,7 @@ class DirectoryWatcher:
         """Polls until `stop` is called."""
         failed = None
         while not self._stopped.is_set():
-            # Waiting for a disk disturbs nobody, so it does not count.
+            # Thread time leaves out waiting for a disk, which takes no processor.
             began = time.thread_time()
             try:
                 self.poll()
@@ -207,18 +191,14 @@ class DirectoryWatcher:
         self._stopped.set()
 
     def poll(self) -> None:
-        """Looks at all files once.
-
-        Raises:
-          OSError: the directory cannot be read. Nothing has been done.
-          RuntimeError: the server takes no more commands.
-        """
+        """Reads all files once. Raises OSError if the directory cannot be read, in which case
+        nothing has been done, and RuntimeError if the server takes no more commands."""
         scan = self._directory.scan(self._watched.keys(), self._ignored.keys())
         self._lines.say_problems(scan.problems)
         for place in scan.files:
             if place not in self._watched:
                 self._watched[place] = WatchedTask(place.task)
-        # Answers come first, so that the statuses show all that has been answered.
+        # Answers come first, so that the statuses include every answered command.
         waiting = [(place, watched) for place, watched in self._watched.items() if watched.commands]
         unanswered = {place for place, watched in waiting if not self._answered(place, watched)}
         statuses = self._live.statuses()
@@ -226,10 +206,10 @@ class DirectoryWatcher:
         for name in self._accepted:
             place = _place_of(name)
             if name not in by_name and place not in unanswered:
-                # The server does not know it any more, since nobody needed it.
+                # The server has forgotten the task, because it was no longer needed.
                 self._accepted.forget(name)
                 if place in self._watched:
-                    # A new file has come at the same time.
+                    # A new file has appeared at the same time.
                     self._watched[place] = WatchedTask(name)
         self._accepted.delete_copies(by_name)
         new: list[Place] = []
@@ -258,12 +238,13 @@ class DirectoryWatcher:
     def _is_new(
         self, place: Place, watched: WatchedTask, signature: Signature, status: TaskStatus | None
     ) -> bool:
-        """Reads a specification that has changed, and gives the commands that it asks for. Returns
-        whether its task is to be taken in."""
+        """Reads a specification that has changed, and gives its commands. Returns whether its task
+        is to be accepted."""
         watched.missing = 0
         if signature != watched.read:
             if signature != watched.seen:
-                # Perhaps somebody still writes it. It is read then, even if it is as before.
+                # It may still be being written. It is read in a later poll, even if it is then as
+                # before.
                 watched.read = None
                 self._note_change(place, watched, "the file")
                 return False
@@ -283,7 +264,7 @@ class DirectoryWatcher:
         if status and status.state not in ENDED:
             self._command(place, watched, status)
         elif watched.error and watched.waits:
-            # It has ended before a command could be kept.
+            # The task has ended while a command for it waited.
             watched.error = None
             self._check_change(place, watched, status)
         return False
@@ -297,7 +278,7 @@ class DirectoryWatcher:
             self._refuse(place, watched, str(e))
             return None
         except Exception as e:
-            # Whatever is in a tenant's file must not be the end of the others.
+            # Nothing in one tenant's file may stop the others.
             _log.exception("%s cannot be read", place)
             self._refuse(place, watched, f"cannot be read: {first_line(e)}")
             return None
@@ -305,7 +286,8 @@ class DirectoryWatcher:
         return wanted
 
     def _check_change(self, place: Place, watched: WatchedTask, status: TaskStatus | None) -> None:
-        """Refuses a change that is not permitted; then nothing of the specification holds."""
+        """Refuses a change that is not permitted; then no part of the specification takes
+        effect."""
         new = watched.wanted.task
         old = registered_task(self._accepted[watched.task], new, status.steps if status else None)
         problem = refused_change(old, new)
@@ -317,7 +299,7 @@ class DirectoryWatcher:
             self._refuse(place, watched, f"{place.name}.json: {problem}")
 
     def _command(self, place: Place, watched: WatchedTask, status: TaskStatus) -> None:
-        """Gives the commands without which a task is not as its specification wants it."""
+        """Gives the commands that bring a task to the state that its specification wants."""
         wanted, name = watched.wanted, watched.task
         if time.monotonic() < watched.retry_at:
             return
@@ -326,10 +308,10 @@ class DirectoryWatcher:
         if wanted.paused and status.state != PAUSED:
             watched.commands.append(("paused", self._live.pause(name)))
         if not wanted.paused and status.state == PAUSED and time.monotonic() >= watched.resume_at:
-            # The server itself has paused a task with a reason, which may last.
+            # The server itself has paused a task if there is a reason, and the reason may last.
             watched.resume_at = time.monotonic() + (_SECONDS_TO_RESUME if status.reason else 0)
             watched.commands.append(("paused", self._live.resume(name)))
-        # Before the data have been read, the number of steps may not be known.
+        # The number of steps may be unknown until the data have been read.
         steps = wanted.task.steps
         if None in (steps, status.steps):
             return
@@ -337,12 +319,13 @@ class DirectoryWatcher:
             watched.commands.append(("steps", self._live.extend(name, steps)))
 
     def _answered(self, place: Place, watched: WatchedTask) -> bool:
-        """Takes note of the answers to commands; returns whether all have been answered."""
+        """Notes the answers to commands; returns whether all have been answered."""
         if any(not future.done() for _, future in watched.commands):
             return False
         failed = [(what, e) for what, future in watched.commands if (e := future.exception())]
         if any(isinstance(error, RuntimeError) for _, error in failed):
-            # The server has ended. The next one knows whether the command was kept.
+            # The server has ended. The next server knows whether the command was written to the
+            # table.
             return False
         commands, watched.commands = watched.commands, []
         if commands and not failed and (watched.wanted or watched.missing):
@@ -357,24 +340,25 @@ class DirectoryWatcher:
             elif isinstance(error, TaskError):
                 status = self._status(watched.task)
                 if what == "cancel":
-                    # It has ended, which is shown when it is kept; nothing is wrong with the wish.
+                    # The task has ended, which its status shows once the end is in the table; the
+                    # command was legal.
                     watched.retry_at = time.monotonic() + _SECONDS_TO_RETRY
                 elif not (status and status.state in ENDED):
                     watched.wanted = None
                     self._refuse(place, watched, str(error))
                 elif watched.wanted:
-                    # The task has ended meanwhile, so the wanted change came too late.
+                    # The task has ended meanwhile, so the change came too late.
                     self._check_change(place, watched, status)
         return True
 
     def _status(self, name: str) -> TaskStatus | None:
-        """What the server says now of a task."""
+        """The present status of a task in the server; None if the server does not know it."""
         with suppress(TaskError):
             return self._live.status(name)
         return None
 
     def _miss(self, place: Place, watched: WatchedTask, status: TaskStatus | None) -> None:
-        """A specification is not there."""
+        """Handles a specification that is missing."""
         watched.missing += 1
         if watched.missing < _POLLS_OF_DELETION:
             return
@@ -393,14 +377,14 @@ class DirectoryWatcher:
             del self._watched[place]
 
     def _note_ignored(self, scan: Scan) -> None:
-        """Takes note of the specifications that are not read, for their status files."""
+        """Notes the specifications that are not read, for their status files."""
         for place in self._ignored.keys() - scan.ignored.keys() - self._watched.keys():
             if place.tenant not in scan.unread:
                 self._status_files.remove(place)
         self._ignored = scan.ignored
 
     def _take_in(self, places: list[Place], by_name: Mapping[str, TaskStatus]) -> None:
-        """Takes in tasks, those of different tenants in turns."""
+        """Accepts tasks; tenants take turns."""
         if not places:
             return
         end = time.monotonic() + _SECONDS_A_POLL
@@ -420,7 +404,7 @@ class DirectoryWatcher:
                 self._note_change(place, watched, next(changed, "data"))
                 continue
             watched.changes = 0
-            # Files that were refused are not read again before they change.
+            # Refused files are not read again until they change.
             if files == watched.refused:
                 continue
             try:
@@ -451,8 +435,8 @@ class DirectoryWatcher:
     def _shown(
         self, watched: WatchedTask, by_name: Mapping[str, TaskStatus], place: int | None
     ) -> Shown:
-        """What the status file of a specification tells."""
-        # Others than those accepted here may have registered a task of this name.
+        """The content of the status file of a specification."""
+        # A task of this name may have been registered in another way than through this directory.
         status = by_name.get(watched.task) if watched.task in self._accepted else None
         copies = self._accepted.copies(watched.task)
         place = place if status else None
@@ -477,11 +461,11 @@ class DirectoryWatcher:
                 write_atomically(self._folder / REFUSED, json.dumps(record, indent=2) + "\n")
                 self._refused = record
             except OSError as e:
-                # The status files tell it too, and the next poll tries it again.
+                # The status files have the same information, and the next poll tries again.
                 _log.debug("%s cannot be written (%s)", REFUSED, e.strerror)
 
     def _note_change(self, place: Place, watched: WatchedTask, what: str) -> None:
-        """Tells a tenant of a file that changes all the time."""
+        """Tells a tenant if a file changes all the time."""
         watched.changes += 1
         if watched.changes >= _POLLS_OF_CHANGE:
             why = f"{what} still changes; it is read when two looks find it the same"
@@ -494,19 +478,14 @@ class DirectoryWatcher:
 
 
 def _place_of(name: str) -> Place:
-    """The place of the specification of a task."""
     return Place(*name.split(".", 1))
 
 
 def came_too_late(wanted: WatchedSpecification, status: TaskStatus) -> bool:
-    """Whether a priority or a pause is wanted that a task which has ended did not have at its end.
-
-    Args:
-      wanted: what the specification asks for now.
-      status: the status of the task.
-    """
+    """Whether the specification wants another priority, or another paused state, than its task had
+    when it ended."""
     before = status.history[-2]
-    # The server pauses tasks too, and then tells why.
+    # If the server paused the task itself, there is a reason.
     by_server = before.state == PAUSED and before.reason is not None
     paused = wanted.paused if by_server else before.state == PAUSED
     return (wanted.priority, wanted.paused) != (status.priority, paused)

@@ -1,4 +1,4 @@
-"""Pipeline schedules as values: made, proven legal and simulated without any device.
+"""Pipeline schedules as values, which are made, checked and simulated without a device.
 
 A generator takes a `Workload`, the stream of microbatches with their times on every stage, and
 returns a `PipelineSchedule`:

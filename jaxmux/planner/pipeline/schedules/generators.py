@@ -13,7 +13,7 @@ from .tick_layout import TickRule, lay_out
 def gpipe(workload: Workload) -> PipelineSchedule:
     """Returns the GPipe schedule: all forward passes of a flush, then all its backward passes. A
     flush ends before a microbatch that must wait for an update. With S equal stages and forward
-    passes as long as backward passes, the bubble ratio of N microbatches is (S-1) / (N+S-1) (Huang
+    passes as long as backward passes, the bubble ratio for N microbatches is (S-1) / (N+S-1) (Huang
     et al. 2019)."""
     flushes = independent_series(workload)
     orders = [
@@ -29,26 +29,26 @@ def gpipe(workload: Workload) -> PipelineSchedule:
 
 
 def one_forward_one_backward(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
-    """Returns the 1F1B schedule, PipeDream-flush (Narayanan et al. 2021, 2.2), with at most
-    `one_f_one_b_depth(S, rule)[s]` microbatches in flight on stage s. A microbatch that waits for a
-    task's update holds back all microbatches after it. Otherwise the bubble ratio is that of
-    `gpipe`."""
+    """Returns the 1F1B schedule (PipeDream-flush, Narayanan et al. 2021, 2.2). At most
+    `one_f_one_b_depth(S, rule)[s]` microbatches are in flight on stage s. A microbatch that waits
+    for a task's update holds back all microbatches after it. If none waits, the bubble ratio is
+    that of `gpipe`."""
     launch = LaunchRule(in_flight=one_f_one_b_depth(workload.stages, rule))
     return lay_out(workload, greedy_orders(workload, launch), rule)
 
 
 def one_f_one_b_depth(stages: int, rule: TickRule) -> list[int]:
-    """Returns the number of microbatches in flight on each stage that keeps a 1F1B pipeline full.
-    Stage s of S stages needs S - s of them if a stage runs one pass in each tick (rule "single").
-    With the rules "paired" and "alternating" it needs 2(S - s) - 1, because about twice as many
-    other microbatches start while one is in flight."""
+    """Returns, for each stage, the number of microbatches in flight that keeps a 1F1B pipeline
+    full. Stage s of S needs S - s microbatches if a stage runs one pass in each tick (rule
+    "single"). With the rules "paired" and "alternating" it needs 2(S - s) - 1, because about twice
+    as many other microbatches start while one microbatch is in flight."""
     return [stages - s if rule == "single" else 2 * (stages - s) - 1 for s in range(stages)]
 
 
 def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
-    """Returns the interleaved 1F1B schedule (Narayanan et al. 2021, 2.2), in which a microbatch
-    passes every stage several times and the pipeline fills sooner. Under the assumptions of
-    `gpipe`, with N a multiple of S, the bubble ratio is (S-1) / (virtual_per_stage · N + S-1)."""
+    """Returns the interleaved 1F1B schedule (Narayanan et al. 2021, 2.2). A microbatch passes every
+    stage several times, so the pipeline fills sooner. Under the assumptions of `gpipe`, and if N is
+    a multiple of S, the bubble ratio is (S-1) / (virtual_per_stage · N + S-1)."""
     workload = workload.with_virtual_stages(virtual_per_stage)
     stages = workload.stages
     depth = [2 * (stages - 1 - s) + (virtual_per_stage - 1) * stages + 1 for s in range(stages)]
@@ -58,13 +58,13 @@ def interleaved(workload: Workload, virtual_per_stage: int) -> PipelineSchedule:
 
 def lorapp(workload: Workload, rule: TickRule = "single") -> PipelineSchedule:
     """Returns the LoRAPP schedule in its 1F1B mode (mLoRA 3.2.1): while the microbatches of one
-    task wait for its update, those of other tasks fill the pipeline.
+    task wait for its update, microbatches of other tasks fill the pipeline.
 
     With S equal stages, T tasks and n microbatches per global batch, the bubble ratio is
     max{(S-1+n-T·n) / (S+n-1), 0} without warm-up and drain (mLoRA 3.2.2, which writes D for S, L
     for T and N for n). If stages start ticks together and the rule is "single", this holds only if
     forward passes take as long as backward passes. With "paired" ticks, S stages need 2S tasks to
-    be full.
+    be always busy.
     """
     launch = LaunchRule(
         in_flight=one_f_one_b_depth(workload.stages, rule), skip_blocked=True, forward_first=1
@@ -78,22 +78,22 @@ Clock = Literal["lockstep", "asynchronous"]
 def template(
     workload: Workload, clock: Clock = "lockstep", permute_time: float = 0.0
 ) -> PipelineSchedule:
-    """Returns MuxTune's structured template: 1F1B over buckets, the slowest bucket first.
+    """Returns MuxTune's structured template: 1F1B over buckets, beginning with the slowest bucket.
 
-    Within each round, the microbatches of a bucket are consecutive, a microbatch starts as soon as
-    the buffers allow, and stages prefer backward passes. Round n holds step n of every task. The
-    rounds follow each other without draining the pipeline, and a microbatch that waits for a task's
-    update is passed over. The schedule's microbatches are in the order of `template_order`. With
-    the clock "lockstep", it is the fastest of three schedules, one for each `TickRule`.
+    Within each round, the microbatches of a bucket are consecutive. A microbatch starts as soon as
+    the buffers allow, and stages prefer backward passes. Round n holds step n of every task. Rounds
+    follow each other without draining the pipeline; later microbatches pass a microbatch that waits
+    for a task's update. The schedule's microbatches are in the order of `template_order`. With the
+    clock "lockstep", the result is the fastest of three schedules, one for each `TickRule`.
     """
     workload = workload.reorder(template_order(workload))
-    # Theorem 2 of MuxTune's Appendix A says that the last stage is busy from its first forward to
-    # its last backward pass. It holds here for one round without a buffer limit, if a microbatch of
-    # bucket p takes the same time t_p forward and backward on every stage and messages take no
-    # time. With the clock "asynchronous", stages run at their own pace and the last one is never
+    # By Theorem 2 of MuxTune's Appendix A, the last stage is busy from its first forward pass to
+    # its last backward pass. Here this holds for one round without a buffer limit, if a microbatch
+    # of bucket p takes the same time t_p forward and backward on every stage and messages take no
+    # time. With the clock "asynchronous", stages run at their own pace and the last stage is never
     # idle, as in the paper.
     #
-    # With "lockstep", the last stage has a pass in every tick, but where two buckets meet, a tick
+    # With "lockstep", the last stage has a pass in every tick. But where two buckets meet, a tick
     # may take longer than this pass, because an earlier stage runs a backward pass of the longer
     # bucket. With S stages and C microbatches per bucket, the makespan is at most 2(S-1)·t_1 plus
     # the work of the last stage, 2C·Σ_p t_p. This exceeds the makespan of asynchronous stages
@@ -123,7 +123,8 @@ def template_order(workload: Workload) -> list[int]:
 
 
 def _rounds(workload: Workload) -> list[int]:
-    """The round of each microbatch: the most global batches that any of its tasks had before."""
+    """The round of each microbatch: the largest number of earlier global batches of any of its
+    tasks."""
     steps = defaultdict(set)
     for microbatch in workload.microbatches:
         for task, step in microbatch.global_batches:

@@ -1,5 +1,5 @@
-"""The order in which each stage runs its ops, made by a greedy simulation of all stages. GPipe's
-order is fixed; all other generators are settings of this simulation."""
+"""The order in which each stage runs its ops, from a greedy simulation of all stages. All
+generators but GPipe are settings of this simulation; GPipe's order is fixed."""
 
 import dataclasses
 import heapq
@@ -26,11 +26,11 @@ class LaunchRule:
     """The rule by which a free stage chooses its next op.
 
     Attributes:
-      in_flight: for each stage, the most microbatches in flight; None for no such limit.
-      unit_times: whether every op takes one unit of time, for stages that run in lockstep. With
-        False the workload's times give an order for asynchronous stages.
-      skip_blocked: whether later microbatches may pass over one that waits for a task's update.
-      forward_first: number of stages, counted from the first, that prefer forward passes.
+      in_flight: for each stage, the most microbatches in flight; None for no limit.
+      unit_times: whether every op takes one unit of time, for stages that run in lockstep. If
+        False, the workload's times determine an order for asynchronous stages.
+      skip_blocked: whether later microbatches may pass a microbatch that waits for a task's update.
+      forward_first: number of stages, from the first, that prefer forward passes.
     """
 
     in_flight: Sequence[int] | None = None
@@ -41,19 +41,19 @@ class LaunchRule:
 
 def greedy_orders(workload: Workload, rule: LaunchRule) -> list[list[Op]]:
     """Returns the ops of each stage in the order in which greedy stages start them. A microbatch is
-    launched, that is, runs forward on virtual stage 0, only when each of its tasks has finished the
-    backward passes of its previous global batch there: LoRAFusion's bubble lemma (5.2).
-    PlanningError tells if too few buffers bring the pipeline to a standstill."""
+    launched when it runs forward on virtual stage 0. It is launched only after each of its tasks
+    has finished the backward passes of its previous global batch there: LoRAFusion's bubble lemma
+    (5.2). Raises PlanningError if the buffers are too few for the pipeline to go on."""
     simulation = _GreedyStages(workload, rule)
     simulation.run()
     return simulation.orders
 
 
 class _GreedyStages:
-    """All stages at one moment of the simulation. A microbatch's rank is its position in the order
-    of launches. In Megatron's interleaved order, a series of S microbatches goes through one
-    virtual stage of a stage, then the same microbatches through the next one. A series ends early
-    if an update must come in between."""
+    """The state of all stages during the simulation. A microbatch's rank is its position in the
+    order of launches. In Megatron's interleaved order, a series of S microbatches goes through one
+    virtual stage of a stage, then through the next one. A series is shorter if an update must come
+    in between."""
 
     def __init__(self, workload: Workload, rule: LaunchRule):
         self.workload = workload
@@ -66,10 +66,10 @@ class _GreedyStages:
         self._free_buffers = list(workload.buffer_limit or [np.inf] * workload.stages)
         self._in_flight = [0] * workload.stages
         all_series = independent_series(workload, workload.stages)
-        # For each rank, the number of the series and the position in it.
+        # For each rank, the index of the microbatch's series and the position in this series.
         self._place = [(n, i) for n, series in enumerate(all_series) for i in range(len(series))]
-        # Forward passes in the order in which every stage runs them: (sort key, rank, part), where
-        # part p of a stage is virtual stage p · S + stage.
+        # Forward passes in the order in which every stage runs them: (sort key, rank, part). Part p
+        # of a stage is virtual stage p · S + stage.
         self._forwards = sorted(
             ((series, part, i), rank, part)
             for rank, (series, i) in enumerate(self._place)
@@ -80,7 +80,8 @@ class _GreedyStages:
         self._launched: list[int] = []
         self._rank: dict[int, int] = {}
         self._waiting = list(range(len(workload.microbatches)))
-        # For each global batch, the microbatches that have not finished their last backward pass.
+        # For each global batch, the number of its microbatches that have not finished their last
+        # backward pass.
         self._unfinished = Counter(
             batch for microbatch in workload.microbatches for batch in microbatch.global_batches
         )
@@ -204,7 +205,8 @@ def _whole_durations(workload: Workload, unit: bool) -> tuple[list[list[int]], l
 
 
 def _previous_global_batches(batches: Counter) -> dict[tuple[int, int], tuple[int, int]]:
-    """For each (task, step), the task's previous global batch; a task's first one is left out."""
+    """For each (task, step), the task's previous global batch. The first global batch of a task has
+    none and is left out."""
     ordered = sorted(batches)
     return {
         batch: previous

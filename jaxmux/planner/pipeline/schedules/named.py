@@ -1,7 +1,8 @@
-"""The schedules of `RunOptions.schedule` as plans show them and training runs them.
+"""The schedules of `RunOptions.schedule`, as plans show them and training runs them.
 
-With "auto", "1f1b" and "lorapp", a microbatch of the next round begins as soon as its tasks are
-updated. With the others the pipeline is empty between two rounds, and every round has its table.
+With "auto", "1f1b" and "lorapp", rounds stream: a microbatch of the next round begins as soon as
+its tasks are updated. With the other schedules, the pipeline is empty between two rounds, and every
+round has its own table.
 """
 
 from collections.abc import Sequence
@@ -24,8 +25,8 @@ from .validate import validate
 
 LORAPP, TEMPLATE, GPIPE = "lorapp", "template", "gpipe"
 STREAMING = (AUTO_SCHEDULE, "1f1b", LORAPP)
-# Schedules for which every task has separate microbatches and updates. With "auto" the planner
-# chooses groups of tasks, and with all others the tasks are packed together.
+# Schedules in which every task has its own microbatches and updates. With "auto" the planner
+# chooses groups of tasks; with the other schedules all tasks are packed together.
 TASK_BY_TASK = (LORAPP, TEMPLATE)
 
 
@@ -33,7 +34,7 @@ def schedule_rounds(
     name: str, workload: Workload, rounds: Sequence[int], parts_per_stage: int = 1
 ) -> PipelineSchedule:
     """Returns the schedule of a stream of rounds, in the order in which training runs it. `rounds`
-    is the index of each microbatch's round; ascending."""
+    has the index of each microbatch's round, ascending."""
     if name in STREAMING:
         return streaming(workload, rounds if name == LORAPP else None)
     rows: list[list[Op]] = [[] for _ in range(workload.stages)]
@@ -57,10 +58,10 @@ def round_table(
     stages: int,
     parts_per_stage: int = 1,
 ) -> tuple[PipelineSchedule, Sequence[int]]:
-    """Returns the passes of a round in a pipeline that is empty before and after it, and for each
-    microbatch of the table its index in the round. All microbatches count as equally long, because
-    the host dispatches a round before it runs."""
-    # With the template, more microbatches in flight than this limit would not make it faster.
+    """Returns the passes of a round in a pipeline that is empty before and after the round, and for
+    each microbatch of the table its index in the round. All microbatches count as equally long,
+    because the host dispatches a round before it runs."""
+    # With the template, more microbatches in flight than this limit would not shorten the round.
     limit = [2 * stages - 1] * stages if name == TEMPLATE else None
     workload = uniform_workload(microbatches, [FORWARD] * stages, [BACKWARD] * stages, limit)
     order: Sequence[int] = range(len(microbatches))
@@ -78,12 +79,13 @@ def round_table(
 
 @cache
 def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[int, ...]:
-    """Returns, for each part of the backbone, the most microbatches between their forward and their
-    backward pass in a long round. With GPipe these are all of the round, and the result is 1."""
+    """Returns, for each part of the backbone, the most microbatches that are between their forward
+    and their backward pass in a long round. With GPipe this is the whole round, which counts as
+    1."""
     parts = stages * parts_per_stage
     if name == GPIPE:
         return (1,) * parts
-    # In an interleaved pipeline the peaks depend on the number of microbatches modulo S.
+    # In an interleaved pipeline, the peaks depend on the number of microbatches modulo S.
     counts = range(4 * parts, 4 * parts + (stages if parts_per_stage > 1 else 1))
     peaks = [
         round_table(name, [ScheduledMicrobatch((0,), (0,))] * count, stages, parts_per_stage)[0]
@@ -96,6 +98,6 @@ def residuals_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tup
 
 def microbatches_in_flight(name: str, stages: int, parts_per_stage: int = 1) -> tuple[float, ...]:
     """Returns, for each stage, the most microbatches in flight, for `ReplicaCosts.in_flight`. A
-    part of a stage counts as a fraction of a microbatch."""
+    microbatch in one part of a stage counts as a fraction."""
     of_parts = residuals_in_flight(name, stages, parts_per_stage)
     return tuple(sum(of_parts[stage::stages]) / parts_per_stage for stage in range(stages))

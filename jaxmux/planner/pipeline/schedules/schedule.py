@@ -1,8 +1,8 @@
 """A pipeline schedule as a value: its input, its table of ops, and its predicted time.
 
 M is the number of microbatches, S the number of stages and V the number of virtual stages. In an
-interleaved pipeline (Narayanan et al. 2021, 2.2) a stage holds several parts of the model, its
-virtual stages: virtual stage v lies on stage v mod S. In an ordinary pipeline V = S. A *step* of a
+interleaved pipeline (Narayanan et al. 2021, 2.2), a stage holds several parts of the model, its
+virtual stages; virtual stage v lies on stage v mod S. In an ordinary pipeline V = S. A *step* of a
 task is one global batch and the optimizer update after it.
 """
 
@@ -19,15 +19,15 @@ FORWARD, BACKWARD = 1.0, 2.0
 
 
 class ScheduledMicrobatch(NamedTuple):
-    """The facts about one microbatch that its order in the pipeline depends on. All microbatches
-    that name one (task, step) together make up its global batch.
+    """The facts about one microbatch that determine its order in the pipeline. All microbatches
+    that name the same (task, step) together make up this global batch.
 
     Attributes:
-      tasks: the tasks that have samples in the microbatch, and those that are updated together with
-        them; empty for a no-op microbatch.
+      tasks: the tasks that have samples in the microbatch, and the tasks that are updated together
+        with these; empty for a no-op microbatch.
       steps: for each entry of `tasks`, the step of this task.
-      buffers: number of units of memory for residuals that the microbatch takes on each virtual
-        stage from its forward to its backward pass.
+      buffers: number of buffers for residuals that the microbatch takes on each virtual stage, from
+        its forward to its backward pass.
     """
 
     tasks: tuple[int, ...]
@@ -43,8 +43,8 @@ class ScheduledMicrobatch(NamedTuple):
 @dataclasses.dataclass(frozen=True, eq=False)
 class Workload:
     """The input of schedule generators: M microbatches in order, with the times of their forward
-    and backward passes in any unit, float64 [M, V] each. `buffer_limit` is the number of buffers of
-    each stage for residuals; None for no limit."""
+    and backward passes, float64 [M, V] each, in any unit. `buffer_limit` is the number of buffers
+    for residuals on each stage; None for no limit."""
 
     microbatches: tuple[ScheduledMicrobatch, ...]
     forward: np.ndarray
@@ -125,7 +125,6 @@ def uniform_workload(
     backward: Sequence[float],
     buffer_limit: Sequence[int] | None = None,
 ) -> Workload:
-    """Returns a workload in which all microbatches take equal times on each of S stages."""
     return Workload(
         tuple(microbatches),
         np.tile(np.asarray(forward, float), (len(microbatches), 1)),
@@ -137,9 +136,9 @@ def uniform_workload(
 def round_robin_microbatches(
     tasks: int, steps: int, microbatches: int = 1
 ) -> tuple[ScheduledMicrobatch, ...]:
-    """Returns microbatches in an order in which tasks take turns, as in mLoRA's pipeline (3.2.1):
-    step 0 of every task, then step 1 of every task, and so on. Each global batch has `microbatches`
-    of them."""
+    """Returns microbatches of tasks that take turns, as in mLoRA's pipeline (3.2.1): step 0 of
+    every task, then step 1 of every task, and so on. Each global batch has `microbatches`
+    microbatches."""
     return tuple(
         ScheduledMicrobatch((task,), (step,), bucket=task)
         for step in range(steps)
@@ -150,7 +149,8 @@ def round_robin_microbatches(
 
 def independent_series(workload: Workload, longest: int | None = None) -> list[list[int]]:
     """Cuts the stream, as late as possible, into series of at most `longest` independent
-    microbatches, of which none needs an update that another one of the series contributes to."""
+    microbatches. Microbatches are independent if none needs an update to which another one
+    contributes."""
     series: list[list[int]] = [[]]
     steps: dict[int, int] = {}
     for index, microbatch in enumerate(workload.microbatches):
@@ -169,8 +169,8 @@ NONE = -1
 
 
 class Update(NamedTuple):
-    """The optimizer update of one task after one step, in a `PipelineSchedule`. `ticks` tells for
-    each stage the tick at whose end it updates its part of the adapter."""
+    """The optimizer update of one task after one step, in a `PipelineSchedule`. `ticks` has, for
+    each stage, the tick at whose end the stage updates its part of the adapter."""
 
     task: int
     step: int
@@ -181,13 +181,13 @@ class Update(NamedTuple):
 class PipelineSchedule:
     """The order in which S stages run M microbatches: a table with T columns, the ticks.
 
-    In a tick a stage runs at most one backward and one forward pass, the backward pass first, and
-    frees its buffers. A pass uses only outputs of passes of earlier ticks. The loss of a microbatch
-    is part of its forward pass on the last virtual stage.
+    In a tick, a stage runs at most one backward and one forward pass. The backward pass comes first
+    and frees its buffers. A pass uses only outputs from earlier ticks. The loss of a microbatch is
+    part of its forward pass on the last virtual stage.
 
     Attributes:
       forward_microbatch: int32 [S, T], index of the microbatch that stage s runs forward in tick t;
-        -1 where it runs no forward pass. The other tables have the same form.
+        -1 where the stage runs no forward pass. The other tables have the same form.
       updates: one update for each task and step, ordered by its tick on the first stage.
     """
 
@@ -234,11 +234,11 @@ class PipelineSchedule:
         return self._peaks(np.arange(self.virtual_stages))
 
     def _peaks(self, group: np.ndarray) -> np.ndarray:
-        """int64 [G]: the most buffers in use at the same time in each group; `group` is that of
-        each virtual stage, int64 [V]."""
+        """int64 [G]: the most buffers in use at the same time in each group. `group`, int64 [V],
+        has the group of each virtual stage."""
         change, group = np.zeros((group.max() + 1, self.ticks), int), group[:, None]
         buffers = np.array([microbatch.buffers for microbatch in self.microbatches])
-        # The backward pass comes first in its tick, so its buffers are free within the tick.
+        # The backward pass comes first in its tick, so its buffers are free for the forward pass.
         np.add.at(change, (group, self.forward_ticks()), buffers)
         np.subtract.at(change, (group, self.backward_ticks()), buffers)
         return np.max(np.cumsum(change, axis=1), axis=1)
@@ -248,8 +248,8 @@ class PipelineSchedule:
 
     def __str__(self) -> str:
         """Returns the table as text: a row for each stage, a column for each tick. `F3` is the
-        forward pass of microbatch 3, `B0` is the backward pass of microbatch 0. In an interleaved
-        pipeline `F3.1` runs on the second virtual stage of its stage."""
+        forward pass of microbatch 3, `B0` the backward pass of microbatch 0. In an interleaved
+        pipeline, `F3.1` runs on the second virtual stage of its stage."""
         cells = [
             [self._cell(stage, tick) for tick in range(self.ticks)] for stage in range(self.stages)
         ]
@@ -272,7 +272,7 @@ class PipelineSchedule:
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns a plain dict for `json.dump`, which `from_json` reads."""
+        """Returns a dict for `json.dump`; `from_json` reads it."""
         fields = {
             "format": FORMAT,
             "microbatches": [microbatch._asdict() for microbatch in self.microbatches],
@@ -284,10 +284,10 @@ class PipelineSchedule:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> "PipelineSchedule":
-        """Returns the schedule that `to_json` was called on. It does not call `validate`.
+        """Returns the schedule from the result of `to_json`, without validating it.
 
         Raises:
-          ValueError: the dict is of another format.
+          ValueError: the dict has another format.
         """
         if data.get("format") != FORMAT:
             raise ValueError(f"not a schedule: format is {data.get('format')!r}, not {FORMAT!r}")
@@ -314,7 +314,7 @@ _TABLES = (
 
 
 def as_lists(value: Any) -> Any:
-    """Returns a value for JSON with lists in place of all tuples, also within dicts and lists."""
+    """Returns `value` with all tuples replaced by lists, also within dicts and lists, for JSON."""
     if isinstance(value, dict):
         return {key: as_lists(entry) for key, entry in value.items()}
     return [as_lists(entry) for entry in value] if isinstance(value, list | tuple) else value
@@ -323,8 +323,8 @@ def as_lists(value: Any) -> Any:
 @dataclasses.dataclass(frozen=True, eq=False)
 class Simulation:
     """The predicted start and end of the passes of a schedule, float64 [V, M] each, in the unit of
-    the `Workload`'s times. In lockstep, the makespan includes the messages after the last tick.
-    `peak_buffers`, int64 [S], has the most buffers that each stage uses at the same time."""
+    the `Workload`'s times. In lockstep, `makespan` includes the messages after the last tick.
+    `peak_buffers`, int64 [S], is the most buffers that each stage uses at the same time."""
 
     forward_start: np.ndarray
     forward_end: np.ndarray
@@ -338,8 +338,8 @@ class Simulation:
         return len(self.peak_buffers)
 
     def busy(self, window: tuple[float, float] | None = None) -> np.ndarray:
-        """Returns float64 [S]: the time in the window, or in the whole makespan, for which each
-        stage runs passes."""
+        """Returns float64 [S]: for how long each stage runs passes within the window; None means
+        the whole makespan."""
         begin, end = window or (0.0, self.makespan)
         time = np.zeros(len(self.forward_start))
         for start, stop in (
@@ -350,26 +350,26 @@ class Simulation:
         return time.reshape(-1, self.stages).sum(axis=0)
 
     def bubble_ratio(self, window: tuple[float, float] | None = None) -> float:
-        """Returns the fraction of the stages' time in which they run no pass, 1 - Σ_s busy_s / (S ·
-        time): 0 for a full pipeline, 0.25 if the stages are idle for a quarter of the time on
+        """Returns the fraction of the stages' time in which they run no pass: 1 - Σ_s busy_s / (S ·
+        time). It is 0 for a full pipeline, and 0.25 if the stages are idle a quarter of the time on
         average."""
         begin, end = window or (0.0, self.makespan)
         return 1.0 - float(self.busy(window).sum()) / (self.stages * (end - begin))
 
     def steady_window(self) -> tuple[float, float]:
-        """Returns begin and end of the time between warm-up and drain, a window for `bubble_ratio`.
-        The window begins at the first backward pass and ends at the start of the last forward pass
-        on the first stage. With too few microbatches, the end is not after the begin."""
+        """Returns begin and end of the time between warm-up and drain, as a window for
+        `bubble_ratio`: from the first backward pass to the start of the last forward pass, both on
+        the first stage. With too few microbatches, the end does not come after the begin."""
         return float(self.backward_start[0].min()), float(self.forward_start[0].max())
 
 
 def simulate_lockstep(
     schedule: PipelineSchedule, workload: Workload, permute_time: float = 0.0
 ) -> Simulation:
-    """Predicts the time of a schedule whose stages start every tick together. A tick ends when its
-    slowest stage has run its passes and the messages between stages have arrived, which takes
-    `permute_time`. The virtual stages of a stage share its times equally if the workload gives them
-    per stage."""
+    """Predicts the time of a schedule whose stages start every tick together. A tick ends when the
+    slowest stage has run its passes and the messages between stages, which take `permute_time`,
+    have arrived. If the workload gives times per stage, the virtual stages of a stage share them
+    equally."""
     forward, backward = _times(schedule, workload)
     forward_tick, backward_tick = schedule.forward_ticks(), schedule.backward_ticks()
     stage = np.arange(schedule.virtual_stages)[:, None] % schedule.stages
@@ -396,8 +396,8 @@ def simulate_asynchronous(
     schedule: PipelineSchedule, workload: Workload, hop_time: float = 0.0
 ) -> Simulation:
     """Predicts the time of a schedule whose stages run at their own pace. Each stage runs its row
-    of the table in order and starts each pass as soon as the stage is free and the pass's input has
-    arrived, `hop_time` after it was computed on another stage. The workload is as for
+    of the table in order. A pass starts as soon as its stage is free and its input has arrived,
+    which is `hop_time` after another stage computed it. The workload is as in
     `simulate_lockstep`."""
     forward, backward = (time.tolist() for time in _times(schedule, workload))
     stages, last = schedule.stages, schedule.virtual_stages - 1
@@ -428,7 +428,8 @@ def simulate_asynchronous(
 
 
 def _passes_by_tick(schedule: PipelineSchedule) -> list[tuple[int, str, int, int]]:
-    """(tick, "F" or "B", virtual stage, microbatch) of all passes by tick, backward first."""
+    """(tick, "F" or "B", virtual stage, microbatch) of all passes by tick, backward passes
+    first."""
     return sorted(
         (tick, direction, v, m)
         for direction, ticks in (("F", schedule.forward_ticks()), ("B", schedule.backward_ticks()))

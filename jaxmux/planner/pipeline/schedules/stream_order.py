@@ -1,4 +1,4 @@
-"""The order of the passes of an endless 1F1B pipeline, whose microbatches become known one round at
+"""The order of the passes in an endless 1F1B pipeline, whose microbatches become known one round at
 a time; and the order in which the host can dispatch the passes of any schedule."""
 
 import math
@@ -23,15 +23,15 @@ class Pass(NamedTuple):
 
 class Sent(NamedTuple):
     """The result of a pass goes to the stage that uses it. A program that sends between processes
-    keeps both devices waiting for each other. So a result is sent when its pass has ended, behind
-    the other passes that began before."""
+    makes both devices wait for each other. A result is therefore sent only when its pass has ended,
+    after the other passes that began before this end."""
 
     result_of: Pass
 
 
 def walk(schedule: PipelineSchedule) -> Iterator[Pass | Sent]:
-    """Yields the passes of a legal schedule, tick by tick; within a tick a stage's backward pass
-    comes first. Results are sent at the end of the tick."""
+    """Yields the passes of a legal schedule, tick by tick. Within a tick, a stage's backward pass
+    comes first, and results are sent at the end."""
     for tick in range(schedule.ticks):
         results = []
         for stage in range(schedule.stages):
@@ -50,21 +50,20 @@ def walk(schedule: PipelineSchedule) -> Iterator[Pass | Sent]:
 
 
 class Ended(NamedTuple):
-    """The microbatch of this number has ended, and tasks whose global batches are complete can be
-    updated."""
+    """A microbatch has ended; tasks whose global batches are complete can be updated."""
 
     microbatch: int
 
 
 # The order follows a simulated clock, on which a backward pass takes twice as long as a forward
-# pass. The next pass is the one that can start first, and of two that could start together the
-# backward pass. A microbatch ends, and the result of a pass is sent, when the pass has ended on
-# this clock. So the order is good although the host dispatches all of it long before it runs.
+# pass. The next pass is the one that can start first; if two can start together, it is the backward
+# pass. When a pass has ended on this clock, its result is sent and its microbatch may end. The
+# order is therefore good although the host dispatches everything long before it runs.
 class StreamOrder:
     """Decides which pass of which stage is dispatched next in an endless 1F1B pipeline
-    (PipeDream-Flush, Narayanan et al. 2021, without the flush). Microbatches are numbered from 0,
-    without end. `begun` of them have dispatched their first forward pass, and `ended` of them have
-    ended."""
+    (PipeDream-Flush, Narayanan et al. 2021, without the flush). Microbatches are numbered from 0.
+    `begun` is the number of microbatches whose first forward pass has been dispatched, `ended` the
+    number of those that have ended."""
 
     def __init__(self, stages: int):
         self._forwards = [0] * stages
@@ -74,9 +73,9 @@ class StreamOrder:
         self._free = [0.0] * stages
         self._forward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
         self._backward_inputs: list[deque[float]] = [deque() for _ in range(stages)]
-        # The passes whose results have not been sent, with the times at which they end.
+        # Passes whose results have not been sent, each with the time at which it ends.
         self._results: list[tuple[float, Pass]] = []
-        # The times at which microbatches end whose last backward pass has been dispatched.
+        # End times of the microbatches whose last backward pass has been dispatched.
         self._ends: deque[float] = deque()
 
     @property
@@ -88,12 +87,12 @@ class StreamOrder:
         return self._backwards[0] - len(self._ends)
 
     def next(self, allowed: int) -> Pass | Sent | Ended | None:
-        """Returns the next pass, which then counts as dispatched, or the next result that is sent,
-        or the next end of a microbatch; None if there is nothing to do. So far, `allowed`
-        microbatches may begin, including those that have begun."""
+        """Returns the next pass, which then counts as dispatched, the next result to send, or the
+        next end of a microbatch; None if there is nothing to do. `allowed` is the number of
+        microbatches that may begin so far, including those that have begun."""
         self._forward_inputs[0] = deque([0.0] * (self.begun < allowed))
-        # Of passes that could start together, those of late stages go first, because other stages
-        # wait for them.
+        # Among passes that could start together, late stages go first, because other stages wait
+        # for them.
         stages = reversed(range(len(self._free)))
         possible = [(*start, stage) for stage in stages for start in self._starts(stage)]
         start, forward, stage = min(possible, key=itemgetter(0), default=(math.inf, True, 0))
@@ -109,8 +108,8 @@ class StreamOrder:
         return self._forward(stage) if forward else self._backward(stage)
 
     def _starts(self, stage: int) -> Iterator[tuple[float, bool]]:
-        """When the stage's next backward and forward passes could start, and whether each is a
-        forward pass."""
+        """Yields the times at which the stage's next backward and forward passes could start, each
+        with whether it is a forward pass."""
         free, in_flight = self._free[stage], self._forwards[stage] - self._backwards[stage]
         if self._backward_inputs[stage]:
             yield max(free, self._backward_inputs[stage][0]), False
@@ -145,10 +144,12 @@ class StreamOrder:
 def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> PipelineSchedule:
     """Returns the 1F1B schedule of a stream of rounds, in the order in which training runs it. A
     microbatch begins when all microbatches before it have begun and each of its tasks has been
-    updated. With `rounds`, the ascending index of each microbatch's round, later microbatches pass
-    over one that waits for an update, up to the end of the next round (LoRAPP, mLoRA 3.2)."""
+    updated. `rounds`, if given, has the index of each microbatch's round, ascending. Then later
+    microbatches, up to the end of the next round, pass a microbatch that waits for an update
+    (LoRAPP, mLoRA 3.2)."""
     stages, count = workload.stages, len(workload.microbatches)
-    # `needed`: for each microbatch, the number of microbatches that end before it begins.
+    # `needed`: for each microbatch, the number of microbatches that must have ended before it
+    # begins.
     # `current`: for each task, the step and the index of its last microbatch so far.
     # `before`: for each task, the index of the last microbatch of its previous step.
     needed, current, before = [], {}, {}
@@ -161,8 +162,8 @@ def streaming(workload: Workload, rounds: Sequence[int] | None = None) -> Pipeli
         tasks = (task for task, _ in microbatch.global_batches)
         needed.append(1 + max((before.get(task, -1) for task in tasks), default=-1))
     order, rows = StreamOrder(stages), [[] for _ in range(stages)]
-    # The microbatches that have begun, in the order in which `order` numbers them; and those that
-    # may come next.
+    # The microbatches that have begun, in the order in which `order` numbers them; and the
+    # microbatches that may come next.
     begun: list[int] = []
     waiting = deque(range(count) if rounds is None else ())
     known, ended = -1, set[int]()

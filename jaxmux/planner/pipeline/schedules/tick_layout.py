@@ -1,4 +1,5 @@
-"""Puts the ordered ops of every stage into ticks: each op in the first tick in which it can run."""
+"""Puts the ordered ops of every stage into ticks: each op into the first tick in which it can
+run."""
 
 from collections import defaultdict
 from typing import Literal
@@ -9,7 +10,7 @@ from ...errors import PlanningError
 from .greedy_orders import Op
 from .schedule import NONE, PipelineSchedule, Update, Workload
 
-# The passes (ops) that may share a tick; an argument of schedule generators.
+# The rule by which passes (ops) may share a tick; an argument of schedule generators.
 # - "single": every stage runs one pass, forward or backward. This rule keeps the fewest
 #   microbatches in flight.
 # - "paired": every stage runs a forward pass, a backward pass or both.
@@ -78,7 +79,7 @@ def _ticks_of(workload: Workload, orders: list[list[Op]], rule: TickRule) -> np.
     left = sum(map(len, orders))
     tick, backward = 0, None if rule != "alternating" else False
     while left:
-        # If no stage has an op of the direction that is due, ops of the other direction run.
+        # If no stage has an op in the direction that is due, run ops in the other direction.
         for direction in (backward,) if backward is None else (backward, not backward):
             chosen = [choose(stage, tick, direction) for stage in range(workload.stages)]
             if any(chosen):
@@ -96,7 +97,8 @@ def _ticks_of(workload: Workload, orders: list[list[Op]], rule: TickRule) -> np.
 
 
 def _can_pair(workload: Workload, first: Op, second: Op) -> bool:
-    """Whether two ops may share a tick: one of each direction, and no update due in between."""
+    """Whether two ops may share a tick: they have different directions and no update is due between
+    them."""
     if first.backward == second.backward:
         return False
     if second.backward:
@@ -123,8 +125,8 @@ def _check_buffers(workload: Workload, orders: list[list[Op]]) -> None:
 
 
 def _updates(workload: Workload, backward: np.ndarray) -> tuple[Update, ...]:
-    """All updates, each in the tick of the global batch's last backward pass. `backward`, int [V,
-    M], is the tick of each backward pass."""
+    """All updates, each in the tick of the last backward pass of its global batch. `backward`, int
+    [V, M], has the tick of each backward pass."""
     members = defaultdict(list)
     for index, microbatch in enumerate(workload.microbatches):
         for batch in microbatch.global_batches:

@@ -1,4 +1,4 @@
-"""Proves a schedule legal from its tables alone; shares no code with the generators."""
+"""Checks that a schedule is legal, from its tables alone. Shares no code with the generators."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -15,8 +15,8 @@ _Ticks = dict[tuple[str, int, int], int]
 
 
 class IllegalSchedule(ValueError):
-    """A pipeline schedule cannot run, or would train the tasks wrongly. The message describes up to
-    20 violations."""
+    """A pipeline schedule cannot run, or would train the tasks wrongly. The message lists up to 20
+    violations."""
 
 
 def validate(schedule: PipelineSchedule, buffer_limit: Sequence[int] | None = None) -> None:
@@ -84,7 +84,7 @@ def _count_problems(schedule: PipelineSchedule) -> Iterator[str]:
 def _producer(
     schedule: PipelineSchedule, direction: str, v: int, m: int
 ) -> tuple[str, int, int] | None:
-    """The op whose output an op takes; None for the first forward pass of a microbatch."""
+    """The op whose output this op uses; None for the first forward pass of a microbatch."""
     if direction == "F":
         return ("F", v - 1, m) if v else None
     last = v == schedule.virtual_stages - 1
@@ -134,8 +134,8 @@ def _order_problems(
     microbatches: Sequence[int],
     later: Sequence[int],
 ) -> Iterator[str]:
-    """Microbatches of the update's step that come too late, and those of later steps that come too
-    early."""
+    """Yields the microbatches of the update's step that run too late, and the microbatches of later
+    steps that run too early."""
     for v in range(schedule.virtual_stages):
         stage = v % schedule.stages
         at = update.ticks[stage]

@@ -14,7 +14,6 @@ def _meter() -> list[sa.Column]:
 
 
 def upgrade() -> None:
-    """Creates the tables."""
     op.create_table(
         "tasks",
         sa.Column("id", sa.Integer, primary_key=True),

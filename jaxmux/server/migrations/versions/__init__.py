@@ -1,1 +1,1 @@
-"""One file a version of the tables of a server, in their order."""
+"""One file for each version of a server's tables, in order."""
