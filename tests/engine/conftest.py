@@ -260,13 +260,17 @@ def together(make_mixed, tasks, train):
 
 @pytest.fixture(scope="module")
 def assert_same_alone(make_mixed, tasks, together, train, assert_same_bits):
-    """Trains one of the `tasks` of a file alone, with the bits that it has got `together`."""
+    """Trains one of the `tasks` of a file alone, with the bits that it has got `together`. They
+    come one after another to the same engine."""
+    engine = make_mixed()
 
     def check(name: str) -> None:
-        engine, (updates, arrays) = make_mixed(tasks[name]), together[name]
-        alone = train(engine)[name]
+        engine.register_tasks([tasks[name]])
+        updates, arrays = together[name]
+        alone, own = train(engine)[name], engine.task_arrays(name)
+        engine.release(name)
         assert [(u.loss, u.grad_norm) for u in alone] == [(u.loss, u.grad_norm) for u in updates]
-        assert_same_bits(engine.task_arrays(name), arrays)
+        assert_same_bits(own, arrays)
 
     return check
 

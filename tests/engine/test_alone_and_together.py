@@ -87,6 +87,18 @@ def test_a_neighbour_with_other_target_modules_leaves_the_losses(
     np.testing.assert_allclose([u.loss for u in beside], [u.loss for u in updates], rtol=1e-5)
 
 
+def test_nan_in_every_linear_of_a_task_changes_no_bit_of_the_others(
+    tasks, together, replace_adapter, make_engine, train, assert_same_bits
+):
+    broken = replace_adapter(tasks["sgd"], lambda x: np.full_like(x, np.nan))
+    engine = make_engine(tasks["adam"], broken, tasks["lion"], max_bad_steps=1000)
+    updates = train(engine)
+    assert all(u.skipped for u in updates["sgd"])
+    for name in ("adam", "lion"):
+        assert updates[name] == together[1][name]
+        assert_same_bits(engine.task_arrays(name), together[0].task_arrays(name))
+
+
 def test_the_order_of_registration_changes_no_bit(
     tasks, together, make_engine, train, assert_same_bits
 ):
@@ -96,7 +108,8 @@ def test_the_order_of_registration_changes_no_bit(
         assert_same_bits(reordered.task_arrays(name), together[0].task_arrays(name))
 
 
-@pytest.mark.long
+# tests/engine/test_resize.py, too, compares microbatches of other shapes.
+@pytest.mark.slow
 def test_another_shape_class_gives_the_same_losses(with_wet, make_engine, train):
     wet, _, updates = with_wet
     alone = train(make_engine(wet, shape=OTHER_SHAPE))["wet"]

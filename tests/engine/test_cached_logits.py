@@ -151,7 +151,7 @@ def random_adapters(config):
             2e-5,
         ),
         pytest.param({"backbone_format": "int8"}, True, 2e-5, marks=pytest.mark.slow),
-        ({"backbone_format": "nf4"}, False, 2e-5),
+        pytest.param({"backbone_format": "nf4"}, False, 2e-5, marks=pytest.mark.slow),
         # Activations that differ in the last bit may be rounded to other numbers in float8.
         ({"backbone_format": "float8"}, True, 1e-3),
     ],

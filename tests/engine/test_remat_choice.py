@@ -18,9 +18,9 @@ MODULES = ("self_attn.q_proj", "mlp.down_proj")
 pytestmark = pytest.mark.usefixtures("trace_once")
 
 
-def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, room: int):
+def remat_of(attention: str, max_sequences: int, room: int):
     """The policies chosen for four rows of two tasks."""
-    shape = (4, row_len)
+    options, shape = ForwardOptions(attention, max_sequences=max_sequences), (4, 256)
     integers = jax.ShapeDtypeStruct(shape, jnp.int32)
     microbatch = Microbatch(
         *(integers, integers, jax.ShapeDtypeStruct(shape, jnp.float32), integers, integers),
@@ -28,15 +28,13 @@ def remat_of(options: ForwardOptions, modules: tuple[str, ...], row_len: int, ro
         jax.ShapeDtypeStruct((8,), jnp.int32),
     )
     slots = SlotTable(np.zeros(2, np.float32), np.zeros(2, np.float32), np.zeros(2, np.uint32))
-    adapters = {"lora": empty_pool(CONFIG, modules, 2, 4)}
+    adapters = {"lora": empty_pool(CONFIG, ("self_attn.q_proj",), 2, 4)}
     return choose_remat(Backbone.random(CONFIG), options, adapters, microbatch, slots, room)
 
 
 @pytest.mark.long
 def test_less_memory_recomputes_more():
-    options = ForwardOptions("xla", max_sequences=2)
-
-    plenty, some, none = (remat_of(options, MODULES, 128, room) for room in (2**30, 3 * 2**20, 0))
+    plenty, some, none = (remat_of("xla", 64, room) for room in (2**30, 6 * 2**20, 0))
     assert plenty == ("norms",) * 4 and none == ("full",) * 4
     assert some not in (plenty, none)
 
@@ -45,12 +43,9 @@ def test_less_memory_recomputes_more():
 def test_sequences_of_packed_rows_take_memory():
     """The memory of cuDNN's attention is counted, also on a CPU, which does not have it."""
 
-    def chosen(attention: str, max_sequences: int) -> tuple[str, ...]:
-        options = ForwardOptions(attention, max_sequences=max_sequences)
-        return remat_of(options, ("self_attn.q_proj",), 256, room=8 * 2**20)
-
-    assert chosen("cudnn", 1) == chosen("xla", 16) == ("norms",) * 4
-    assert "norms" not in chosen("cudnn", 64)
+    room = 8 * 2**20
+    assert remat_of("cudnn", 1, room) == remat_of("xla", 64, room) == ("norms",) * 4
+    assert "norms" not in remat_of("cudnn", 64, room)
 
 
 def test_an_engine_with_little_memory_recomputes_and_learns_the_same(

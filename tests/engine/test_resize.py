@@ -52,12 +52,12 @@ def assert_as_calm(calm, tasks):
 
 def test_programs_for_another_size_are_compiled_beside_training(tasks, make_engine, compiles):
     # The first test of the file: later ones have engines of the sizes that it compiles.
-    engine = make_engine(shape=SMALL, slots=3, modules=MODULES)
+    engine = make_engine(shape=SMALL, modules=MODULES)
     engine.warm_up()
     held_out = random_samples(99, 3, (20, 90))
     both = [dataclasses.replace(task, eval_samples=held_out) for task in tasks.values()][:2]
     engine.register_tasks(both)
-    for size in (EngineSize(5, 2), EngineSize(3, 1)):
+    for size in (EngineSize(5, 2), EngineSize(4, 1)):
         programs = engine.compile_ahead(size)
         while not programs.ready:
             engine.train_round()
@@ -72,13 +72,13 @@ def test_programs_for_another_size_are_compiled_beside_training(tasks, make_engi
         engine.drain()
         engine.result("a")()
         assert compiles == [] and engine.take_evaluations()
-    with pytest.raises(ValueError, match="programs are for .*slots=3, rows=1.* gets .*slots=4"):
-        engine.resize(EngineSize(4, 1), programs)
+    with pytest.raises(ValueError, match="programs are for .*slots=4, rows=1.* gets .*slots=3"):
+        engine.resize(EngineSize(3, 1), programs)
 
 
 def test_tasks_go_on_in_any_size(tasks, make_engine, assert_as_calm):
     engine = make_engine(*tasks.values(), shape=SMALL, round_tokens=150)
-    sizes = itertools.cycle([EngineSize(5, 2), EngineSize(3, 1), EngineSize(4, 1)])
+    sizes = itertools.cycle([EngineSize(5, 2), EngineSize(4, 1)])
     updates = []
     while not engine.finished:
         updates += engine.train_round()
@@ -87,19 +87,22 @@ def test_tasks_go_on_in_any_size(tasks, make_engine, assert_as_calm):
     assert_as_calm(engine, updates)
 
 
-def test_a_task_moves_when_its_slot_goes(tasks, make_engine, train, assert_same_bits):
+def test_a_task_moves_when_its_slot_goes(tasks, make_task, make_engine, train, assert_same_bits):
     engine = make_engine(*tasks.values(), shape=SMALL)
+    engine.resize(EngineSize(5, 2))
+    engine.register_tasks([make_task("d", steps=6), make_task("e", steps=6)])
     engine.train_round()
     engine.drain()
     engine.release("a")
-    before = {name: engine.task_arrays(name) for name in "bc"}
-    engine.resize(EngineSize(2, 1))
-    assert engine.size == (2, 1) and sorted(number for number, _ in engine._slots) == [0, 1]
+    assert sorted(number for number, _ in engine._slots) == [1, 2, 3, 4]
+    before = {name: engine.task_arrays(name) for name in "bcde"}
+    engine.resize(EngineSize(4, 1))
+    assert engine.size == (4, 1) and sorted(number for number, _ in engine._slots) == [0, 1, 2, 3]
     for name, arrays in before.items():
         assert_same_bits(engine.task_arrays(name), arrays)
-    with pytest.raises(ValueError, match="2 tasks have no room in 1 slots"):
-        engine.resize(EngineSize(1, 1))
-    assert [u.task_step for u in train(engine)["c"]] == [2, 3, 4, 5, 6]
+    with pytest.raises(ValueError, match="4 tasks have no room in 3 slots"):
+        engine.resize(EngineSize(3, 1))
+    assert [u.task_step for u in train(engine)["e"]] == [2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,9 @@ CONFIG = BackboneConfig(
 )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(i, marks=pytest.mark.slow if i > 5 else ()) for i in range(12)]
+)
 def test_unlike_replicas_train_every_sample_once_and_update_every_task_once_a_round(seed):
     rng = np.random.default_rng(seed)
     tasks = {

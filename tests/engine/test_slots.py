@@ -73,7 +73,7 @@ def test_a_slot_is_clean_for_the_task_that_takes_it_over(
 
 
 def test_a_task_that_outgrows_the_pool_enlarges_it(tasks, make_task, make_engine, train):
-    engine = make_engine(tasks["early"], slots=1, rank=4, shape=SMALL)
+    engine = make_engine(tasks["early"], slots=1, shape=SMALL)
     train(engine, rounds=1)
     before = engine.task_arrays("early")
     engine.register_tasks([make_task("wide", rank=16)])
@@ -145,7 +145,7 @@ def test_restored_tasks_continue_with_the_same_bits(tasks, make_engine, train, a
         assert_unchanged(name, second, updates[name] + rest[name])
 
 
-@pytest.mark.parametrize("stop_after", [1, 2])
+@pytest.mark.parametrize("stop_after", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_round_stopped_in_its_middle_resumes_in_another_engine(
     stop_after, tasks, make_engine, train, assert_unchanged
 ):

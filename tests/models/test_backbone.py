@@ -426,8 +426,8 @@ def test_pickled_weights_are_never_read(folder):
         load_backbone(folder)
 
 
-# 24 layers of 4 MB in bfloat16 and an embedding of 4 MB twice: 105 MB.
-LARGE = BackboneConfig("LlamaForCausalLM", 4096, 512, 1024, 24, 8, 4, 64)
+# 14 layers of 5 MB in bfloat16 and an embedding of 4 MB twice: 74 MB.
+LARGE = BackboneConfig("LlamaForCausalLM", 4096, 512, 1024, 14, 8, 4, 64)
 
 # Measures anonymous memory only: pages of the mapped file belong to the page cache.
 LOAD_AND_WATCH = """
@@ -482,9 +482,9 @@ def test_loading_needs_the_model_and_one_stacked_parameter(large_folder, dtype):
         env=os.environ | {"MALLOC_MMAP_THRESHOLD_": "65536", "XLA_FLAGS": ""},
     )
     growth, model, largest = map(int, found.stdout.split()[-3:])
-    assert model > 100e6
     # One layer's tensor while it is loaded, and overhead of the allocator and the threads.
     slack = 10e6
+    assert model > 2 * (largest + slack)
     assert growth < model + largest + slack, f"{growth / 1e6:.0f} MB for {model / 1e6:.0f} MB"
 
 
@@ -511,13 +511,22 @@ def wide_folder(tmp_path) -> Path:
     return tmp_path
 
 
+every_format = pytest.mark.parametrize(
+    "backbone_format",
+    [
+        pytest.param(name, marks=() if name == "nf4" else pytest.mark.slow)
+        for name in BACKBONE_FORMATS
+    ],
+)
+
+
 def linears(backbone: Backbone) -> dict[str, FrozenWeight]:
     layers = backbone.weights["layers"]
     return {n: own["kernel"] for block in ("self_attn", "mlp") for n, own in layers[block].items()}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
+@every_format
 def test_linears_are_stored_in_the_format_asked_for(wide_folder, backbone_format, tmp_path):
     plain = load_backbone(wide_folder)
     backbone = load_backbone(wide_folder, backbone_format=backbone_format)
@@ -545,7 +554,7 @@ def test_linears_are_stored_in_the_format_asked_for(wide_folder, backbone_format
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("backbone_format", BACKBONE_FORMATS)
+@every_format
 def test_a_random_backbone_in_a_format_decodes_to_normal_weights(backbone_format):
     sizes = {"hidden_size": 64, "intermediate_size": 64, "head_dim": 16}
     sizes |= {"num_heads": 4, "num_kv_heads": 4, "backbone_format": backbone_format}

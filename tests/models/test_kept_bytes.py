@@ -11,7 +11,7 @@ from jaxmux.peft import empty_pool
 
 WIDTH, WIDE, LAYERS = 32, 96, 2
 CONFIG = BackboneConfig("LlamaForCausalLM", 128, WIDTH, WIDE, LAYERS, 4, 2, 8)
-MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj", "mlp.down_proj")
+MODULES = ("self_attn.q_proj", "self_attn.o_proj", "mlp.gate_proj")
 TOKENS, RANK = 512, 4
 
 

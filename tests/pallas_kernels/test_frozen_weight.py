@@ -30,7 +30,7 @@ from jaxmux.pallas_kernels.number_formats import quantised_rows, row_scales
 
 LAYERS, K, N = 3, 12, 7
 KNOWN = "known: bfloat16, float16, float32, float8, int8, nf4"
-ENCODED = ("int8", "nf4")
+ENCODED = (pytest.param("int8", marks=pytest.mark.slow), "nf4")
 
 
 def stack(dtype=jnp.float32) -> FrozenWeight:
@@ -244,9 +244,10 @@ def test_weights_that_a_format_cannot_store_are_refused():
 @pytest.mark.parametrize(
     ("format", "implementation"),
     [
-        ("int8", "xla"),
-        pytest.param("nf4", "xla", marks=pytest.mark.slow),
-        ("nf4", "mosaic_gpu"),
+        pytest.param("int8", "xla", marks=pytest.mark.slow),
+        ("nf4", "xla"),
+        # All implementations get their weights from `plain_weights`.
+        pytest.param("nf4", "mosaic_gpu", marks=pytest.mark.slow),
     ],
 )
 def test_a_linear_with_adapters_is_that_of_the_decoded_weights(format, implementation):
@@ -256,9 +257,8 @@ def test_a_linear_with_adapters_is_that_of_the_decoded_weights(format, implement
     results = []
     for own in (weight, weight.astype(jnp.bfloat16)):
         changed = case._replace(projections=(projection._replace(weight=own),))
-        run = jax.jit(partial(differentiate, layer=1, implementation=implementation))
         with interpreted_on_hopper() if implementation == "mosaic_gpu" else nullcontext():
-            results.append(jax.block_until_ready(run(changed)))
+            results.append(by(implementation, changed))
     assert_same_bits(*results)
 
 
@@ -312,19 +312,22 @@ def float8_kernels(monkeypatch):
         yield
 
 
+@partial(jax.jit, static_argnums=0)
+def differentiate_by(implementation: str, case: Case):
+    return differentiate(case, 1, implementation=implementation)
+
+
 def by(implementation: str, case: Case):
-    return jax.block_until_ready(
-        jax.jit(partial(differentiate, layer=1, implementation=implementation))(case)
-    )
+    return jax.block_until_ready(differentiate_by(implementation, case))
 
 
-@pytest.mark.long
+# The MLP of test_gated_mlp.py has two projections and a residual, too.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
         pytest.param(partial(float8_case, MIXED_RATES), id="two projections with dropout"),
-        # The MLP of test_gated_mlp.py has one, too.
-        pytest.param(lambda: with_residual(float8_case()), id="a residual", marks=pytest.mark.slow),
+        pytest.param(lambda: with_residual(float8_case()), id="a residual"),
     ],
 )
 def test_float8_kernels_compute_what_plain_xla_computes(case, float8_kernels):

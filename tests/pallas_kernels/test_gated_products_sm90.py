@@ -16,8 +16,8 @@ from jaxmux.pallas_kernels.grouped_lora.gated_forward_sm90 import (
 
 TOKENS, WIDTH, CHUNKS, SLOTS, RANK = 512, 256, 4, 3, 16
 FEW_ROUTINGS = [
-    pytest.param(chunk_slot, marks=() if -1 in chunk_slot[1:3] else pytest.mark.slow, id=name)
-    for name, chunk_slot in ROUTINGS.items()
+    pytest.param(own, marks=() if name == "empty in the middle" else pytest.mark.slow, id=name)
+    for name, own in ROUTINGS.items()
 ]
 # Columns of one thread block of the backward kernel.
 STRIPE = 128
@@ -113,7 +113,7 @@ def test_backward_is_the_gradient_of_the_activation(chunk_slot, interpret):
             for chunk_slot in ROUTINGS.values()
         ),
         (RANK, 2 * STRIPE, (0, 1, 1, -1, 1, 0, 0, 2)),
-        (RANK, STRIPE, (-1, 2, -1, 2, 0, -1, -1, 2)),
+        pytest.param(RANK, STRIPE, (-1, 2, -1, 2, 0, -1, -1, 2), marks=pytest.mark.slow),
         (64, STRIPE, (0, 1, 1, -1, 1, 0, 0, 2)),
     ],
 )
@@ -171,7 +171,7 @@ def test_splits_of_the_columns_add_up(interpret):
 
 @pytest.mark.long
 def test_long_loads_give_the_same(interpret):
-    arguments = forward_arguments(np.random.default_rng(9), 3 * WIDTH)
+    arguments = forward_arguments(np.random.default_rng(9), 2 * WIDTH)
     h, sums = forward(arguments, (0, 2, -1, 1))
     same_h, same_sums = forward(arguments, (0, 2, -1, 1), tile_k=128)
     np.testing.assert_array_equal(h, same_h)

@@ -242,7 +242,14 @@ def test_an_outlier_changes_codes_of_its_own_block_only():
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("k", "n"), [(352, 48), (100, 6), (96, 5), (32, 3), (2, 1)])
+@pytest.mark.parametrize(
+    ("k", "n"),
+    [
+        (100, 6),
+        (32, 3),
+        *(pytest.param(*own, marks=pytest.mark.slow) for own in ((352, 48), (96, 5), (2, 1))),
+    ],
+)
 def test_blocks_of_nf4_go_on_from_one_row_to_the_next(k, n):
     """A linear whose rows are put end to end, and padded, has the same blocks in one row."""
     weights = np.random.default_rng(k).standard_normal((LAYERS, k, n)).astype(np.float32)

@@ -12,7 +12,7 @@ from jaxmux.pallas_kernels.residual_norm.kernels_sm90 import Tiling, normalize, 
 
 ROWS, EPS = 32, 1e-5
 # Widths that are loaded in vectors of 2, 4 and 8 elements; the last needs four vectors a thread.
-WIDTHS = (pytest.param(256, marks=pytest.mark.slow), 1280, 1536, 4096)
+WIDTHS = (*(pytest.param(width, marks=pytest.mark.slow) for width in (256, 1280)), 1536, 4096)
 TILING = Tiling(rows=2, stages=3, blocks=2)
 # The last step has too few rows for all blocks; more stages than steps; more blocks than work.
 TILINGS = (
@@ -109,7 +109,11 @@ def test_norm_is_rounded_as_the_reference_and_the_gradient_once(width, interpret
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("tiling", TILINGS, ids=str)
+@pytest.mark.parametrize(
+    "tiling",
+    [pytest.param(own, marks=pytest.mark.slow if own == TILING else ()) for own in TILINGS],
+    ids=str,
+)
 def test_every_row_is_served_once_whatever_the_tiling(tiling, interpret):
     assert_kernels_are_right(256, tiling)
 
