@@ -443,8 +443,8 @@ def planned_shapes(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("lines", "options"),
     [
-        # The last case has two lengths, too.
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name == "two lengths" else [])
+        # The last case has two lengths, too, and slots that were reserved.
+        pytest.param(*case, id=name, marks=[] if name == "a limit of memory" else pytest.mark.slow)
         for name, case in PLANNED.items()
     ],
 )

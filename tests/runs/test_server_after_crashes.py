@@ -27,8 +27,8 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
     """One task is copied in a round, so the name is used again while the others are copied."""
     monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
-    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=9) as server:
-        for name in "abcdefghi":
+    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=5) as server:
+        for name in "abcde":
             server.register(task(name, steps=1000))
         while not server._saving._copied:
             step(server)
@@ -46,7 +46,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
         settle(server)
         copy_now(folder, tmp_path / "copy")
         totals = server.totals()
-    with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
+    with serve(tmp_path / "copy", most_ended=1, reserved_slots=5) as server:
         # The arrays are those of the new task, which has trained while the others were copied.
         assert 0 < server.status("a").step
         step(server)
