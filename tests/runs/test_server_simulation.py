@@ -22,8 +22,8 @@ VARIANTS = (
 
 
 def episodes() -> list:
-    """The numbers and lengths of the episodes. Unless the environment says how many operations there
-    are, CI runs short ones of a plain and of an elastic server, and the others are slow."""
+    """The numbers and lengths of the episodes. Unless the environment says how many operations
+    there are, CI runs short ones of a plain and of an elastic server, and the others are slow."""
     slow = () if OPERATIONS else [pytest.mark.slow]
     numbers = range(-(-int(OPERATIONS or 2000) // EPISODE))
     found = [pytest.param(i, EPISODE, id=str(i), marks=slow) for i in numbers]

@@ -40,12 +40,12 @@ from jaxmux.server.inbox.status import Shown
 from jaxmux.server.serving import with_fewer_places, within_pool
 from jaxmux.specifications import TenantLimits
 
-from .conftest import POOL, ROW, RUN
+from .conftest import ROW, RUN, SERVER
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "watched_directory.md").read_text()
 # Microbatches of one row, as an elastic server of the simulation has.
-SIZES = RUN | POOL | {"reserved_slots": 2, "tokens_per_microbatch": ROW}
+SIZES = SERVER | {"tokens_per_microbatch": ROW}
 OPTIONS = ServerOptions(**SIZES)
 
 
@@ -212,7 +212,7 @@ def test_a_server_without_memory_goes_on_with_half_of_its_places(
     sizes = []
 
     def full(engine, *arguments):
-        if engine.size.slots == 2 and engine.rounds >= 4:
+        if engine.size.slots == 3 and engine.rounds >= 4:
             raise OutOfDeviceMemory("the device ran out of memory")
         sizes.append(engine.size.slots)
         return train_round(engine, *arguments)
@@ -228,7 +228,7 @@ def test_a_server_without_memory_goes_on_with_half_of_its_places(
         )
     said = "the device ran out of memory; the server goes on from its last checkpoint with 1 place"
     assert printed.replace("\n", " ").count(said) == 1
-    assert set(sizes) == {1, 2}
+    assert set(sizes) == {1, 3}
     status = json.loads(status_file(inbox / "acme" / "two").read_text())
     assert status["step"] == 12
 
@@ -261,7 +261,7 @@ def test_other_errors_do_not_take_places():
 @pytest.mark.long
 def test_a_server_that_does_not_fit_is_refused_before_anything_is_loaded(backbone, tmp_path):
     options = dataclasses.replace(OPTIONS, memory_gib=0.0003, remat="auto")
-    with pytest.raises(PlanningError, match=r"a step of 2 slots of rank 4 .* needs .*, usable are"):
+    with pytest.raises(PlanningError, match=r"a step of 3 slots of rank 4 .* needs .*, usable are"):
         with tuning_server(backbone, tmp_path / "server", options):
             pytest.fail("it has started")
     assert not (tmp_path / "server").exists()
