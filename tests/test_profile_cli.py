@@ -17,7 +17,7 @@ from jaxmux.planner.costs.device_profile import CollectivePoint, LayerPoint, rea
 from jaxmux.planner.costs.fitting import fit_memory_model, fit_time_model
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.packing import ShapeClass
-from jaxmux.profiling import CheckedCase, Grid, profiler
+from jaxmux.profiling import CheckedCase, Grid, profiler, timed_programs
 from jaxmux.profiling import grid as grids
 from jaxmux.profiling.grid import points
 from jaxmux.profiling.timed_programs import make_program
@@ -40,11 +40,13 @@ SIZES = "--tokens 128 --row_lens 128 --chunk_lens 64 --ranks 4 --slots 1".split(
 
 @pytest.fixture(scope="module", autouse=True)
 def few_points():
-    """Profiles have fewer policies and numbers of sequences, too."""
+    """Profiles have fewer policies, numbers of sequences and adapted linears, too."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grids, "_MAX_SEQUENCES", (1, 4))
         for module in (grids, profiler):
             patch.setattr(module, "NAMED_POLICIES", ("dots", "full"))
+        for module in (profiler, timed_programs):
+            patch.setattr(module, "MODULES", ("self_attn.q_proj", "mlp.down_proj"))
         yield
 
 

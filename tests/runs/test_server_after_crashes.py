@@ -7,6 +7,8 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from jaxmux.runs.metrics import LineLog, objects
 from jaxmux.server import saving
 from jaxmux.server.database import Database
@@ -27,8 +29,8 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
     """One task is copied in a round, so the name is used again while the others are copied."""
     monkeypatch.setattr(saving, "_COPIED_AT_ONCE", 1)
     folder = tmp_path / "server"
-    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=5) as server:
-        for name in "abcde":
+    with serve(folder, most_ended=1, checkpoint_every=5, reserved_slots=9) as server:
+        for name in "abcdefghi":
             server.register(task(name, steps=1000))
         while not server._saving._copied:
             step(server)
@@ -46,7 +48,7 @@ def test_a_checkpoint_has_the_task_that_has_taken_a_name(
         settle(server)
         copy_now(folder, tmp_path / "copy")
         totals = server.totals()
-    with serve(tmp_path / "copy", most_ended=1, reserved_slots=5) as server:
+    with serve(tmp_path / "copy", most_ended=1, reserved_slots=9) as server:
         # The arrays are those of the new task, which has trained while the others were copied.
         assert 0 < server.status("a").step
         step(server)
@@ -92,14 +94,16 @@ def ends_of(folder: Path) -> Counter[tuple[str, str]]:
     return Counter((e["task"], e["state"]) for e in events if e.get("state") in ENDED)
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_end_is_told_once_wherever_a_server_is_killed(
+    every,
     serve,  # noqa: F811
     task,  # noqa: F811
     tmp_path,
     monkeypatch,
 ):
-    """Killed before, within and after each write that is about an end, and killed once more after
-    the restart."""
+    """Killed before, within and after one of `every` writes that are about an end, and killed once
+    more after the restart."""
     folder, images = tmp_path / "server", []
 
     def take(cut: Path | None = None, length: int = 0) -> None:
@@ -142,7 +146,7 @@ def test_every_end_is_told_once_wherever_a_server_is_killed(
     expected = {("saved", "succeeded"): 1, ("cancelled", "cancelled"): 1}
     assert ends_of(folder) == expected and len(images) > 8
 
-    for image in images:
+    for image in images[::every]:
         with serve(image) as server:
             step(server)
             copy_now(image, again := Path(f"{image}.again"))

@@ -35,7 +35,7 @@ from jaxmux.runs.run_directory import lock_state
 from jaxmux.server import Meter, ServerOptions, StateChange, TaskStatus, serve
 from jaxmux.server.console import ServerConsole
 from jaxmux.server.inbox.accepted import Intake
-from jaxmux.server.inbox.directory import Place, WatchedDirectoryError
+from jaxmux.server.inbox.directory import Place, WatchedDirectory, WatchedDirectoryError
 from jaxmux.server.inbox.status import Shown
 from jaxmux.server.serving import with_fewer_places, within_pool
 from jaxmux.specifications import TenantLimits
@@ -281,6 +281,17 @@ def test_files_of_tenants_and_of_the_server_are_apart(backbone, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_watched_directory_has_one_server(backbone, tmp_path):
+    inbox = tmp_path / "inbox"
+    directory = WatchedDirectory(inbox, TenantLimits(), False)
+    directory.begin()
+    try:
+        found = refusal(backbone, inbox, tmp_path / "server")
+    finally:
+        directory.close()
+    assert f"watched directory {inbox}: in use by another process" in found
+
+
 def test_another_directory_does_not_look_like_deleted_tasks(backbone, served, specify, tmp_path):
     specify("acme/one", steps=3000)
     inbox, run_dir = tmp_path / "inbox", tmp_path / "server"
@@ -485,13 +496,13 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
     assert any((tmp_path / "runs" / "demo_server" / "checkpoints").iterdir())
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
     backbone, specify, adapter_bytes, tmp_path, monkeypatch, capsys
 ):
     """SIGKILL, some rounds after a checkpoint. Before, a second server is refused; later, the same
-    command goes on in this process and is stopped by SIGTERM. One of five real kills that all tests
-    may take."""
+    command goes on in this process and is stopped by SIGTERM. CI crashes servers at their system
+    calls, in test_crash_points.py."""
     steps = {"one": 36, "two": 30}
     for name, own in steps.items():
         specify(f"acme/{name}", steps=own)
