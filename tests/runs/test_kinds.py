@@ -817,16 +817,14 @@ def test_a_pool_has_room_for_the_kinds_that_are_reserved(model):
 
 
 @pytest.mark.long
-def test_a_server_trains_what_fits_into_its_reserved_pools(backbone, make_task, toy_kind, tmp_path):
-    """Tasks that need more fail. The pools are those of the run of several kinds."""
+def test_a_server_trains_what_fits_into_its_reserved_pools(backbone, make_task, tmp_path):
+    """Tasks that need more fail."""
     specs = {
-        "fits": Bottleneck("houlsby", 3),
-        "large": Bottleneck("houlsby", 6),
+        "fits": Bottleneck(size=3),
+        "large": Bottleneck(size=5),
         "no-label": LoRA(1, initialisation="eva", calibration_tokens=1, target_modules="q_proj"),
     }
-    reserved = [toy_kind(), *(SPECS[name] for name in IN_RUN if name != "lora")]
-    sizes = SERVER | {"reserved_slots": 1 + len(IN_RUN)}
-    options = ServerOptions(**sizes, reserved_adapters=reserved)
+    options = ServerOptions(**SERVER, reserved_adapters=[Bottleneck(size=4)])
     with tuning_server(backbone, tmp_path / "server", options) as server:
         for name, spec in specs.items():
             server.register(dataclasses.replace(make_task(name, steps=2), adapter=spec))
@@ -838,7 +836,7 @@ def test_a_server_trains_what_fits_into_its_reserved_pools(backbone, make_task, 
     assert found["fits"] == ("succeeded", None)
     assert adapter["mlp"]["down"].shape[-1] == 3
     for name, problem in {
-        "large": "its adapter of the kind 'bottleneck' has size 6 (size), the pool's is 5",
+        "large": "its adapter of the kind 'bottleneck' has size 5 (size), the pool's is 4",
         "no-label": "none of the first 1 tokens of its training data counts in the loss",
     }.items():
         assert found[name][0] == "failed" and problem in found[name][1]
