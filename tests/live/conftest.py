@@ -38,11 +38,10 @@ def make_live_engine(make_engine):  # noqa: F811
 
 @pytest.fixture
 def tasks(make_task):  # noqa: F811
-    """By name, prepared tasks; each has a seed, a rank and a number of steps of its own. Their
-    samples are short, so that their batches need few microbatches."""
+    """By name, prepared tasks; each has a seed, a rank and a length of its own."""
     steps = {"a": 4, "b": 6, "c": 3, "d": 5, "e": 2}
     return {
-        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=2 + i, steps=own, lengths=(5, 40))
+        name: make_task(name, rank=2 + i, dropout=0.1, batch_size=2 + i, steps=own)
         for i, (name, own) in enumerate(steps.items())
     }
 

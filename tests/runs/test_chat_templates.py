@@ -55,10 +55,10 @@ def run_dir(train, make_task, conversations, data, tmp_path_factory) -> Path:
     template.write_text(ASK)
     source = Source(str(conversations), chat_template=str(template))
     learns = {
-        "adapter": LoRA(rank=4, alpha=32.0, target_modules=("q_proj", "down_proj")),
-        "optimizer": AdamW(3e-2),
+        "adapter": LoRA(rank=16, alpha=32.0, target_modules=("q_proj", "down_proj")),
+        "optimizer": AdamW(1e-2),
         "batch_size": 2,
-        "steps": 30,
+        "steps": 60,
     }
     ask = make_task("ask", data=source, eval_data=source, **learns)
     tell = make_task("tell", data=Source(str(conversations), chat_template=TELL), **learns)

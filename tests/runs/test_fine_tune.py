@@ -547,7 +547,8 @@ def test_failing_task_does_not_change_a_bit_of_another(
 
 def test_summary_is_json_where_a_loss_is_not_finite(train, make_task, data, tmp_path):
     """The last update may ruin an adapter: no training loss shows it, the evaluation does."""
-    ruined = make_task("ruined", **DESTRUCTIVE, eval_data=data["short.eval"], steps=1)
+    destructive = DESTRUCTIVE | {"adapter": LoRA(rank=4, alpha=64.0)}
+    ruined = make_task("ruined", **destructive, eval_data=data["short.eval"], steps=1)
     summary = train(tmp_path, ruined)
     task = strict_json((tmp_path / "summary.json").read_text())["tasks"]["ruined"]
     assert task["eval_loss"] is None

@@ -23,12 +23,15 @@ VARIANTS = (
 
 def episodes() -> list:
     """The numbers and lengths of the episodes. Unless the environment says how many operations
-    there are, CI runs short ones of a plain and of an elastic server, and the others are slow."""
-    slow = () if OPERATIONS else [pytest.mark.slow]
+    there are, CI runs a short one of a plain server and one of an elastic server; the others are
+    slow."""
     numbers = range(-(-int(OPERATIONS or 2000) // EPISODE))
-    found = [pytest.param(i, EPISODE, id=str(i), marks=slow) for i in numbers]
-    short = () if OPERATIONS else range(2)
-    return [*(pytest.param(i, SHORT, id=f"short {i}") for i in short), *found]
+    slow = [] if OPERATIONS else [i for i in numbers if i != 1]
+    found = [
+        pytest.param(i, EPISODE, id=str(i), marks=[pytest.mark.slow] if i in slow else [])
+        for i in numbers
+    ]
+    return found if OPERATIONS else [pytest.param(0, SHORT, id="short"), *found]
 
 
 @pytest.fixture(scope="module")
