@@ -1,5 +1,7 @@
 """`jaxmux COMMAND` and `python -m jaxmux.COMMAND` are the same commands, and their help is fast."""
 
+import functools
+import os
 import subprocess
 import sys
 from importlib.metadata import entry_points, version
@@ -24,7 +26,13 @@ finally:
 
 def run_module(name: str, *arguments: str) -> subprocess.CompletedProcess:
     command = [sys.executable, "-c", RUN_MODULE, name, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    environment = os.environ | {"COLUMNS": "80"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@functools.cache
+def help_of_module(command: str) -> subprocess.CompletedProcess:
+    return run_module(f"jaxmux.{command}", "--help")
 
 
 def exit_code(*arguments: str) -> int:
@@ -90,7 +98,7 @@ def test_the_help_of_a_command_shows_how_it_was_called(command, capsys, monkeypa
     assert shown.startswith(f"usage: jaxmux {command} [-h]")
     assert max(map(len, shown.splitlines())) <= 80
 
-    module = run_module(f"jaxmux.{command}", "--help")
+    module = help_of_module(command)
     assert module.returncode == 0, module.stderr
     assert module.stdout.startswith(f"usage: python -m jaxmux.{command} [-h]")
 
@@ -103,7 +111,7 @@ def test_the_help_of_generate_says_that_prompts_are_passed_as_they_are(capsys):
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_the_help_of_a_command_imports_no_jax(command):
-    assert "imported JAX: False" in run_module(f"jaxmux.{command}", "--help").stdout
+    assert "imported JAX: False" in help_of_module(command).stdout
 
 
 def test_arguments_after_the_command_belong_to_it(capsys):

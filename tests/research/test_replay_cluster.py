@@ -26,10 +26,10 @@ def records():
     """The records of a few jobs on two GPUs."""
     rng = np.random.default_rng(0)
     lengths = {name: rng.integers(8, 200, 300).tolist() for name in replay_cluster.DATA_SETS}
-    day = replay_cluster.Day("a short day", 0.01, (8,), required=True)
+    day = replay_cluster.Day("a short day", 0.005, (8,), required=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(replay_cluster, "GPUS", 2)
-        patch.setattr(replay_cluster, "RANKS", (8, 32))
+        patch.setattr(replay_cluster, "RANKS", (8,))
         patch.setattr(replay_cluster, "BATCHES_OF_A_KIND", 2)
         times = replay_cluster.round_times(lengths, (8,), seed=0)
         return list(replay_cluster.day_records(day, times, seed=0))

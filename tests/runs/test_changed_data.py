@@ -102,16 +102,20 @@ def test_data_that_were_read_before_a_restart_are_known_by_their_content(
     content, serve, mine, make_task, write_lines, tmp_path
 ):
     """The task has waited for a place, so it has not begun."""
-    with serve(tmp_path / "server", reserved_slots=1) as server:
-        server.register(make_task("other", steps=10_000))
-        step_until(server, "other", "running")
+    others = [f"other{i}" for i in range(SERVER["reserved_slots"])]
+    with serve(tmp_path / "server") as server:
+        for name in others:
+            server.register(make_task(name, steps=10_000), priority=1)
+        for name in others:
+            step_until(server, name, "running")
         server.register(mine)
         step_until(server, "mine", "queued")
         server.save()
     path = Path(write_lines(content))
     os.utime(path, ns=(1, 1))
-    with serve(tmp_path / "server", reserved_slots=1) as server:
-        server.cancel("other")
+    with serve(tmp_path / "server") as server:
+        for name in others:
+            server.cancel(name)
         found = finish(server)
     if content == RED:
         assert found == ("succeeded", None)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fcntl
+import io
 import json
 import os
 import re
@@ -430,9 +431,42 @@ def test_config_that_is_no_text_is_named(refused, tmp_path):
     assert str(config) in refused(f"--gin_file={config}")
 
 
-@pytest.mark.long
-def test_training_goes_on_when_the_reader_of_its_output_is_gone(write_config, tmp_path):
+class LeavingReader(io.RawIOBase):
+    """A pipe whose reader goes away behind the first line."""
+
+    def __init__(self):
+        self.line, (self._reader, self._writer) = b"", os.pipe()
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, content) -> int:
+        written = os.write(self._writer, content)
+        if not self.line.endswith(b"\n"):
+            self.line += os.read(self._reader, written)
+            if self.line.endswith(b"\n"):
+                os.close(self._reader)
+        return written
+
+
+def test_training_goes_on_when_the_reader_of_its_output_is_gone(
+    write_config, tmp_path, monkeypatch, capsys
+):
     """As in `jaxmux train … | head -1`, on a terminal that knows only ASCII."""
+    output = LeavingReader()
+    monkeypatch.setattr(
+        sys, "stdout", io.TextIOWrapper(output, encoding="ascii", write_through=True)
+    )
+    assert main([f"--gin_file={write_config()}", f"--run_dir={tmp_path}"]) == 0
+    assert output.line.startswith(b"task tiny: 14 samples")
+    error = capsys.readouterr().err
+    assert "the reader of the output is gone; training goes on in silence" in error
+    assert "Traceback" not in error
+    assert (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_a_process_ends_in_order_when_the_reader_of_its_output_is_gone(write_config, tmp_path):
     command = [sys.executable, "-m", "jaxmux.train", f"--gin_file={write_config()}"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     environment = os.environ | {"PYTHONIOENCODING": "ascii", "PYTHONUNBUFFERED": "1"}

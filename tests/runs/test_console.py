@@ -59,7 +59,7 @@ def test_where_the_start_goes_is_kept_and_shown_if_asked_for(
 def test_counts_of_one_are_singular(train, make_task, tmp_path, printed):
     console = RunConsole(Console(file=printed, width=80))
     lengths = {"row_len": None, "chunk_len": None, "max_sequences": None}
-    train(tmp_path, make_task(steps=1), console=console, **lengths)
+    train(tmp_path, make_task(steps=1, batch_size=14), console=console, **lengths)
     assert "task tiny: 14 samples, 1 step, longest " in printed.getvalue()
     (shape,) = (line for line in lines_of(printed) if line.startswith("microbatches of "))
     assert re.fullmatch(

@@ -274,17 +274,17 @@ def test_a_change_that_comes_with_the_end_of_a_task_is_refused(watch, put, tmp_p
 
 
 def test_waiting_tasks_are_told_their_place(watch, put, tmp_path):
-    for name in "abcd":
+    for name in "abcdf":
         put(f"acme/{name}", steps=400)
     put("beta/e", steps=400, priority=-1)
     with watch(tmp_path) as server:
         server.poll_until(lambda: server.state("beta/e") == "queued")
         server.poll(2)
-        places = {p: server.status(p)["place_in_queue"] for p in ("acme/c", "acme/d", "beta/e")}
+        places = {p: server.status(p)["place_in_queue"] for p in ("acme/d", "acme/f", "beta/e")}
         assert places["beta/e"] == 3 and sorted(places.values()) == [1, 2, 3]
         # It may have begun before the data of the others were read.
         reason = server.status("beta/e")["reason"]
-        assert reason.endswith("all 2 places are taken") and "acme" not in reason
+        assert reason.endswith("all 3 places are taken") and "acme" not in reason
 
 
 def test_the_tenant_cannot_reach_the_data_of_an_accepted_task(watch, put, tmp_path):

@@ -29,7 +29,7 @@ def run_dir(make_task, train, data, chat_backbone, tmp_path_factory) -> Path:
         adapter=LoRA(rank=4, alpha=32.0, target_modules=("q_proj", "down_proj")),
         optimizer=AdamW(3e-2),
         batch_size=6,
-        steps=80,
+        steps=40,
     )
     part = make_task("part", data=data["long"], validation_fraction=0.3)
     assert train(folder, chat, part, backbone=chat_backbone).succeeded

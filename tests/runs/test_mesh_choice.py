@@ -165,7 +165,7 @@ def test_a_run_keeps_its_shape_classes_on_every_mesh_on_which_it_goes_on():
     assert len(others.added_to(recorded).several) == 2
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_replicas_are_not_preferred_for_the_gaps_of_a_pipeline(monkeypatch):
     """Rounds stream through a pipeline without a gap, so two replicas of two devices, which
     exchange gradients, are no faster than one pipeline of both."""

@@ -21,6 +21,7 @@ from jaxmux.engine import EngineOptions
 from jaxmux.engine.devices import programs
 from jaxmux.engine.rounds.rounds import pack_tightly
 from jaxmux.runs import RunDirectoryError, read_task
+from jaxmux.runs.run_directory import lock_state
 
 main = partial(run_command, "train", prog="jaxmux train")
 
@@ -156,6 +157,7 @@ def test_killed_run_ends_with_the_bits_of_an_uninterrupted_one(
         process.kill()
         output, _ = process.communicate()
         assert process.returncode == -signal.SIGKILL, output
+        assert lock_state(killed.run_dir).holder == "killed"
         # The first process has nothing to go on from.
         assert ("going on from the checkpoint" in output) == (kill > 0), output
         assert not (killed.run_dir / "summary.json").exists()

@@ -144,8 +144,13 @@ def test_lengths_of_batches_are_those_of_every_step(tasks):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("batch_size", [4, 16, 300])
-@pytest.mark.parametrize("least_chunk_len", [64, 128])
+@pytest.mark.parametrize(
+    ("batch_size", "least_chunk_len"),
+    [
+        *((4, 128), (16, 64), (300, 64)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, 64), (16, 128), (300, 128))),
+    ],
+)
 def test_plan_of_one_device_has_the_shape_class_that_training_chooses(batch_size, least_chunk_len):
     rng = np.random.default_rng(batch_size)
     # The task with long samples trains longer, so the first rounds differ from the others.
@@ -443,8 +448,8 @@ def planned_shapes(lines: list[str]) -> list[str]:
 @pytest.mark.parametrize(
     ("lines", "options"),
     [
-        # The last case has two lengths, too.
-        pytest.param(*case, id=name, marks=[pytest.mark.slow] if name == "two lengths" else [])
+        # The last case has two lengths, too, and slots that were reserved.
+        pytest.param(*case, id=name, marks=[] if name == "a limit of memory" else pytest.mark.slow)
         for name, case in PLANNED.items()
     ],
 )

@@ -7,6 +7,8 @@ from collections import Counter
 from contextlib import closing
 from pathlib import Path
 
+import pytest
+
 from jaxmux.runs.metrics import LineLog, objects
 from jaxmux.server import saving
 from jaxmux.server.database import Database
@@ -92,14 +94,16 @@ def ends_of(folder: Path) -> Counter[tuple[str, str]]:
     return Counter((e["task"], e["state"]) for e in events if e.get("state") in ENDED)
 
 
+@pytest.mark.parametrize("every", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_every_end_is_told_once_wherever_a_server_is_killed(
+    every,
     serve,  # noqa: F811
     task,  # noqa: F811
     tmp_path,
     monkeypatch,
 ):
-    """Killed before, within and after each write that is about an end, and killed once more after
-    the restart."""
+    """Killed before, within and after one of `every` writes that are about an end, and killed once
+    more after the restart."""
     folder, images = tmp_path / "server", []
 
     def take(cut: Path | None = None, length: int = 0) -> None:
@@ -142,7 +146,7 @@ def test_every_end_is_told_once_wherever_a_server_is_killed(
     expected = {("saved", "succeeded"): 1, ("cancelled", "cancelled"): 1}
     assert ends_of(folder) == expected and len(images) > 8
 
-    for image in images:
+    for image in images[::every]:
         with serve(image) as server:
             step(server)
             copy_now(image, again := Path(f"{image}.again"))

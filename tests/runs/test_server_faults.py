@@ -87,7 +87,10 @@ def test_a_damaged_only_checkpoint_gives_way_to_the_beginning(serve, task, tmp_p
 def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
     lost, serve, task, tmp_path
 ):
-    with serve(tmp_path / "server", reserved_slots=1) as server:
+    with serve(tmp_path / "server") as server:
+        # They leave one place to the others.
+        for name in ("long", "longer"):
+            server.register(task(name, steps=1000), priority=2)
         server.register(task("a", steps=2))
         step_until(server, "a", 1)
         # Its last step has been dispatched, and its result has not been fetched.
@@ -103,6 +106,8 @@ def test_a_task_that_is_extended_after_its_last_step_was_dispatched_trains_on(
         assert server.status("a").step == 2
         server.extend("a", 4)
         step(server)
+        for name in ("long", "longer"):
+            server.cancel(name)
         if lost == "paused":
             server.resume("a")
         finish(server)

@@ -12,7 +12,7 @@ from .simulated_tasks import MOST_STEPS, calm_outcomes
 SEED = os.environ.get("JAXMUX_SIMULATION_SEED", "1")
 OPERATIONS = os.environ.get("JAXMUX_SIMULATION_OPERATIONS")
 # Operations between two times at which everything comes to its end.
-EPISODE = 200
+EPISODE, SHORT = 200, 100
 # What the servers of an episode may be.
 VARIANTS = (
     {},
@@ -22,11 +22,16 @@ VARIANTS = (
 
 
 def episodes() -> list:
-    """The numbers of the episodes. Unless the environment says how many operations there are, CI
-    runs one episode of each variant, and the others are slow."""
+    """The numbers and lengths of the episodes. Unless the environment says how many operations
+    there are, CI runs a short one of a plain server and one of an elastic server; the others are
+    slow."""
     numbers = range(-(-int(OPERATIONS or 2000) // EPISODE))
-    slow = () if OPERATIONS else numbers[len(VARIANTS) :]
-    return [pytest.param(i, marks=[pytest.mark.slow] if i in slow else []) for i in numbers]
+    slow = [] if OPERATIONS else [i for i in numbers if i != 1]
+    found = [
+        pytest.param(i, EPISODE, id=str(i), marks=[pytest.mark.slow] if i in slow else [])
+        for i in numbers
+    ]
+    return found if OPERATIONS else [pytest.param(0, SHORT, id="short"), *found]
 
 
 @pytest.fixture(scope="module")
@@ -67,10 +72,10 @@ def test_measured_tasks_are_best_before_their_end_and_stop_early(calm):
     assert best.adapter != calm["best", MOST_STEPS].adapter
 
 
-@pytest.mark.parametrize("episode", episodes())
-def test_random_operations_lose_nothing(episode, simulate):
+@pytest.mark.parametrize(("episode", "operations"), episodes())
+def test_random_operations_lose_nothing(episode, operations, simulate):
     variant = VARIANTS[episode % len(VARIANTS)]
-    sizes = simulate(f"{SEED}/{episode}", EPISODE, **variant)
+    sizes = simulate(f"{SEED}/{episode}", operations, **variant)
     if "elastic" in variant:
         (places, _) = ELASTIC_POOLS[0]
         assert {1, places} <= {size.slots for size in sizes}

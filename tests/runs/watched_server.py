@@ -13,12 +13,11 @@ from jaxmux.server.inbox.watcher import DirectoryWatcher, WatchedTask
 from jaxmux.server.server import tuning_server
 from jaxmux.specifications import TenantLimits
 
-from .conftest import POOL, ROW, RUN
+from .conftest import ROW, SERVER
 
 # Microbatches of one row, as an elastic server of the simulation has.
 OPTIONS = ServerOptions(
-    **RUN | POOL | {"tokens_per_microbatch": ROW},
-    reserved_slots=2,
+    **SERVER | {"tokens_per_microbatch": ROW},
     keep_checkpoints=2,
 )
 ADAPTER = {"kind": "lora", "rank": 2, "target_modules": ["q_proj", "down_proj"]}

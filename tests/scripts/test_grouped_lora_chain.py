@@ -33,7 +33,7 @@ def test_every_layer_has_results_of_its_own_weights():
         np.testing.assert_allclose(dx.astype(jnp.float32), expected, atol=2e-2)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_without_factors_the_adapted_program_is_the_frozen_one():
     frozen = make_frozen(LINEAR, TOKENS, LAYERS)
     adapters = make_adapters(Case(LINEAR, (8, 16)), TOKENS, LAYERS)
