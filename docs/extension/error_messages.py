@@ -24,6 +24,7 @@ AREAS = {
     "jaxmux/specifications": "Task files",
     "jaxmux/peft": "Adapters and their folders",
     "jaxmux/models": "Backbones and checkpoints",
+    "jaxmux/objectives": "Objectives",
     "jaxmux/planner": "Plans, profiles, meshes and memory",
     "jaxmux/engine": "Engine",
     "jaxmux/generation": "Generation",

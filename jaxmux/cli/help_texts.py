@@ -34,7 +34,7 @@ a config:
 
 Paths are relative to the working directory. `python -c "import jaxmux;
 help(jaxmux.Task)"` shows the parameters of a task and their defaults; likewise
-jaxmux.fine_tune, RunOptions, LoRA, AdamW, SGD, Lion, Schedule, DPO, Source, Sweep.
+jaxmux.fine_tune, RunOptions, LoRA, AdamW, Schedule, DPO, Source and Sweep.
 
 a config for --watch:
   serve.backbone = "/models/Llama-3.2-1B"

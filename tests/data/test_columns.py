@@ -144,7 +144,7 @@ def test_preference_data_is_refused_by_name(fields, setting):
     fields = {"chosen": "b", "rejected": "c"} | fields
     with pytest.raises(DataError, match="preference data, for an objective such as DPO") as e:
         detect_form(record(**fields))
-    assert str(e.value).endswith(f"to train on the chosen answers, {setting}")
+    assert str(e.value).endswith(f"to train on the chosen answers only, {setting}")
 
 
 def test_preference_data_is_refused_in_a_given_form_too():

@@ -154,7 +154,7 @@ def test_a_measurement_that_arrives_after_a_task_has_left_counts(
     engine.train_round()
     best = int(np.argmin(losses[:rounds])) + 1
     assert suspended.slot.progress.best_step == best
-    kept = suspended.with_best()()
+    kept = suspended.with_kept()()
     progress = TaskProgress.from_json(suspended.slot.progress.to_json())
     engine.resume(suspended)
     assert_same_bits(engine.result("a")(), adapters[best - 1])
@@ -265,7 +265,7 @@ def test_a_measurement_that_is_interrupted_is_completed(
     while not engine.finished:
         suspended = engine.suspend("a")
         if restore:
-            saved = suspended.with_best()()
+            saved = suspended.with_kept()()
             engine.drain()
             take()
             progress = TaskProgress.from_json(suspended.slot.progress.to_json())

@@ -24,6 +24,7 @@ from jaxmux.field_checks import (
     field_schema,
     parts_of,
 )
+from jaxmux.objectives import OBJECTIVES
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.peft import SPECIFICATIONS as ADAPTERS
 from jaxmux.specifications import SpecificationLimits
@@ -35,6 +36,7 @@ from jaxmux.tasks import Task
 
 ROOT = Path(__file__).parents[2]
 SPECIFICATIONS = (Task, Source, *ADAPTERS.values(), Schedule, *OPTIMIZERS.values())
+SPECIFICATIONS += tuple(OBJECTIVES.values())
 NUMBERS = [0, 1, -1, 2.5, 1e-9, 10**6, 1e300]
 TEXTS = ["", "x", "cosine", "q_proj", "norm", "houlsby", "a.json", "../a.json", "/a", ".*", "a\x00"]
 LISTS = [[], ["q_proj"], [".*"], [1]]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from jaxmux import AdamW, LoRA, Schedule, Task, TaskError
+from jaxmux import DPO, AdamW, LoRA, Schedule, Task, TaskError
 from jaxmux.specifications import SpecificationLimits, TenantLimits, watched_schema
 from jaxmux.specifications.schema import refused_change, registered_task, watched_specification
 
@@ -71,6 +71,7 @@ CHANGES = {
     "resume_from": "b",
     "sample_prompt": "b",
     "keep_best": True,
+    "objective": DPO(),
 }
 
 
