@@ -44,12 +44,18 @@ def test_a_pipeline_keeps_the_bits_of_one_device(
 def test_a_mesh_trains_like_one_device(mesh, expected, make_engine, tasks, train):
     first, updates = expected
     engine = make_engine(*tasks, **mesh)
+    begun = {name: engine.adapter(name) for name in engine.names}
     for name, found in train(engine).items():
-        assert [u.loss for u in found] == pytest.approx([u.loss for u in updates[name]], rel=1e-4)
-        for one, other in zip(
-            jax.tree.leaves(engine.adapter(name)), jax.tree.leaves(first.adapter(name)), strict=True
-        ):
-            np.testing.assert_allclose(one, other, atol=1e-5)
+        # Sums in another order move the losses of later steps more than that of the first.
+        losses = [update.loss for update in updates[name]]
+        assert [update.loss for update in found] == pytest.approx(losses, rel=1e-3)
+        assert found[0].loss == pytest.approx(losses[0], rel=1e-5)
+        assert found[0].grad_norm == pytest.approx(updates[name][0].grad_norm, rel=1e-4)
+        one, other, start = (
+            np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(adapter)])
+            for adapter in (engine.adapter(name), first.adapter(name), begun[name])
+        )
+        assert np.linalg.norm(one - other) < 1e-3 * np.linalg.norm(other - start)
 
 
 def test_a_pipeline_continues_from_a_checkpoint(
