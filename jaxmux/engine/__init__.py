@@ -20,12 +20,14 @@ from .engine import Engine
 from .engine_options import EngineOptions, EngineSize
 from .queued_engine import Bracket, QueuedEngine, rung_of
 from .rounds.results import Computed, ComputedTurn, HeldOutTokens
-from .state.slots import BEST, SuspendedTask, TrainedTask
+from .state.slots import BEST, REFERENCE, Reference, SuspendedTask, TrainedTask
 from .tasks.prepared_task import PreparedTask, prepare_task
 from .tasks.progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 
 __all__ = [
     "BEST",
+    "REFERENCE",
+    "Reference",
     "Bracket",
     "Computed",
     "ComputedTurn",

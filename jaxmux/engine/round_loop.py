@@ -301,8 +301,7 @@ class RoundLoop:
         while True:
             current = position.begin(self._live())
             begun = begun or time.monotonic()
-            if not all(microbatch.is_placed for microbatch in current.microbatches):
-                current = position.current = self._with_weights(current)
+            current = position.current = self._with_weights(current)
             done, before = position.done, len(position.done)
             compiles = self._executor.remat is None
             try:
@@ -403,8 +402,11 @@ class RoundLoop:
         """Computes the weights of the losses of tasks whose objectives need log-probabilities, with
         the dropout masks of the step, and puts the microbatches that wait for them onto the
         devices. The weights of a global batch are computed before its first turn."""
-        slots = {n: self._slots[n] for n in plan.steps if n in self._slots}
+        updated = plan.ends.difference(*(update.slots for update in plan.updates))
+        slots = {n: self._slots[n] for n in plan.steps if n in self._slots and n not in updated}
         slots = {n: s for n, s in slots.items() if s.prepared.task.objective.needs_log_probs}
+        if not slots:
+            return plan
         computed = dict(plan.computed_tokens)
         missing = {n: slot for n, slot in slots.items() if slot.weighted is None}
         if missing:

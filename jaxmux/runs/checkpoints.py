@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.engine import BEST, Engine, TaskProgress, train_on
+from jaxmux.engine import BEST, REFERENCE, Engine, Reference, TaskProgress, train_on
 from jaxmux.peft import LeafSpec, SlotArrays
 from jaxmux.peft.leaves import named_leaves
 
@@ -361,17 +361,20 @@ class SavedRun(NamedTuple):
         engine.computed_tokens = self.position.computed_tokens
 
 
-def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str, LeafSpec]]:
+def array_specs(engine: Engine, tasks: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """By task, the specs by path of the arrays that a checkpoint of this engine holds. The tasks
     must be registered in the engine. `tasks` has, by name, the tasks' entries in the checkpoint's
     record."""
 
-    def specs_of(name: str) -> dict[str, LeafSpec]:
+    def specs_of(name: str) -> dict[str, Any]:
         specs = named_leaves(engine.task_specs(name))
         keeps_best = engine.prepared(name).task.keep_best
         if keeps_best and tasks[name]["progress"].get("best_step") is not None:
             adapter = {p: spec for p, spec in specs.items() if p.startswith("adapter/")}
             specs |= {f"{BEST}{path}": spec for path, spec in adapter.items()}
+        if tasks[name].get("reference"):
+            arrays = Reference.specs(engine.prepared(name))
+            specs |= {f"{REFERENCE}{path}": spec for path, spec in arrays.items()}
         return specs
 
     return {name: specs_of(name) for name in engine.names if name in tasks}
@@ -395,8 +398,9 @@ def save_run(
             "adapter_kind": engine.prepared(name).kind.name,
             "progress": engine.progress(name).to_json(),
             "accumulated": engine.accumulated(name),
+            "reference": any(path.startswith(REFERENCE) for path in of_task),
         }
-        for name in arrays
+        for name, of_task in arrays.items()
     }
     record = {"position": dataclasses.asdict(position), "tasks": tasks}
     if checkpoints.has(position.rounds):

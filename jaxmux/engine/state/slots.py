@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
@@ -99,6 +100,25 @@ class Reference(NamedTuple):
 
     training: Float[np.ndarray, " samples"]
     held_out: Float[np.ndarray, " samples"]
+
+    @classmethod
+    def of_arrays(cls, arrays: SlotArrays) -> "Reference | None":
+        """The inverse of `arrays`; None without arrays."""
+        if not arrays:
+            return None
+        return cls(**{name: x.view(np.float64).ravel() for name, x in arrays.items()})
+
+    @property
+    def arrays(self) -> SlotArrays:
+        """The bits of the numbers by name, uint32 [samples, 2], because JAX may round float64."""
+        return {name: x.view(np.uint32).reshape(-1, 2) for name, x in self._asdict().items()}
+
+    @staticmethod
+    def specs(prepared: PreparedTask) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of `arrays` for a task."""
+        sizes = len(prepared.samples.samples), len(prepared.eval_samples)
+        arrays = (jax.ShapeDtypeStruct((size, 2), np.uint32) for size in sizes)
+        return dict(zip(Reference._fields, arrays, strict=True))
 
 
 class Weighted(NamedTuple):
@@ -296,9 +316,8 @@ class Kept(NamedTuple):
 def kept_arrays(slot: Slot) -> Callable[[], SlotArrays]:
     """A function that returns the arrays of `Kept` with the paths that a checkpoint has."""
     best, reference = slot.best, slot.reference
-    known = (
-        {f"{REFERENCE}{name}": x for name, x in reference._asdict().items()} if reference else {}
-    )
+    arrays = reference.arrays if reference else {}
+    known = {f"{REFERENCE}{name}": array for name, array in arrays.items()}
     if best is None:
         return lambda: known
     return lambda: {f"{BEST}{path}": array for path, array in best().items()} | known
@@ -311,9 +330,7 @@ def without_kept(arrays: SlotArrays) -> tuple[SlotArrays, Kept]:
         {path.removeprefix(prefix): x for path, x in arrays.items() if path.startswith(prefix)}
         for prefix in (BEST, REFERENCE)
     )
-    return current, Kept(
-        (lambda: best) if best else None, Reference(**reference) if reference else None
-    )
+    return current, Kept((lambda: best) if best else None, Reference.of_arrays(reference))
 
 
 def pool_of(

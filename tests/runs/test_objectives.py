@@ -1,0 +1,186 @@
+"""Preference tasks in training runs, sweeps and servers: breaks, warnings and what is written."""
+
+import json
+import signal
+
+import numpy as np
+import pytest
+
+from jaxmux import DPO, SFT, AdamW, Interrupted, LoRA, SimPO, Sweep, TaskError, tuning_server
+from jaxmux.engine.devices import programs
+from jaxmux.server import ServerOptions
+from jaxmux.server.task import ENDED
+
+from .conftest import COLOURS, FRUITS, SERVER
+
+DROPPED = LoRA(2, 4.0, target_modules=("q_proj", "down_proj"), dropout=0.1)
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Paths of preference records, for training and held out."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(4)
+
+    def words(of, most):
+        return " " + " ".join(rng.choice(of, rng.integers(1, most)))
+
+    paths = {}
+    for name, count in {"train": 14, "eval": 5}.items():
+        records = [
+            {"prompt": "eat", "chosen": words(FRUITS, 5), "rejected": words(COLOURS, 5)}
+            for _ in range(count)
+        ]
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {name: str(path) for name, path in paths.items()}
+
+
+@pytest.fixture(scope="module")
+def make_paired(make_task, pairs):
+    def make(name="pairs", objective=None, **fields):
+        fields = {"data": pairs["train"], "eval_data": pairs["eval"], "batch_size": 3} | fields
+        return make_task(name, objective=objective or DPO(0.5), **fields)
+
+    return make
+
+
+def of_pairs(live):
+    """The status of the task "pairs" after another round."""
+    live.step()
+    while not live.statuses():
+        live.step()
+    return live.status("pairs")
+
+
+def train_to_the_end(live):
+    while (status := of_pairs(live)).state not in ENDED:
+        pass
+    return status
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def stop_at_microbatch(number, monkeypatch):
+    accumulate, left = programs.accumulate, [number]
+
+    def accumulate_and_raise(*arguments):
+        left[0] -= 1
+        if not left[0]:
+            signal.raise_signal(signal.SIGTERM)
+        return accumulate(*arguments)
+
+    accumulate_and_raise.lower = programs.accumulate.lower
+    monkeypatch.setattr(programs, "accumulate", accumulate_and_raise)
+
+
+@pytest.mark.parametrize("microbatch", [1, 5])
+def test_a_stopped_run_goes_on_with_the_same_bits(
+    microbatch, train, make_task, make_paired, tmp_path, monkeypatch, adapter_bytes
+):
+    tasks = (make_paired(adapter=DROPPED, steps=5), make_task("sft", steps=3))
+    options = {"tokens_per_microbatch": 128, "checkpoint_every": 2}
+    train(tmp_path / "whole", *tasks, **options)
+    stop_at_microbatch(microbatch, monkeypatch)
+    with pytest.raises(Interrupted):
+        train(tmp_path / "stopped", *tasks, **options)
+    monkeypatch.undo()
+    summary = train(tmp_path / "stopped", *tasks, **options)
+    for name in ("pairs", "sft"):
+        whole, stopped = (tmp_path / each / "adapters" / name for each in ("whole", "stopped"))
+        assert adapter_bytes(stopped) == adapter_bytes(whole)
+    assert summary.tasks["pairs"]["status"] == "succeeded"
+    for file in ("metrics.jsonl", "held_out.jsonl"):
+        whole, stopped = (
+            [{**line, "time": 0} for line in lines(tmp_path / each / file)]
+            for each in ("whole", "stopped")
+        )
+        assert stopped == whole
+
+
+def test_metrics_are_written_for_objectives_of_pairs_only(
+    train, make_task, make_paired, tmp_path, capsys
+):
+    train(tmp_path, make_paired(steps=2, eval_every=1), make_task("sft", steps=2))
+    of_task = {"pairs": [], "sft": []}
+    for line in lines(tmp_path / "metrics.jsonl"):
+        of_task[line["task"]].append(line)
+    assert not any("metrics" in line for line in of_task["sft"])
+    assert of_task["pairs"][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
+    first, *_, last = lines(tmp_path / "held_out.jsonl")
+    assert first["metrics"]["rewards/margins"] == 0
+    assert last["metrics"]["rewards/accuracies"] in [n / 5 for n in range(6)]
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert record["tasks"]["pairs"]["objective"]["kind"] == "dpo"
+    assert "of pairs right" in capsys.readouterr().out
+
+
+def test_a_sweep_varies_beta_with_fewer_places_than_configurations(
+    train, make_paired, tmp_path, adapter_bytes
+):
+    sweep = Sweep(make_paired(steps=3), {"objective.beta": [0.1, 0.5, 1.0]})
+    together = train(tmp_path / "together", sweep, reserved_slots=3)
+    in_turns = train(tmp_path / "in_turns", sweep, tasks_at_once=2, reserved_slots=3)
+    assert len(together.tasks) == 3
+    for name in together.tasks:
+        found, expected = (
+            adapter_bytes(tmp_path / each / "adapters" / name) for each in ("in_turns", "together")
+        )
+        assert found == expected
+    assert in_turns.tasks.keys() == together.tasks.keys()
+
+
+def test_a_server_goes_on_with_the_reference_of_the_beginning(
+    backbone, make_paired, make_task, tmp_path, adapter_bytes
+):
+    options = ServerOptions(**SERVER | {"round_tokens": 64})
+
+    def register(live):
+        live.register(make_paired(steps=5))
+        live.register(make_task("sft", steps=4))
+
+    with tuning_server(backbone, tmp_path / "whole", options) as live:
+        register(live)
+        expected = train_to_the_end(live)
+    left = tmp_path / "left"
+    with tuning_server(backbone, left, options) as live:
+        register(live)
+        while of_pairs(live).step < 2:
+            pass
+    with tuning_server(backbone, left, options) as live:
+        found = train_to_the_end(live)
+    assert found.state == expected.state == "succeeded"
+    assert adapter_bytes(left / "adapters" / "pairs") == adapter_bytes(
+        tmp_path / "whole" / "adapters" / "pairs"
+    )
+    assert found.meter.effective_tokens == expected.meter.effective_tokens
+
+
+def test_a_task_without_pairs_is_refused_by_name(train, make_paired, data, tmp_path):
+    with pytest.raises(TaskError, match="task 'pairs': .*no pair of answers"):
+        train(tmp_path, make_paired(data=data["short"]))
+
+
+def test_a_task_of_answers_is_told_of_objectives(train, make_task, pairs, tmp_path):
+    with pytest.raises(TaskError, match="for an objective such as DPO"):
+        train(tmp_path, make_task(data=pairs["train"], objective=SFT()))
+
+
+def test_equal_answers_are_a_warning(train, make_paired, write_lines, tmp_path, capsys):
+    path = write_lines(
+        {"prompt": "eat", "chosen": " apple", "rejected": " apple"},
+        {"prompt": "eat", "chosen": " apple", "rejected": " red"},
+    )
+    train(tmp_path, make_paired(objective=SimPO(), data=path, eval_data=None, steps=1))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "in 1 pair the chosen and the rejected answer are the same tokens" in printed
+
+
+def test_a_run_continues_an_adapter_as_its_own_reference(train, make_task, make_paired, tmp_path):
+    train(tmp_path / "first", make_task("sft", steps=3, optimizer=AdamW(5e-2)))
+    folder = str(tmp_path / "first" / "adapters" / "sft")
+    train(tmp_path / "second", make_paired(resume_from=folder, steps=2))
+    first, last = lines(tmp_path / "second" / "held_out.jsonl")
+    # The loaded adapter is the reference, so margins begin at 0 although it was trained before.
+    assert first["metrics"]["rewards/margins"] == 0 and last["metrics"]["rewards/margins"] != 0
