@@ -1,17 +1,19 @@
 """Tokenized samples, the unit of global batches and packing, and a temporary file that stores them.
 Memory holds only the position of each sample in the file."""
 
+import copy
 import errno
 import os
 import resource
 import tempfile
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from types import MappingProxyType
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Int, UInt32
+from jaxtyping import Bool, Float, Int, UInt32
 
 from .errors import DataError
 
@@ -36,12 +38,16 @@ class Sample(NamedTuple):
       sample_id: index of the record in its source, from 0, below 2**32. Dropout masks depend on it.
       virtual_tokens: number of positions before the tokens that a trained prompt fills. Predictions
         at these positions do not count in the loss.
+      values: by name, further numbers of each token that an objective reads, float32.
+      numbers: by name, such numbers of the sample.
     """
 
     input_ids: Int[np.ndarray, " n"]
     target_mask: Bool[np.ndarray, " n"]
     sample_id: int
     virtual_tokens: int = 0
+    values: Mapping[str, Float[np.ndarray, " n"]] = MappingProxyType({})
+    numbers: Mapping[str, float] = MappingProxyType({})
 
     @property
     def stream_length(self) -> int:
@@ -62,7 +68,8 @@ class Sample(NamedTuple):
 class TokenFile:
     """The tokens of samples, one sample after another, in a temporary file without a name.
 
-    A token that counts in the loss is stored as its id, and any other token as -1 - id. The last
+    A token that counts in the loss is stored as its id, and any other token as -1 - id. Behind the
+    tokens of a sample come the bits of its `values`, one name after another. The last
     tokens, up to a million, are in memory. The operating system removes the file when nothing
     refers to this object any more, or when the process is killed. The file lies in the folder that
     the environment variable TMPDIR names, otherwise in /var/tmp, because /tmp is in memory on many
@@ -80,6 +87,8 @@ class TokenFile:
         begin = (self._written + len(self._tail)) // _TOKEN.itemsize
         stored = np.where(sample.target_mask, sample.input_ids, ~sample.input_ids)
         self._tail += stored.astype(_TOKEN).tobytes()
+        for values in sample.values.values():
+            self._tail += values.astype(np.float32).tobytes()
         if len(self._tail) >= _TOKENS_IN_MEMORY * _TOKEN.itemsize:
             self._write()
         return begin
@@ -156,6 +165,8 @@ class StoredSamples(Sequence[Sample]):
         target_tokens: Int[np.ndarray, " samples"],
         sample_ids: UInt32[np.ndarray, " samples"],
         virtual_tokens: int = 0,
+        values: tuple[str, ...] = (),
+        numbers: Mapping[str, Float[np.ndarray, " samples"]] = MappingProxyType({}),
     ):
         """Describes samples that are already in the file.
 
@@ -164,10 +175,13 @@ class StoredSamples(Sequence[Sample]):
           lengths: number of tokens of each sample.
           target_tokens: number of tokens of each sample that count in the loss.
           virtual_tokens: `Sample.virtual_tokens` of every sample.
+          values: the names of `Sample.values`.
+          numbers: `Sample.numbers` by name.
         """
         self._tokens, self._begins, self._lengths = tokens, begins, lengths
         self.target_tokens, self.sample_ids = target_tokens, sample_ids
-        self._virtual_tokens = virtual_tokens
+        self._virtual_tokens, self._values = virtual_tokens, values
+        self.numbers = numbers
 
     def __len__(self) -> int:
         return len(self._begins)
@@ -176,10 +190,20 @@ class StoredSamples(Sequence[Sample]):
         """Reads one sample, or returns `StoredSamples` for a slice."""
         if isinstance(index, slice):
             return self.take(np.arange(len(self))[index])
-        stored = self._tokens.read(int(self._begins[index]), int(self._lengths[index]))
+        begin, length = int(self._begins[index]), int(self._lengths[index])
+        stored, *values = self._tokens.read(begin, length * (1 + len(self._values))).reshape(
+            -1, length
+        )
         # Compute the complement of negative values without a branch.
         ids = stored ^ (stored >> 31)
-        return Sample(ids, stored >= 0, int(self.sample_ids[index]), self._virtual_tokens)
+        return Sample(
+            ids,
+            stored >= 0,
+            int(self.sample_ids[index]),
+            self._virtual_tokens,
+            {n: x.view(np.float32) for n, x in zip(self._values, values, strict=True)},
+            {name: float(column[index]) for name, column in self.numbers.items()},
+        )
 
     @property
     def stream_lengths(self) -> Int[np.ndarray, " samples"]:
@@ -204,29 +228,26 @@ class StoredSamples(Sequence[Sample]):
             self.target_tokens[indices],
             self.sample_ids[indices],
             self._virtual_tokens,
+            self._values,
+            {name: column[indices] for name, column in self.numbers.items()},
         )
 
     def with_ids_shifted(self, by: int) -> "StoredSamples":
-        """The samples with `by` added to their ids, modulo 2**32."""
+        """The samples with `by`, modulo 2**32, added to their ids."""
         ids = ((self.sample_ids.astype(np.uint64) + by) % 2**32).astype(np.uint32)
-        return StoredSamples(
-            self._tokens,
-            self._begins,
-            self._lengths,
-            target_tokens=self.target_tokens,
-            sample_ids=ids,
-            virtual_tokens=self._virtual_tokens,
-        )
+        return self._with(sample_ids=ids)
 
     def with_virtual_tokens(self, number: int) -> "StoredSamples":
-        return StoredSamples(
-            self._tokens,
-            self._begins,
-            self._lengths,
-            target_tokens=self.target_tokens,
-            sample_ids=self.sample_ids,
-            virtual_tokens=number,
-        )
+        return self._with(_virtual_tokens=number)
+
+    def with_numbers(self, **numbers: Float[np.ndarray, " samples"]) -> "StoredSamples":
+        """The samples with these `Sample.numbers` in addition to their own."""
+        return self._with(numbers={**self.numbers, **numbers})
+
+    def _with(self, **attributes: Any) -> "StoredSamples":
+        other = copy.copy(self)
+        vars(other).update(attributes)
+        return other
 
 
 class SampleWriter:
@@ -234,11 +255,18 @@ class SampleWriter:
         self._tokens = tokens
         self._begins, self._lengths = array("q"), array("i")
         self._targets, self._ids = array("i"), array("I")
+        self._values: tuple[str, ...] = ()
+        self._numbers: dict[str, array] = {}
 
     def __len__(self) -> int:
         return len(self._begins)
 
     def append(self, sample: Sample) -> None:
+        """Appends a sample without virtual tokens. All have values and numbers of the same
+        names."""
+        self._values = tuple(sample.values)
+        for name, number in sample.numbers.items():
+            self._numbers.setdefault(name, array("d")).append(number)
         self._begins.append(self._tokens.append(sample))
         self._lengths.append(len(sample.input_ids))
         self._targets.append(sample.target_tokens)
@@ -246,7 +274,9 @@ class SampleWriter:
 
     def samples(self) -> StoredSamples:
         columns = (self._begins, self._lengths, self._targets, self._ids)
-        return StoredSamples(self._tokens, *(np.array(column) for column in columns))
+        arrays = (np.array(column) for column in columns)
+        numbers = {name: np.array(column) for name, column in self._numbers.items()}
+        return StoredSamples(self._tokens, *arrays, values=self._values, numbers=numbers)
 
 
 def stored(samples: Iterable[Sample]) -> StoredSamples:
@@ -262,7 +292,8 @@ def joined(parts: Sequence[StoredSamples]) -> StoredSamples:
     first = parts[0]
     names = "_begins", "_lengths", "target_tokens", "sample_ids"
     columns = (np.concatenate([getattr(part, name) for part in parts]) for name in names)
-    return StoredSamples(first._tokens, *columns, first._virtual_tokens)
+    numbers = {n: np.concatenate([part.numbers[n] for part in parts]) for n in first.numbers}
+    return StoredSamples(first._tokens, *columns, first._virtual_tokens, first._values, numbers)
 
 
 def taken(samples: Sequence[Sample], indices: Int[np.ndarray, " taken"]) -> Sequence[Sample]:
@@ -295,6 +326,14 @@ def token_counts(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
     if isinstance(samples, StoredSamples):
         return samples.token_counts
     return np.array([len(sample.input_ids) for sample in samples], np.int32)
+
+
+def target_counts(samples: Sequence[Sample]) -> Int[np.ndarray, " samples"]:
+    """Number of tokens of each sample that count in the loss, without reading samples from a
+    file."""
+    if isinstance(samples, StoredSamples):
+        return samples.target_tokens
+    return np.array([sample.target_tokens for sample in samples], np.int32)
 
 
 def target_tokens(samples: Sequence[Sample]) -> int:

@@ -28,6 +28,7 @@ from .chat_templates import (
 from .errors import DataError
 from .preferences import PairText, answers_begin, is_chat, render_pair
 from .record_forms import Columns, RenderedText, TextRange, detect_form, render, unread_fields
+from .rollouts import LOGPROBS, Groups, has_tokens, sample_of_tokens, with_values
 from .sources import CHAT_FORMS, PREFERENCE, Form, Record, Source, SplitPart, read_records
 from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 
@@ -83,6 +84,7 @@ class Samples(NamedTuple):
       endless: number of chats in which no token that may end a turn counts in the loss, before
         records are cut or dropped. Models do not learn from them where an answer ends.
       equal_answers: number of pairs whose answers are the same tokens.
+      without_logprobs: number of rollouts without log-probabilities.
       joined_prompt: the result of `chat.joined_prompt` for the template of the chats.
       rendering: how the records became text.
       unread_fields: for each field that looks like text but that the form of the records does not
@@ -102,6 +104,7 @@ class Samples(NamedTuple):
     special_records: int = 0
     endless: int = 0
     equal_answers: int = 0
+    without_logprobs: int = 0
     joined_prompt: str = ""
     rendering: Rendering = Rendering()
     unread_fields: Counter[str] = Counter()
@@ -348,6 +351,7 @@ def load_samples(
     part: SplitPart | None = None,
     tokens: TokenFile | None = None,
     pairs: bool = False,
+    rollouts: bool = False,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
@@ -367,6 +371,9 @@ def load_samples(
       pairs: whether the records are preference data. Each becomes two samples, the chosen answer
         and behind it the rejected one. Their tokens are those of TRL, see `preferences`. A pair is
         left out if one of its answers is.
+      rollouts: whether the records are rollouts, of tokens or of texts. Their samples have the
+        values "logprobs" and "advantages" of `rollouts.with_values`, and with rewards the numbers
+        "reward" and "group".
 
     Raises:
       DataError: the source cannot be read, a record cannot be trained on (the message names its
@@ -382,14 +389,14 @@ def load_samples(
     special = SpecialText(source, tokenizer)
     # Some tokenizers also use the EOS token, which ends each sample, as the unknown token.
     unknown_id = tokenizer.unk_token_id if tokenizer.unk_token_id != tokenizer.eos_token_id else -1
-    dropped = truncated = targets = cut = unknown = endless = equal = 0
+    dropped = truncated = targets = cut = unknown = endless = equal = unknown_policy = 0
     ends = np.fromiter(ends_of_turns(tokenizer), np.int32)
     is_end = np.zeros(ends.max(initial=0) + 1, bool)
     is_end[ends] = True
     rendering, unread = Rendering(), Counter[str]()
     with TemplateClock() as clock:
         for record, members, rendering_of_source in _tokenize(
-            source, tokenizer, special, skipped, part, unread, pairs
+            source, tokenizer, special, skipped, part, unread, pairs, rollouts
         ):
             rendering = rendering_of_source
             for whole in members:
@@ -404,6 +411,7 @@ def load_samples(
                 dropped += 1
                 continue
             equal += pairs and np.array_equal(fitting[0].input_ids, fitting[1].input_ids)
+            unknown_policy += rollouts and record.fields.get(LOGPROBS) is None
             for whole, sample in zip(members, fitting, strict=True):
                 samples.append(sample)
                 truncated += sample is not whole
@@ -426,6 +434,7 @@ def load_samples(
         special_records=special.records,
         endless=endless,
         equal_answers=int(equal),
+        without_logprobs=unknown_policy,
         joined_prompt=joined_prompt(tokenizer, rendering),
         rendering=rendering,
         unread_fields=unread,
@@ -461,6 +470,7 @@ def _tokenize(
     part: SplitPart | None,
     unread: Counter[str],
     pairs: bool,
+    rollouts: bool,
 ) -> Iterator[tuple[Record, Sequence[Sample], Rendering]]:
     """Yields the untruncated sample of every record that can be trained on, or the two of a pair,
     and the rendering of the source. `skipped` counts the other records if `source.on_bad_record` is
@@ -472,10 +482,13 @@ def _tokenize(
         skipped.add(error)
 
     source_template = own_template(source, tokenizer)
-    columns = Columns(source)
+    columns, groups = Columns(source), Groups()
     records = read_records(source, skipped.add)
     for first in records:
         try:
+            if rollouts and has_tokens(columns.renamed(first)):
+                yield from _rollouts_of_tokens(chain([first], records), columns, part, refuse)
+                return
             if pairs and source.form in ("auto", PREFERENCE):
                 form, in_chats = PREFERENCE, is_chat(columns.renamed(first))
                 break
@@ -542,7 +555,7 @@ def _tokenize(
             for record in group:
                 try:
                     read = columns.renamed(record)
-                    rendered.append((record, render_record(read)))
+                    rendered.append((read, render_record(read)))
                     if source.special_tokens == "escape":
                         read = special.treated(read)
                     text = "".join(filter(_is_text, rendered[-1][1]))
@@ -558,7 +571,14 @@ def _tokenize(
         tokenized = (tokenize(group, tokenizer) for group in parts)
         for record, members in chain.from_iterable(tokenized):
             if members:
-                yield record, members, rendering
+                try:
+                    found = (
+                        [with_values(record, m, groups) for m in members] if rollouts else members
+                    )
+                except DataError as error:
+                    refuse(error)
+                    continue
+                yield record, found, rendering
             else:
                 refuse(
                     DataError(
@@ -566,6 +586,25 @@ def _tokenize(
                         "messages or the text is empty (the first token of all is never a target)"
                     )
                 )
+    columns.refuse_unseen()
+
+
+def _rollouts_of_tokens(
+    records: Iterable[Record],
+    columns: Columns,
+    part: SplitPart | None,
+    refuse: Callable[[DataError], None],
+) -> Iterator[tuple[Record, Sequence[Sample], Rendering]]:
+    groups = Groups()
+    for record in records:
+        columns.see(record)
+        if part is not None and not part.has(record.index):
+            continue
+        try:
+            read = columns.renamed(record)
+            yield read, [with_values(read, sample_of_tokens(read), groups)], Rendering()
+        except DataError as error:
+            refuse(error)
     columns.refuse_unseen()
 
 
@@ -681,7 +720,8 @@ def _fit(record: Record, sample: Sample, source: Source, max_length: int) -> Sam
     ids, mask = (array[:max_length].copy() for array in (sample.input_ids, sample.target_mask))
     if source.overlong == "drop" or not mask.any():
         return None
-    return sample._replace(input_ids=ids, target_mask=mask)
+    values = {name: each[:max_length].copy() for name, each in sample.values.items()}
+    return sample._replace(input_ids=ids, target_mask=mask, values=values)
 
 
 def _groups[Item](items: Iterable[Item], characters: Callable[[Item], int]) -> Iterator[list[Item]]:

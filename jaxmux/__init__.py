@@ -33,7 +33,7 @@ _NAMES = {
     "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
     "generation": ("Generator", "Request", "Sampling", "complete"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
-    "objectives": ("CPO", "DPO", "ORPO", "SFT", "SimPO"),
+    "objectives": ("CPO", "DPO", "ORPO", "Policy", "SFT", "SimPO"),
     "optimizers": ("AdamW", "Lion", "SGD", "Schedule"),
     "peft": (
         "IA3",

@@ -37,6 +37,7 @@ from .rounds.results import (
     RoundRecord,
     RoundResults,
     of_targets,
+    recorded_of,
 )
 from .rounds.rounds import RoundPlan, all_samples, turn_from, with_weights
 from .state.slots import Slot, Slots, Weighted
@@ -564,11 +565,12 @@ class RoundLoop:
         for number, task in tasks.items():
             objective, reference = task.task.objective, self._slots[number].reference
             targets = of_targets(task.eval_samples, found[number])
-            known = reference.held_out if reference else None
+            known = reference.of_held_out(task) if reference else None
             if objective.needs_reference and known is None:
                 # Before its first step, a task is its own reference.
-                known = objective.sums(targets)
-            losses[task.task.name] = objective.grade(targets, known).loss
+                known = objective.known(targets)
+            recorded = recorded_of(objective, task.eval_samples)
+            losses[task.task.name] = objective.grade(targets, known, recorded).loss
         return losses
 
     def log_probs(self, name: str, samples: Sequence[Sample]) -> list[LogProbs]:
@@ -636,8 +638,10 @@ def _weighted(
 ) -> Weighted:
     objective, reference = slot.prepared.task.objective, None
     if slot.reference:
-        reference = slot.reference.training[slot.prepared.batches.indices(step)]
-    graded = objective.grade(of_targets(batch, log_probs), reference)
+        indices = slot.prepared.batches.indices(step)
+        reference = slot.reference.of_training(slot.prepared, indices)
+    recorded = recorded_of(objective, batch)
+    graded = objective.grade(of_targets(batch, log_probs), reference, recorded)
     weights = []
     for sample, slopes in zip(batch, graded.slopes, strict=True):
         of_sample = np.zeros(sample.read_tokens, np.float32)

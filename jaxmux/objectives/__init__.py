@@ -1,10 +1,27 @@
-"""Objectives of tasks: what training minimises, besides cross entropy."""
+"""Objectives of tasks: what training minimises."""
 
 from collections.abc import Mapping
 
-from .objective import SFT, Graded, Objective
+from .objective import SFT, Graded, Known, Objective, Recorded, TargetLogProbs
+from .policy import Policy
 from .preference import ACCURACY, CPO, DPO, ORPO, SimPO
 
-OBJECTIVES: Mapping[str, type[Objective]] = {o.kind: o for o in (SFT, DPO, CPO, SimPO, ORPO)}
+OBJECTIVES: Mapping[str, type[Objective]] = {
+    objective.kind: objective for objective in (SFT, DPO, CPO, SimPO, ORPO, Policy)
+}
 
-__all__ = ["ACCURACY", "CPO", "DPO", "OBJECTIVES", "ORPO", "SFT", "Graded", "Objective", "SimPO"]
+__all__ = [
+    "ACCURACY",
+    "CPO",
+    "DPO",
+    "OBJECTIVES",
+    "ORPO",
+    "SFT",
+    "Graded",
+    "Known",
+    "Objective",
+    "Policy",
+    "Recorded",
+    "SimPO",
+    "TargetLogProbs",
+]

@@ -34,6 +34,22 @@ class Graded(NamedTuple):
     metrics: Mapping[str, float]
 
 
+class Recorded(NamedTuple):
+    """What the records of samples say besides their tokens.
+
+    Attributes:
+      values: by name, a number for each target token of each sample.
+      numbers: by name, a number for each sample.
+    """
+
+    values: Mapping[str, Sequence[Float[np.ndarray, " targets"]]]
+    numbers: Mapping[str, Float[np.ndarray, " samples"]]
+
+
+# The reference of samples: a number for each, or one for each target token.
+Known = Float[np.ndarray, " samples"] | Sequence[TargetLogProbs]
+
+
 @checked_dataclass
 class Objective:
     """The interface of all objectives. A subclass adds its numbers as fields, and may override the
@@ -47,6 +63,8 @@ class Objective:
         forward pass precedes the training of each global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
         task begins.
+      by_token: whether the objective knows its reference by token; otherwise it knows `sums`.
+      rollouts: whether the records are rollouts, with values and numbers as in `Recorded`.
 
     Raises:
       ValueError: a value is outside its range, or values do not go together.
@@ -56,24 +74,31 @@ class Objective:
     members: ClassVar[int] = 1
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
+    by_token: ClassVar[bool] = False
+    rollouts: ClassVar[bool] = False
 
     def grade(
         self,
         log_probs: Sequence[TargetLogProbs],
-        reference: Float[np.ndarray, " samples"] | None = None,
+        reference: Known | None = None,
+        recorded: Recorded | None = None,
     ) -> Graded:
         """The objective of a global batch, or of all held-out samples, in float64.
 
         Args:
           log_probs: of each sample, float64.
-          reference: the `sums` of the same samples under the reference; None if the objective needs
-            none.
+          reference: the result of `known` for the same samples under the reference; None if the
+            objective needs none.
+          recorded: what the records of the samples say; None without `rollouts`.
         """
         raise NotImplementedError
 
+    def known(self, log_probs: Sequence[TargetLogProbs]) -> Known:
+        """What the objective knows of its reference, from the log-probabilities under it."""
+        return log_probs if self.by_token else self.sums(log_probs)
+
     def sums(self, log_probs: Sequence[TargetLogProbs]) -> Float[np.ndarray, " samples"]:
-        """The log-probability of each sample, which is all that an objective knows of its
-        reference."""
+        """The log-probability of each sample."""
         return np.array([of_sample.sum() for of_sample in log_probs])
 
     def _error(self, message: str) -> ValueError:
@@ -90,7 +115,7 @@ class SFT(Objective):
     kind: ClassVar[str] = "sft"
     needs_log_probs: ClassVar[bool] = False
 
-    def grade(self, log_probs, reference=None):
+    def grade(self, log_probs, reference=None, recorded=None):
         loss, slopes = token_mean(log_probs)
         return Graded(loss, slopes, {})
 

@@ -83,7 +83,7 @@ class _Paired(Objective):
 
     members: ClassVar[int] = 2
 
-    def grade(self, log_probs, reference=None):
+    def grade(self, log_probs, reference=None, recorded=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
         known = np.zeros(len(sums)) if reference is None else reference
         chosen, rejected = (_Answers(*(x[i::2] for x in (sums, known, tokens))) for i in (0, 1))

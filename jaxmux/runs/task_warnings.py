@@ -9,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask, TaskProgress
 from jaxmux.models import BackboneConfig, linear_sizes
@@ -155,12 +157,41 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"in {numbered(data.equal_answers, 'pair')} the chosen and the rejected answer are the "
             "same tokens, from which it learns nothing"
         )
+    if prepared.task.objective.rollouts:
+        warnings += _of_rollouts(data)
     if data.skipped:
         warnings.append(
             f"{data.skipped} of {data.read} records are skipped, the first because of "
             f"{data.first_skipped}"
         )
     return [*warnings, *of_texts(data)]
+
+
+def _of_rollouts(data: Samples) -> list[str]:
+    numbers, warnings = data.samples.numbers, []
+    rewards, groups = numbers["reward"], numbers["group"]
+    there = ~np.isnan(rewards)
+    if data.without_logprobs:
+        is_all = data.without_logprobs == len(rewards)
+        which = "its" if is_all else f"{data.without_logprobs} of its {len(rewards)}"
+        warnings.append(
+            f"{which} rollouts have no logprobs, so they are taken for samples of the policy at "
+            "the time when it trains on them"
+        )
+    of_group = [rewards[there & (groups == group)] for group in np.unique(groups[there])]
+    lone = sum(len(each) == 1 for each in of_group)
+    flat = sum(len(each) > 1 and np.ptp(each) == 0 for each in of_group)
+    if lone:
+        warnings.append(
+            f"{lone} of {numbered(len(of_group), 'group')} {'has' if lone == 1 else 'have'} one "
+            "answer, from which it learns nothing"
+        )
+    if flat:
+        warnings.append(
+            f"in {flat} of {numbered(len(of_group), 'group')} all rewards are equal, from which it "
+            "learns nothing"
+        )
+    return warnings
 
 
 def of_texts(data: Samples) -> list[str]:

@@ -1,13 +1,17 @@
 """Objectives of two passes in the engine: against a plain model with autodiff, alone and in
 company, in several turns, and continued from a checkpoint."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmux.data import GlobalBatches
 from jaxmux.engine import TaskProgress
-from jaxmux.objectives import CPO, DPO, ORPO, SFT, SimPO
+from jaxmux.engine.rounds.results import recorded_of
+from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
 from tests.engine.conftest import SMALL
@@ -42,10 +46,10 @@ def plain_log_probs(config, backbone):
 
 @pytest.fixture(scope="module")
 def plain_step(plain_log_probs):
-    """The objective of a batch by a plain model in float64, its gradient by JAX's autodiff, and the
-    sums of the batch. Without a reference, the batch is its own."""
+    """The objective of a batch by a plain model in float64, its gradient by JAX's autodiff, and
+    what it knows of the batch. Without a reference, the batch is its own."""
 
-    def step(objective, adapter, batch, reference=None):
+    def step(objective, adapter, batch, reference=None, recorded=None):
         ids = np.stack([np.pad(each.input_ids, (0, 60 - len(each.input_ids))) for each in batch])
         masks = [each.target_mask[1:] for each in batch]
         found, pullback = jax.vjp(lambda adapter: plain_log_probs(adapter, ids), adapter)
@@ -53,12 +57,12 @@ def plain_step(plain_log_probs):
             np.asarray(of_sample)[: len(mask)][mask]
             for of_sample, mask in zip(found, masks, strict=True)
         ]
-        sums = objective.sums(values)
-        graded = objective.grade(values, sums if reference is None else reference)
+        known = objective.known(values)
+        graded = objective.grade(values, known if reference is None else reference, recorded)
         cotangent = np.zeros(found.shape)
         for row, mask, slopes in zip(cotangent, masks, graded.slopes, strict=True):
             row[: len(mask)][mask] = slopes
-        return graded, pullback(jnp.asarray(cotangent))[0], sums
+        return graded, pullback(jnp.asarray(cotangent))[0], known
 
     return step
 
@@ -168,3 +172,75 @@ def test_sft_is_trained_in_one_pass(make_task, make_engine, train):
     engine = make_engine(make_task("sft"), shape=SMALL)
     assert engine.prepared("sft").task.objective == SFT()
     assert train(engine)["sft"][0].metrics == {}
+
+
+@pytest.fixture(scope="module")
+def make_rollouts(make_task):
+    """Makes a task of random rollouts with values of their tokens, six in a global batch."""
+
+    def make(name, objective, **fields):
+        fields = {"optimizer": SGD(0.05), "steps": 3} | fields
+        prepared = make_task(name, samples=12, lengths=(5, 60), **fields)
+        rng = np.random.default_rng(8)
+        samples = [
+            sample._replace(
+                values={
+                    "logprobs": rng.normal(-5, 1, len(sample.input_ids)).astype(np.float32),
+                    "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
+                }
+            )
+            for sample in prepared.samples.samples
+        ]
+        task = dataclasses.replace(prepared.task, objective=objective)
+        return dataclasses.replace(
+            prepared,
+            task=task,
+            samples=prepared.samples._replace(samples=samples),
+            batches=GlobalBatches(samples, task.batch_size, task.seed),
+        )
+
+    return make
+
+
+POLICIES = {
+    "importance sampling": Policy("importance_sampling"),
+    "ppo with a divergence": Policy("ppo", kl_coef=0.3),
+    "sequences": Policy("grpo", level="sequence", clip_low=0.1, clip_high=9.0, kl_coef=0.1),
+}
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_policies_are_updated_as_by_a_plain_model(name, make_rollouts, make_engine, plain_step):
+    prepared = make_rollouts("rollouts", POLICIES[name])
+    engine = make_engine(prepared, shape=SMALL)
+    adapters, updates = [engine.adapter("rollouts")], []
+    while not engine.finished:
+        updates += engine.train_round()
+        updates += engine.drain()
+        if len(updates) == len(adapters):
+            adapters.append(engine.adapter("rollouts"))
+    assert len(updates) == 3 and not updates[-1].skipped
+    with jax.enable_x64(True):
+        for step, update in enumerate(updates):
+            batch = prepared.batches[step]
+            recorded = recorded_of(POLICIES[name], batch)
+            _, _, reference = plain_step(POLICIES[name], adapters[0], batch, None, recorded)
+            graded, gradient, _ = plain_step(
+                POLICIES[name], adapters[step], batch, reference, recorded
+            )
+            assert update.loss == pytest.approx(graded.loss, rel=1e-4)
+            norm = np.sqrt(sum((np.asarray(g) ** 2).sum() for g in jax.tree.leaves(gradient)))
+            assert update.grad_norm == pytest.approx(norm, rel=1e-3)
+
+
+def test_policies_change_no_bit_beside_others(
+    make_rollouts, make_paired, make_engine, train, assert_same_bits
+):
+    policy = POLICIES["ppo with a divergence"]
+    alone = make_engine(make_rollouts("rollouts", policy, dropout=0.2), shape=SMALL)
+    train(alone)
+    beside = make_engine(
+        make_paired("pairs", DPO()), make_rollouts("rollouts", policy, dropout=0.2), shape=SMALL
+    )
+    train(beside)
+    assert_same_bits(beside.adapter("rollouts"), alone.adapter("rollouts"))

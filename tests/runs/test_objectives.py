@@ -6,7 +6,18 @@ import signal
 import numpy as np
 import pytest
 
-from jaxmux import DPO, SFT, AdamW, Interrupted, LoRA, SimPO, Sweep, TaskError, tuning_server
+from jaxmux import (
+    DPO,
+    SFT,
+    AdamW,
+    Interrupted,
+    LoRA,
+    Policy,
+    SimPO,
+    Sweep,
+    TaskError,
+    tuning_server,
+)
 from jaxmux.engine.devices import programs
 from jaxmux.server import ServerOptions
 from jaxmux.server.task import ENDED
@@ -184,3 +195,55 @@ def test_a_run_continues_an_adapter_as_its_own_reference(train, make_task, make_
     first, last = lines(tmp_path / "second" / "held_out.jsonl")
     # The loaded adapter is the reference, so margins begin at 0 although it was trained before.
     assert first["metrics"]["rewards/margins"] == 0 and last["metrics"]["rewards/margins"] != 0
+
+
+@pytest.fixture(scope="module")
+def rollouts(tmp_path_factory):
+    """The path of rollouts of tokens, four to a prompt. Answers with more fruits are better."""
+    rng, rows = np.random.default_rng(5), []
+    for prompt in range(6):
+        for _ in range(4):
+            answer = rng.integers(5, 20, rng.integers(2, 6)).tolist()
+            rows.append(
+                {
+                    "prompt_ids": [3 + prompt, 4],
+                    "completion_ids": answer,
+                    "logprobs": rng.normal(-3, 0.5, len(answer)).tolist(),
+                    "reward": sum(token < 12 for token in answer),
+                }
+            )
+    path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_rollouts_train_beside_pairs_and_answers(
+    train, make_task, make_paired, rollouts, tmp_path, adapter_bytes
+):
+    policy = Policy("grpo", kl_coef=0.1, clip_low=0.01, clip_high=100.0)
+
+    def of_rollouts():
+        return make_task("rollouts", data=rollouts, objective=policy, batch_size=8, steps=3)
+
+    train(tmp_path / "alone", of_rollouts())
+    train(tmp_path / "beside", make_paired(steps=2), of_rollouts(), make_task("sft", steps=2))
+    alone, beside = (tmp_path / each / "adapters" / "rollouts" for each in ("alone", "beside"))
+    assert adapter_bytes(alone) == adapter_bytes(beside)
+    (first, *_) = lines(tmp_path / "alone" / "metrics.jsonl")
+    assert {"reward", "kl", "ratio/mean", "clip_ratio/low_mean"} <= first["metrics"].keys()
+    assert first["metrics"]["kl"] == pytest.approx(0, abs=1e-9)
+
+
+def test_flat_groups_and_lone_answers_are_warnings(train, make_task, write_lines, tmp_path, capsys):
+    rollout = {"completion_ids": [7, 8], "reward": 1.0}
+    path = write_lines(
+        *({**rollout, "prompt_ids": [5]} for _ in range(2)),
+        {**rollout, "prompt_ids": [6]},
+        {**rollout, "prompt_ids": [7]},
+        {**rollout, "prompt_ids": [7], "reward": 2.0},
+    )
+    train(tmp_path, make_task(data=path, objective=Policy("grpo"), steps=1))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 of 3 groups has one answer" in printed
+    assert "in 1 of 3 groups all rewards are equal" in printed
+    assert "rollouts have no logprobs" in printed

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmux.data import Sample
-from jaxmux.objectives import Graded
+from jaxmux.objectives import Graded, Objective, Recorded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -500,11 +500,12 @@ class RoundResults:
         progress, task, step = slot.progress, slot.prepared.task, measured.step
         targets = of_targets(measured.batch, measured.log_probs)
         if measured.training is not None:
-            slot.reference = _reference(slot, measured, targets)
+            slot.reference = Reference.of(slot.prepared, targets, measured.held_out)
         if not measured.held_out:
             return
-        known = slot.reference.held_out if slot.reference else None
-        graded = task.objective.grade(targets[: measured.held_out], known)
+        known = slot.reference.of_held_out(slot.prepared) if slot.reference else None
+        recorded = recorded_of(task.objective, slot.prepared.eval_samples)
+        graded = task.objective.grade(targets[: measured.held_out], known, recorded)
         loss = graded.loss
         finite = math.isfinite(loss)
         best = progress.best_loss is None or loss < progress.best_loss
@@ -520,22 +521,27 @@ class RoundResults:
         self._evaluations.append(done)
 
 
-def _reference(
-    slot: Slot, measured: Measuring, targets: Sequence[Float[np.ndarray, " targets"]]
-) -> Reference:
-    """The reference of a task, from the log-probabilities under its first adapter."""
-    objective, held_out = slot.prepared.task.objective, measured.held_out
-    of_training = np.full(len(slot.prepared.samples.samples), np.nan)
-    of_training[measured.training] = objective.sums(targets[held_out:])
-    return Reference(of_training, objective.sums(targets[:held_out]))
-
-
 def of_targets(
     samples: Sequence[Sample], log_probs: Sequence[LogProbs]
 ) -> list[Float[np.ndarray, " targets"]]:
     """The log-probabilities of the target tokens of samples, float64."""
     pairs = zip(samples, log_probs, strict=True)
     return [found[sample.target_mask[1:]].astype(np.float64) for sample, found in pairs]
+
+
+def recorded_of(objective: Objective, samples: Sequence[Sample]) -> Recorded | None:
+    """What the records of samples say, if the objective reads it."""
+    if not objective.rollouts:
+        return None
+    samples = list(samples)
+    values = {
+        name: [each.values[name][1:][each.target_mask[1:]].astype(np.float64) for each in samples]
+        for name in samples[0].values
+    }
+    numbers = {
+        name: np.array([each.numbers[name] for each in samples]) for name in samples[0].numbers
+    }
+    return Recorded(values, numbers)
 
 
 def _succeed_after(step: int, slot: Slot) -> None:

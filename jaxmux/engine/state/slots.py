@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from jaxmux.data import Rendering, Sample
-from jaxmux.data.stored_samples import chained, taken, target_tokens
+from jaxmux.data.stored_samples import chained, taken, target_counts, target_tokens
 from jaxmux.models import MODULES, BackboneConfig
-from jaxmux.objectives import Graded
+from jaxmux.objectives import Graded, Known, TargetLogProbs
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec, SlotArrays, crop, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
@@ -95,30 +95,73 @@ class Measuring:
 
 
 class Reference(NamedTuple):
-    """What an objective knows of its reference (`Objective.sums`), for all training samples (NaN
-    for those that the task does not train on) and all held-out samples, float64."""
+    """What an objective knows of its reference (`Objective.known`), float64: for each sample a
+    number, or one for each target token, one sample after another. The training samples have NaN if
+    the task does not train on them."""
 
-    training: Float[np.ndarray, " samples"]
-    held_out: Float[np.ndarray, " samples"]
+    training: Float[np.ndarray, " numbers"]
+    held_out: Float[np.ndarray, " numbers"]
+
+    @classmethod
+    def of(
+        cls, prepared: PreparedTask, log_probs: Sequence[TargetLogProbs], held_out: int
+    ) -> "Reference":
+        """The reference of a task, from the log-probabilities of its held-out samples, of which
+        there are `held_out`, and behind them of its `trained_samples`."""
+        objective = prepared.task.objective
+        parts = [objective.known(log_probs[held_out:]), objective.known(log_probs[:held_out])]
+        sizes = cls._sizes(prepared)[0]
+        training = np.split(np.full(sizes.sum(), np.nan), np.cumsum(sizes)[:-1])
+        for index, known in zip(prepared.trained_samples.tolist(), parts[0], strict=True):
+            training[index] = np.atleast_1d(known)
+        flat = (np.atleast_1d(each) for each in parts[1])
+        return cls(np.concatenate(training), np.concatenate([np.zeros(0), *flat]))
+
+    def of_training(self, prepared: PreparedTask, indices: Sequence[int]) -> Known:
+        """The reference of some training samples."""
+        if not prepared.task.objective.by_token:
+            return self.training[indices]
+        ends = np.cumsum(self._sizes(prepared)[0])
+        parts = np.split(self.training, ends[:-1])
+        return [parts[i] for i in indices]
+
+    def of_held_out(self, prepared: PreparedTask) -> Known:
+        if not prepared.task.objective.by_token:
+            return self.held_out
+        return np.split(self.held_out, np.cumsum(self._sizes(prepared)[1])[:-1])
 
     @classmethod
     def of_arrays(cls, arrays: SlotArrays) -> "Reference | None":
         """The inverse of `arrays`; None without arrays."""
         if not arrays:
             return None
-        return cls(**{name: x.view(np.float64).ravel() for name, x in arrays.items()})
+        found = {name: x.view(np.float64).ravel() for name, x in arrays.items()}
+        return cls(*(found.get(name, np.zeros(0)) for name in cls._fields))
 
     @property
     def arrays(self) -> SlotArrays:
-        """The bits of the numbers by name, uint32 [samples, 2], because JAX may round float64."""
-        return {name: x.view(np.uint32).reshape(-1, 2) for name, x in self._asdict().items()}
+        """The bits of the numbers by name, uint32 [numbers, 2], because JAX may round float64.
+        Arrays without numbers are left out, because checkpoints cannot hold them."""
+        found = {name: x for name, x in self._asdict().items() if len(x)}
+        return {name: x.view(np.uint32).reshape(-1, 2) for name, x in found.items()}
+
+    @classmethod
+    def specs(cls, prepared: PreparedTask) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shapes and dtypes of `arrays` for a task."""
+        totals = zip(cls._fields, map(np.sum, cls._sizes(prepared)), strict=True)
+        return {
+            name: jax.ShapeDtypeStruct((int(total), 2), np.uint32)
+            for name, total in totals
+            if total
+        }
 
     @staticmethod
-    def specs(prepared: PreparedTask) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shapes and dtypes of `arrays` for a task."""
-        sizes = len(prepared.samples.samples), len(prepared.eval_samples)
-        arrays = (jax.ShapeDtypeStruct((size, 2), np.uint32) for size in sizes)
-        return dict(zip(Reference._fields, arrays, strict=True))
+    def _sizes(prepared: PreparedTask) -> list[Int[np.ndarray, " samples"]]:
+        """Number of numbers of each training and of each held-out sample."""
+        parts = prepared.samples.samples, prepared.eval_samples
+        if prepared.task.objective.by_token:
+            return [target_counts(samples) for samples in parts]
+        return [np.ones(len(samples), np.int64) for samples in parts]
 
 
 class Weighted(NamedTuple):

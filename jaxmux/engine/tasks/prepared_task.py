@@ -33,6 +33,7 @@ from jaxmux.data import (
     load_samples,
 )
 from jaxmux.data.batches import copies, epoch_counts
+from jaxmux.data.rollouts import GROUP, REWARD
 from jaxmux.data.stored_samples import joined, stream_lengths
 from jaxmux.data.tokenization import encode
 from jaxmux.installation import resolve_path
@@ -81,7 +82,7 @@ class Loaded:
 
     def __init__(self):
         self.tokens = TokenFile()
-        self.samples: dict[tuple[Source, int, SplitPart | None, int], Samples] = {}
+        self.samples: dict[tuple[Any, ...], Samples] = {}
 
 
 def read_data(
@@ -177,7 +178,7 @@ def _load(
     loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    key = source, task.max_length, part, task.objective.members
+    key = source, task.max_length, part, task.objective.members, task.objective.rollouts
     if (samples := loaded.samples.get(key)) is None:
         samples = load_samples(
             source,
@@ -187,9 +188,14 @@ def _load(
             part=part,
             tokens=loaded.tokens,
             pairs=task.objective.members == 2,
+            rollouts=task.objective.rollouts,
         )
         loaded.samples[key] = samples
-    return samples._replace(samples=with_virtual_tokens(samples.samples, task.adapter))
+    stored = with_virtual_tokens(samples.samples, task.adapter)
+    if task.objective.rollouts:
+        rewards, groups = (stored.numbers[name] for name in (REWARD, GROUP))
+        stored = stored.with_numbers(advantage=task.objective.advantages(rewards, groups))
+    return samples._replace(samples=stored)
 
 
 class BatchLengths(Sequence[list[int]]):
@@ -524,6 +530,9 @@ def _hash(samples: Sequence[Sample]) -> str:
         digest.update(len(sample.input_ids).to_bytes(4))
         digest.update(sample.input_ids.tobytes())
         digest.update(sample.target_mask.tobytes())
+        for values in sample.values.values():
+            digest.update(values.tobytes())
+        digest.update(repr(sorted(sample.numbers.items())).encode() if sample.numbers else b"")
     return digest.hexdigest()[:16]
 
 
