@@ -68,8 +68,8 @@ class Policy(Objective):
         2025), "dr_grpo" (Liu et al. 2025), "bnpo" and "luspo", which differ in `reduction`; and
         "sapo", -4/t σ(t (r - 1)) A with t = 1, or 1.05 where A is not above 0.
       clip_low: lower bound of r, TRL's 1 - epsilon. None for 0.8, for "cispo" 0.
-      clip_high: upper bound of r, TRL's 1 + epsilon_high. None for 1.2, for "cispo" 4. TRL's "cispo"
-        takes its epsilon_high itself as this bound, and the reduction "tokens".
+      clip_high: upper bound of r, TRL's 1 + epsilon_high. None for 1.2, for "cispo" 4. For "cispo",
+        TRL takes epsilon_high itself as this bound, and the reduction "tokens".
       delta: another upper bound of r, which holds where A is negative too (two-sided clipping).
         None for no such bound.
       level: "token", or "sequence" for r = exp(mean of lp - q over the answer), through whose mean
