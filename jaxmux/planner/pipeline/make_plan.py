@@ -25,6 +25,7 @@ below:
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -87,7 +88,8 @@ class Prediction(NamedTuple):
 
     Attributes:
       round_seconds: seconds of a round, including `update_seconds`.
-      update_seconds: seconds of the optimizer updates and of the fixed overhead of a round.
+      update_seconds: seconds of the optimizer updates, of the forward passes without gradients
+        that objectives need, and of the fixed overhead of a round.
       bubble_ratio: fraction of the stages' time, between 0 and 1, in which they run no pass.
       microbatches: mean number of microbatches per round.
       memory_bytes: peak memory in bytes of the most loaded device.
@@ -235,7 +237,7 @@ def plan_with(
 
 
 def baselines(
-    rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts
+    rounds: Sequence[RoundLengths], shape: ShapeClass, costs: ReplicaCosts, scoring: float = 0.0
 ) -> tuple[Baseline, ...]:
     """Returns the predicted costs of the methods with which a plan is compared. They use 1F1B and
     the plan's shape class. On one device, the plan itself packs all tasks together, so the only
@@ -252,18 +254,22 @@ def baselines(
     else:
         together = plan_with(one_htask(sorted(rounds[0])), rounds, shape, costs)
         methods = {"1F1B per task": separate, "batch everything": [together]}
-    return tuple(_baseline(name, plans, len(rounds), costs) for name, plans in methods.items())
+    between = costs.update() + scoring
+    return tuple(
+        _baseline(name, plans, len(rounds), costs, between) for name, plans in methods.items()
+    )
 
 
 def _baseline(
-    name: str, plans: Sequence[PipelinePlan], rounds: int, costs: ReplicaCosts
+    name: str, plans: Sequence[PipelinePlan], rounds: int, costs: ReplicaCosts, between: float
 ) -> Baseline:
-    """The costs of plans that run one after another, with the updates of all tasks."""
+    """The costs of plans that run one after another. `between` is the seconds of a round in which
+    no microbatch is trained."""
     seconds = sum(plan.simulation.makespan for plan in plans)
     busy = sum(float(np.sum(plan.simulation.busy())) for plan in plans)
     return Baseline(
         name=name,
-        round_seconds=seconds / rounds + costs.update(),
+        round_seconds=seconds / rounds + between,
         bubble_ratio=1 - busy / (costs.replica.pp * seconds),
         microbatches=sum(len(plan.microbatches) for plan in plans) / rounds,
     )
@@ -280,6 +286,7 @@ class TaskLoad(NamedTuple):
       held_out: lengths of the held-out samples, which must also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
+      scored: whether log-probabilities of a global batch are computed before it is trained.
     """
 
     name: str
@@ -291,6 +298,7 @@ class TaskLoad(NamedTuple):
     held_out: Sequence[int] = ()
     dropped: int = 0
     virtual_tokens: int = 0
+    scored: bool = False
 
     @property
     def longest(self) -> int:
@@ -340,7 +348,27 @@ def make_plan(
         [task.batches for task in tasks], shape, costs.replica.pp, schedule=costs.schedule
     )
     plan = plan_rounds(tasks, lengths, shape, grouping, costs, source)
-    return dataclasses.replace(plan, baselines=baselines(lengths, shape, costs))
+    scoring = scoring_seconds(tasks, lengths, shape, costs)
+    return dataclasses.replace(plan, baselines=baselines(lengths, shape, costs, scoring))
+
+
+def scoring_seconds(
+    tasks: Sequence[TaskLoad],
+    rounds: Sequence[RoundLengths],
+    shape: ShapeClass,
+    costs: ReplicaCosts,
+) -> float:
+    """The seconds of a round in which log-probabilities are computed, without gradients, for the
+    objectives of tasks: the forward passes of their samples in full microbatches."""
+    forward, _ = costs.stages(shape)
+    scored = {slot for slot, task in enumerate(tasks) if task.scored}
+    seconds = 0.0
+    for batches in rounds:
+        tokens = sum(sum(lengths) for slot, lengths in batches.items() if slot in scored)
+        if tokens:
+            microbatches = math.ceil(tokens / (shape.tokens * costs.replica.shards))
+            seconds += float(forward.sum() + (microbatches - 1) * forward.max())
+    return seconds / len(rounds)
 
 
 def plan_rounds(
@@ -361,7 +389,7 @@ def plan_rounds(
     forward, backward = costs.stages(shape)
     of_parts = pipeline.schedule.virtual_peak_buffers().reshape(costs.replica.parts, -1)
     in_flight = float(of_parts.sum(axis=0).max()) / costs.replica.parts
-    update = costs.update()
+    update = costs.update() + scoring_seconds(tasks, rounds, shape, costs)
 
     def placed(i: int, microbatch: PlannedMicrobatch) -> tuple[PlacedSample, ...]:
         return tuple(
