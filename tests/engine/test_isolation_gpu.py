@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxmux.data import GlobalBatches
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.objectives import DPO
 from jaxmux.optimizers import SGD, AdamW
 from jaxmux.pallas_kernels.grouped_lora.tilings import is_hopper
 from jaxmux.peft import Adapter
@@ -219,3 +221,37 @@ def test_losses_and_adapter_differ_only_by_rounding(case):
     initial = own_task(case).make_adapter()
     assert relative_difference(alone.adapter, beside.adapter, initial) < CHANGE_ERROR
     np.testing.assert_allclose(beside.losses, alone.losses, rtol=LOSS_ERROR)
+
+
+def paired_task(case: Case) -> PreparedTask:
+    """A task of pairs, three in a global batch."""
+    made = make_task("own", case, 400, 6, 16, seed=1, objective=DPO(0.5), batch_size=3)
+    return dataclasses.replace(
+        made, batches=GlobalBatches(made.samples.samples, 3, seed=0, members=2)
+    )
+
+
+@pytest.mark.parametrize("case", SAME_BITS[:5], ids=str)
+def test_a_task_of_pairs_has_the_same_bits(case, assert_same_bits):
+    """Log-probabilities follow the bits of the forward pass; what they become is computed on the
+    host from the task's own samples."""
+    if not is_hopper():
+        pytest.skip("needs a Hopper GPU")
+    found = []
+    for others in ([], [("short", 60, 5, 8), ("wild", 200, 2, 4)]):
+        engine = make_engine(case)
+        tasks = [
+            make_task(name, case, *sizes, seed=n, optimizer=AdamW(1e30 if name == "wild" else 1e-3))
+            for n, (name, *sizes) in enumerate(others, start=2)
+        ]
+        engine.register_tasks([*tasks[:1], paired_task(case), *tasks[1:]])
+        updates = []
+        while sum(update.task == "own" for update in updates) < STEPS:
+            updates += engine.train_round()
+        found.append(([u for u in updates if u.task == "own"][:STEPS], engine.adapter("own")))
+        engine.close()
+    (alone, one), (beside, other) = found
+    assert [u.loss for u in beside] == [u.loss for u in alone] and alone[-1].loss < alone[0].loss
+    assert [u.grad_norm for u in beside] == [u.grad_norm for u in alone]
+    assert [u.metrics for u in beside] == [u.metrics for u in alone]
+    assert_same_bits(one, other)
