@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from .chat_templates import Rendering
 from .errors import DataError
+from .rollouts import rollout
 from .sources import Record, Source, SplitPart, read_records
 from .stored_samples import Sample, StoredSamples, TokenFile, stored
 from .tokenization import Samples, load_samples, load_tokenizer
@@ -33,6 +34,7 @@ __all__ = [
     "load_samples",
     "load_tokenizer",
     "read_records",
+    "rollout",
     "stored",
 ]
 

@@ -93,6 +93,29 @@ class GlobalBatches:
         return [first + i for first in firsts for i in range(self._members)]
 
 
+class GivenBatches:
+    """The global batches of a task that gets each one when it is due. Only the last one is kept."""
+
+    # There are no samples before the first batch is given.
+    batches_per_epoch = 0
+
+    def __init__(self, k: int = -1, samples: Sequence[Sample] = ()):
+        """Has the k-th global batch, from 0; the default has none."""
+        self._k, self._samples = k, samples
+
+    def __len__(self) -> int:
+        return self._k + 1
+
+    def __getitem__(self, k: int) -> Sequence[Sample]:
+        """The k-th global batch; IndexError if it is not the given one."""
+        if k != self._k:
+            raise IndexError(f"global batch {k}, and the given one is {self._k}")
+        return self._samples
+
+    def indices(self, k: int) -> list[int]:
+        return list(range(len(self[k])))
+
+
 def epoch_counts(sizes: Sequence[int], sources: Sequence[Source]) -> list[int]:
     """The number of samples of each source in an epoch.
 

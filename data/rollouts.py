@@ -2,7 +2,7 @@
 with advantages or rewards."""
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,37 @@ from .stored_samples import Sample
 LOGPROBS, ADVANTAGES = "logprobs", "advantages"
 # The reward of an answer, and the group of answers with which it is compared.
 REWARD, GROUP = "reward", "group"
+
+
+def rollout(
+    prompt_ids: Sequence[int],
+    completion_ids: Sequence[int],
+    advantages: float | Sequence[float],
+    logprobs: Sequence[float] | None = None,
+    number: int = 0,
+) -> Sample:
+    """The sample of an answer, for `Engine.train_on` with a `Policy`.
+
+    Args:
+      prompt_ids: tokens of the prompt, with those that the tokenizer puts before a text.
+      completion_ids: tokens of the answer, at least one, with EOS if the answer ended.
+      advantages: the advantage of the answer, or of each of its tokens.
+      logprobs: log-probability in nats of each token of the answer under the policy that sampled
+        it; None for the policy that is trained.
+      number: `Sample.sample_id`, by which dropout masks differ.
+
+    Raises:
+      DataError: there is no token, a number is not finite, or there are not as many numbers as
+        tokens of the answer.
+    """
+    fields = {
+        "prompt_ids": [int(token) for token in prompt_ids],
+        "completion_ids": [int(token) for token in completion_ids],
+        ADVANTAGES: np.asarray(advantages, float).tolist(),
+        LOGPROBS: None if logprobs is None else np.asarray(logprobs, float).tolist(),
+    }
+    record = Record(number, fields, f"rollout {number}")
+    return with_values(record, sample_of_tokens(record), Groups())
 
 
 def has_tokens(record: Record) -> bool:

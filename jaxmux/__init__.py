@@ -28,9 +28,16 @@ if all((_CHECKOUT / name).exists() for name in ("pyproject.toml", "data", "shard
 
 # By module, the public names that it defines.
 _NAMES = {
-    "data": ("DataError", "Source", "load_tokenizer"),
+    "data": ("DataError", "Sample", "Source", "load_tokenizer", "rollout"),
     "distributions": ("Integers", "LogUniform", "Uniform"),
-    "engine": ("Engine", "EngineOptions", "PreparedTask", "TaskUpdate", "prepare_task"),
+    "engine": (
+        "Engine",
+        "EngineOptions",
+        "PreparedTask",
+        "TaskUpdate",
+        "driven_task",
+        "prepare_task",
+    ),
     "generation": ("Generator", "Request", "Sampling", "complete"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
     "objectives": ("CPO", "DPO", "ORPO", "Policy", "SFT", "SimPO"),

@@ -21,7 +21,7 @@ from .engine_options import EngineOptions, EngineSize
 from .queued_engine import Bracket, QueuedEngine, rung_of
 from .rounds.results import Computed, ComputedTurn, HeldOutTokens
 from .state.slots import BEST, REFERENCE, Reference, SuspendedTask, TrainedTask
-from .tasks.prepared_task import PreparedTask, prepare_task
+from .tasks.prepared_task import PreparedTask, driven_task, prepare_task
 from .tasks.progress import TaskEvaluation, TaskProgress, TaskUpdate, train_on
 
 __all__ = [
@@ -43,6 +43,7 @@ __all__ = [
     "TaskProgress",
     "TaskUpdate",
     "TrainedTask",
+    "driven_task",
     "prepare_task",
     "rung_of",
     "train_on",

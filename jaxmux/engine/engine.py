@@ -6,6 +6,8 @@ from contextlib import suppress
 
 import jax
 
+from jaxmux.data import Sample
+from jaxmux.data.batches import GivenBatches
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
@@ -28,7 +30,7 @@ from .state.slots import (
 )
 from .state.train_state import SlotState, TrainState
 from .tasks.prepared_task import PreparedTask
-from .tasks.progress import TaskProgress
+from .tasks.progress import TaskProgress, TaskUpdate
 
 
 class Engine(RoundLoop):
@@ -209,6 +211,41 @@ class Engine(RoundLoop):
         self._position.restore(number, ())
         self._position.discard_plans()
         self._clear_left_slots()
+
+    def train_on(self, name: str, samples: Sequence[Sample]) -> list[TaskUpdate]:
+        """Trains one step of a task from `driven_task` on a global batch that is given now, for
+        example on rollouts of its present adapter. Other live tasks take their turns meanwhile.
+        Waits for the devices.
+
+        Args:
+          samples: the samples of the step, at least one. For a `Policy` they have the values
+            "logprobs" and "advantages" (`Sample.values`).
+
+        Returns:
+          The results of all tasks that have arrived, that of this step last among those of the
+          task.
+
+        Raises:
+          TaskError: the task has failed, has data of its own, or a sample does not fit into a row.
+          The rest is as for `train_round`.
+        """
+        self._refuse_unfinished_round()
+        slot = self._slots.named(name)
+        if not isinstance(slot.prepared.batches, GivenBatches):
+            raise TaskError(f"task {name!r}: has data of its own, so no batch can be given to it")
+        if slot.progress.status == "failed":
+            raise TaskError(f"task {name!r}: has failed: {slot.progress.error}")
+        batch = self._fitting(name, slot.prepared, samples)
+        updates = self.drain()
+        step = slot.steps_dispatched
+        batches = GivenBatches(step, batch)
+        slot.prepared = dataclasses.replace(slot.prepared, batches=batches, steps=step + 1)
+        slot.progress.status = "running"
+        self._position.discard_plans()
+        while slot.progress.step == step and slot.running:
+            updates += self.train_round()
+            updates += self.drain()
+        return updates
 
     def snapshot(self, name: str) -> Callable[[], SlotArrays]:
         """Begins to copy a task's adapter and optimizer state to the host, as they are after the

@@ -43,6 +43,7 @@ from .rounds.rounds import RoundPlan, all_samples, turn_from, with_weights
 from .state.slots import Slot, Slots, Weighted
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
+from .tasks.prepared_task import PreparedTask
 from .tasks.progress import TaskEvaluation, TaskUpdate
 
 _log = logging.getLogger("jaxmux")
@@ -592,6 +593,16 @@ class RoundLoop:
         """
         self._refuse_unfinished_round()
         number, prepared = self._slots.number(name), self._slots.named(name).prepared
+        batch = self._fitting(name, prepared, samples)
+        dispatched = self._executor.log_probs(
+            {number: prepared}, {number: batch}, all_samples({number: batch})
+        )
+        return dispatched.log_probs()[number]
+
+    def _fitting(
+        self, name: str, prepared: PreparedTask, samples: Sequence[Sample]
+    ) -> list[Sample]:
+        """Samples with the virtual tokens of a task. TaskError if one does not fit into a row."""
         virtual = prepared.kind.virtual_tokens(prepared.task.adapter)
         batch = [sample._replace(virtual_tokens=virtual) for sample in samples]
         places = max(sample.stream_length for sample in batch)
@@ -600,10 +611,7 @@ class RoundLoop:
                 f"task {name!r}: a sample takes {places} places in a row, and a row has "
                 f"{self.options.shape.row_len}"
             )
-        dispatched = self._executor.log_probs(
-            {number: prepared}, {number: batch}, all_samples({number: batch})
-        )
-        return dispatched.log_probs()[number]
+        return batch
 
     def _live(self, after: RoundPlan | None = None) -> dict[int, int]:
         """Returns, by slot, the next step of every task that has one. The steps of `after`, a round

@@ -32,9 +32,9 @@ from jaxmux.data import (
     TokenFile,
     load_samples,
 )
-from jaxmux.data.batches import copies, epoch_counts
+from jaxmux.data.batches import GivenBatches, copies, epoch_counts
 from jaxmux.data.rollouts import GROUP, REWARD
-from jaxmux.data.stored_samples import joined, stream_lengths
+from jaxmux.data.stored_samples import joined, stored, stream_lengths
 from jaxmux.data.tokenization import encode
 from jaxmux.installation import resolve_path
 from jaxmux.models import MODULES, BackboneConfig, linear_sizes
@@ -313,7 +313,7 @@ class PreparedTask:
     targets: dict[str, LayerMask]
     make_adapter: Callable[[], Any]
     samples: Samples
-    batches: GlobalBatches
+    batches: GlobalBatches | GivenBatches
     steps: int
     eval_samples: Sequence[Sample]
     size: KindSize | None = None
@@ -330,7 +330,7 @@ class PreparedTask:
     @property
     def longest(self) -> int:
         """Stream length of the longest training or held-out sample, in tokens."""
-        return self.lengths[-1]
+        return self.lengths[-1] if self.lengths else 0
 
     @property
     def longest_tokens(self) -> int:
@@ -505,6 +505,42 @@ def prepare_task(
         batches=data.batches,
         steps=data.steps,
         eval_samples=data.eval_samples,
+        size=size_of_adapter(task.adapter, config),
+    )
+
+
+def driven_task(
+    task: Task, config: BackboneConfig, base: BaseTensors | None = None
+) -> PreparedTask:
+    """A task that gets its global batches from `Engine.train_on`, one after another. Its data are
+    not read.
+
+    Args:
+      task: the task; `data`, `batch_size`, `steps` and `epochs` are not used.
+      config, base: as for `prepare_task`.
+
+    Raises:
+      TaskError: the task cannot be trained, has held-out data, or its objective has a reference.
+    """
+    kind, held_out = kind_of(task.adapter), task.eval_data or task.validation_fraction
+    if held_out or task.objective.needs_reference:
+        raise TaskError(
+            f"task {task.name!r}: a task without data of its own has no held-out data, and no "
+            "objective with a reference"
+        )
+    try:
+        targets = dict(kind.targets(task.adapter, config))
+    except ValueError as e:
+        raise TaskError(f"task {task.name!r}: {e}") from e
+    batches = GivenBatches()
+    return PreparedTask(
+        task,
+        targets,
+        functools.partial(_first_adapter, task, targets, config, base=base, batches=batches),
+        samples=Samples(stored(()), read=0),
+        batches=batches,
+        steps=0,
+        eval_samples=(),
         size=size_of_adapter(task.adapter, config),
     )
 
