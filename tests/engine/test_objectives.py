@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from jaxmux.data import GlobalBatches
-from jaxmux.engine import TaskProgress
+from jaxmux.engine import TaskProgress, driven_task
 from jaxmux.engine.rounds.results import recorded_of
 from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
-from tests.engine.conftest import SMALL
+from jaxmux.tasks import TaskError
+from tests.engine.conftest import SMALL, random_samples
 
 from .reference_llama import logits_of
 
@@ -244,3 +245,31 @@ def test_policies_change_no_bit_beside_others(
     )
     train(beside)
     assert_same_bits(beside.adapter("rollouts"), alone.adapter("rollouts"))
+
+
+def test_a_driven_task_trains_on_given_batches(
+    make_rollouts, make_task, make_engine, backbone, train, assert_same_bits
+):
+    """It gets the adapter of a task whose data are the same batches, and others train beside it."""
+    policy = Policy("importance_sampling")
+    expected = make_engine(make_rollouts("rollouts", policy), shape=SMALL)
+    losses = [update.loss for update in train(expected)["rollouts"]]
+    prepared = make_rollouts("rollouts", policy)
+    driven = driven_task(prepared.task, backbone.config)
+    engine = make_engine(driven, make_task("sft", steps=2), shape=SMALL)
+    found = []
+    for step in range(3):
+        updates = engine.train_on("rollouts", prepared.batches[step])
+        found += [update.loss for update in updates if update.task == "rollouts"]
+    assert found == losses
+    assert_same_bits(engine.adapter("rollouts"), expected.adapter("rollouts"))
+    assert engine.progress("rollouts").step == 3 and engine.progress("sft").step == 2
+    with pytest.raises(TaskError, match="task 'sft': has data of its own"):
+        engine.train_on("sft", prepared.batches[0])
+    with pytest.raises(TaskError, match="a sample takes 140 places in a row, and a row has 128"):
+        engine.train_on("rollouts", random_samples(1, 1, (141, 142)))
+
+
+def test_a_driven_task_has_no_reference(make_paired, backbone):
+    with pytest.raises(TaskError, match="no objective with a reference"):
+        driven_task(make_paired("pairs", DPO()).task, backbone.config)
