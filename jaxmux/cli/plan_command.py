@@ -313,4 +313,5 @@ def _load(prepared: PreparedTask) -> TaskLoad:
         held_out=stream_lengths(prepared.eval_samples).tolist(),
         dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
+        members=task.objective.members,
     )

@@ -8,7 +8,7 @@ says on the host what the weights are.
 To add an objective, write its class and list it in `OBJECTIVES` (`jaxmux/objectives/__init__.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class Objective:
       kind: name in configs and checkpoints.
       members: number of samples that a record becomes, which follow each other: 2 for a pair of a
         chosen and a rejected answer.
+      unit: what such a record is called where records are counted.
       needs_log_probs: whether the weights of tokens depend on their log-probabilities, so that a
         forward pass precedes the training of each global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
@@ -54,6 +55,7 @@ class Objective:
 
     kind: ClassVar[str]
     members: ClassVar[int] = 1
+    unit: ClassVar[str] = "sample"
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
 
@@ -70,6 +72,10 @@ class Objective:
             none.
         """
         raise NotImplementedError
+
+    def count(self, samples: Sized) -> int:
+        """The number of records that have become these samples."""
+        return len(samples) // self.members
 
     def sums(self, log_probs: Sequence[TargetLogProbs]) -> Float[np.ndarray, " samples"]:
         """The log-probability of each sample, which is all that an objective knows of its
