@@ -73,7 +73,8 @@ class Task:
         different kinds of adapters train together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
-      batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.
+      batch_size: samples or pairs in a global batch. The last global batch of an epoch may hold
+        fewer.
       max_length: most tokens of a sample, at least 2, with BOS and EOS. `Source.overlong` of the
         data decides what happens to longer samples: "truncate", "drop" or "error".
       epochs: number of times that the task trains on each of its samples. Give exactly one of
@@ -106,7 +107,7 @@ class Task:
         the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
         to samples.jsonl. None prints nothing.
       objective: what training minimises: an `SFT`, or for records with a chosen and a rejected
-        answer a `DPO`, `CPO`, `SimPO` or `ORPO`. A pair counts as one sample of `batch_size`.
+        answer a `DPO`, `CPO`, `SimPO` or `ORPO`.
 
     Raises:
       TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
