@@ -70,7 +70,7 @@ class Samples(NamedTuple):
       samples: at least one sample, in the order of the source.
       read: number of records read; equals `len(samples) + dropped + skipped`. A pair is one record
         and two samples.
-      truncated: number of samples that were cut to the maximum length.
+      truncated: number of samples that were cut to the maximum length; a pair has two.
       dropped: number of records that are too long and are left out, because of
         `Source.overlong="drop"` or because truncation leaves no token that counts in the loss.
       skipped: number of records that cannot be trained on, with `Source.on_bad_record="skip"`.
@@ -82,7 +82,8 @@ class Samples(NamedTuple):
         none, or with `Source.special_tokens="escape"`.
       special_records: number of records whose text spells a special token.
       endless: number of chats in which no token that may end a turn counts in the loss, before
-        records are cut or dropped. Models do not learn from them where an answer ends.
+        records are cut or dropped; a pair counts once. Models do not learn from them where an
+        answer ends.
       equal_answers: number of pairs whose answers are the same tokens.
       without_logprobs: number of rollouts without log-probabilities.
       joined_prompt: the result of `chat.joined_prompt` for the template of the chats.
@@ -399,13 +400,14 @@ def load_samples(
             source, tokenizer, special, skipped, part, unread, pairs, rollouts
         ):
             rendering = rendering_of_source
+            has_end = True
             for whole in members:
                 _require_known_ids(record, whole, tokenizer, vocab_size)
                 targets += whole.target_tokens
                 target_ids = whole.input_ids[whole.target_mask]
                 unknown += np.count_nonzero(target_ids == unknown_id)
-                if rendering.chat_templates:
-                    endless += not is_end[target_ids[target_ids < len(is_end)]].any()
+                has_end = has_end and is_end[target_ids[target_ids < len(is_end)]].any()
+            endless += bool(rendering.chat_templates) and not has_end
             fitting = [_fit(record, whole, source, max_length) for whole in members]
             if None in fitting:
                 dropped += 1

@@ -73,7 +73,8 @@ class Task:
         different kinds of adapters train together.
       optimizer: optimizer of this adapter, with its learning rate and schedule: an `AdamW`, `SGD`
         or `Lion`.
-      batch_size: samples in a global batch. The last global batch of an epoch may hold fewer.
+      batch_size: samples or pairs in a global batch. The last global batch of an epoch may hold
+        fewer.
       max_length: most tokens of a sample, at least 2, with BOS and EOS. `Source.overlong` of the
         data decides what happens to longer samples: "truncate", "drop" or "error".
       epochs: number of times that the task trains on each of its samples. Give exactly one of

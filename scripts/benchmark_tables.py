@@ -13,7 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmark_data import data_table
-from benchmark_records import NOT_MEASURED, Record, commands, markdown, read_records
+from benchmark_records import (
+    NOT_MEASURED,
+    Record,
+    commands,
+    figures_table,
+    limit,
+    markdown,
+    read_records,
+)
 from cluster_records import replay_table
 from frozen_weight_records import frozen_weights_table, quality_table
 from generate_records import generate_table
@@ -38,6 +46,7 @@ FILES = {
     "planner": "planner.json",
     "live": "live.json",
     "kinds": "kinds_h200.json",
+    "objectives": "objectives_h200.json",
     "frozen_weights": "frozen_weights_h200.json",
     "format_quality": "format_quality.json",
     "data": "data_memory.json",
@@ -273,6 +282,22 @@ def packing_table(records: Sequence[Record]) -> str:
     return f"{source(records)}{named}\n\n{markdown(head, rows)}"
 
 
+_OBJECTIVES = {
+    "objectives_dpo": "DPO over SFT, tokens/s, the reference being kept",
+    "objectives_dpo_first_epoch": "DPO over SFT, tokens/s, with the time of the reference",
+    "objectives_simpo": "SimPO over SFT, tokens/s",
+    "objectives_memory": "DPO over SFT, peak memory",
+    "objectives_score": "training step over log-probabilities of the same tokens, time",
+}
+
+
+def objectives_table(records: Sequence[Record]) -> str:
+    """Objectives of two passes beside SFT."""
+    rows = [[_OBJECTIVES[r["name"]], f"**{r['value']:.3f}**", limit(r)] for r in records]
+    table = figures_table(records, ["figure", "measured", "bound"], rows)
+    return f"{table}\nMeasured with {records[0]['baselines']['shape']}.\n"
+
+
 def prediction_table(records: Sequence[Record]) -> str:
     """Measured and predicted time and memory of the cases of a profile check."""
     rows = []
@@ -310,6 +335,7 @@ BLOCKS = {
     "live: cluster replay": replay_table,
     "live: arrivals and departures": live_table,
     "kinds": kinds_table,
+    "objectives": objectives_table,
     "frozen_weights": frozen_weights_table,
     "format_quality": quality_table,
     "data": data_table,

@@ -1,4 +1,4 @@
-"""Writes the data of the four demo tasks: `<name>.train.jsonl` and `<name>.eval.jsonl`.
+"""Writes the data of the demo tasks: `<name>.train.jsonl` and `<name>.eval.jsonl`.
 
 Each task is about the small world of `demo_world.py`, in a format that the base model's corpus does
 not contain. The samples of the tasks have different lengths:
@@ -7,6 +7,9 @@ not contain. The samples of the tasks have different lengths:
   pirate    a question about the world, answered by a pirate              about 36 tokens
   record    a report, then its facts as JSON                              about 95 tokens
   telegram  a long report, then the same in telegram style                about 110 tokens
+
+The files of `mood_pairs` have preference records of the first examples of `mood`: the tag of the
+right mood is the chosen answer, and that of another mood the rejected one.
 
     python scripts/make_demo_tasks.py --out jaxmux/demo/tasks
 """
@@ -153,23 +156,46 @@ def split_examples(name: str, seed: int) -> tuple[list[Example], list[Example]]:
     return examples[task.held_out :], examples[: task.held_out]
 
 
-def _write(path: Path, examples: list[Example]) -> None:
-    lines = [json.dumps({"prompt": prompt, "completion": text}) for prompt, text in examples]
-    path.write_text("\n".join(lines) + "\n")
+# The number of training pairs.
+_PAIRS = 600
+
+
+def mood_pairs(examples: list[Example], seed: int) -> list[dict[str, str]]:
+    """Preference records of examples of the task "mood"."""
+    rng, answers = random.Random(f"mood_pairs {seed}"), [f" {tag}" for tag in _TAGS.values()]
+    return [
+        {
+            "prompt": prompt,
+            "chosen": answer,
+            "rejected": rng.choice([other for other in answers if other != answer]),
+        }
+        for prompt, answer in examples
+    ]
+
+
+def _write(path: Path, records: list[dict[str, str]]) -> None:
+    path.write_text("".join(f"{json.dumps(record)}\n" for record in records))
 
 
 def main() -> None:
-    """Writes the data of the four demo tasks."""
+    """Writes the data of the demo tasks."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--out", type=Path, default=Path("jaxmux/demo/tasks"))
     parser.add_argument("--seed", type=int, default=2026)
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    for name in TASKS:
-        train, held_out = split_examples(name, arguments.seed)
+    examples = {name: split_examples(name, arguments.seed) for name in TASKS}
+    records = {
+        name: [[{"prompt": prompt, "completion": text} for prompt, text in part] for part in parts]
+        for name, parts in examples.items()
+    }
+    train, held_out = examples["mood"]
+    pairs = train[:_PAIRS], held_out
+    records["mood_pairs"] = [mood_pairs(part, arguments.seed) for part in pairs]
+    for name, (train, held_out) in records.items():
         _write(arguments.out / f"{name}.train.jsonl", train)
         _write(arguments.out / f"{name}.eval.jsonl", held_out)
-        print(f"{name}: {len(train)} train and {len(held_out)} held-out examples")
+        print(f"{name}: {len(train)} train and {len(held_out)} held-out records")
 
 
 if __name__ == "__main__":

@@ -168,7 +168,7 @@ def data_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         type=not_negative_integer,
         default=3,
         metavar="N",
-        help="samples to show of each source; default: 3",
+        help="samples or pairs to show of each source; default: 3",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object instead")
     options = parse_with_bindings(parser, arguments)
@@ -263,7 +263,7 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         help="held-out records; may be repeated; default: the held-out data of each task",
     )
     parser.add_argument(
-        "--limit", type=count, metavar="N", help="take the first N samples only; default: all"
+        "--limit", type=count, metavar="N", help="take the first N samples or pairs; default: all"
     )
     parser.add_argument(
         "--max_new_tokens",

@@ -10,11 +10,14 @@ from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths, target_tokens, token_counts
 from jaxmux.engine.tasks.prepared_task import TaskData
 from jaxmux.models import BackboneConfig
+from jaxmux.objectives import Objective
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
 from jaxmux.runs.task_warnings import of_texts
 from jaxmux.tasks import Task
 
 _BINS = 8
+# The samples of a pair, in their order.
+_ANSWERS = "chosen", "rejected"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +26,8 @@ class ShownSample:
 
     Attributes:
       source: path of its source.
-      number: number of the sample in its source, from 1.
+      number: number of the sample, or of its pair, in its source, from 1.
+      answer: "chosen" or "rejected"; empty if the sample belongs to no pair.
       tokens: ids of its tokens.
       targets: for each token, whether it counts in the loss.
       parts: its text in parts, each with whether its tokens count in the loss.
@@ -32,6 +36,7 @@ class ShownSample:
 
     source: str
     number: int
+    answer: str
     tokens: list[int]
     targets: list[bool]
     parts: list[tuple[str, bool]]
@@ -45,11 +50,12 @@ class SourceReport:
     Attributes:
       path: its path.
       records: number of records read.
-      epoch_samples: number of samples in an epoch, including repeated ones.
+      epoch_samples: number of samples or pairs in an epoch, including repeated ones.
       share: `epoch_samples` divided by the number for all sources together.
       epoch_tokens: number of tokens in these samples.
       target_share: fraction of these tokens that counts in the loss.
-      truncated, dropped, bad_records: `truncated`, `dropped` and `skipped` of `Samples`.
+      truncated, dropped, bad_records, equal_answers: `truncated`, `dropped`, `skipped` and
+        `equal_answers` of `Samples`.
       first_bad_record: the error of the first bad record; empty if there is none.
       unknown_targets: fraction of the tokens counting in the loss that the tokenizer does not know.
       cut_targets: fraction of the tokens counting in the loss that truncation removes.
@@ -67,6 +73,23 @@ class SourceReport:
     first_bad_record: str
     unknown_targets: float
     cut_targets: float
+    equal_answers: int
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerLengths:
+    """Numbers of target tokens of the chosen or of the rejected answers of an epoch."""
+
+    shortest: int
+    mean: float
+    median: float
+    longest: int
+
+    @classmethod
+    def of(cls, tokens: np.ndarray) -> "AnswerLengths":
+        return cls(
+            int(tokens.min()), float(tokens.mean()), float(np.median(tokens)), int(tokens.max())
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,20 +97,28 @@ class TaskReport:
     """Description of a task's training data.
 
     Attributes:
-      samples: number of samples in an epoch.
-      held_out: number of held-out samples.
+      objective: the kind of its objective.
+      unit: "sample" or "pair"; `samples`, `held_out` and `batch_size` are numbers of them.
+      samples: number in an epoch.
+      held_out: number that is held out.
       epochs: number of epochs in these steps.
       max_length: most tokens of a sample.
       longest: tokens of the longest sample, held-out samples included.
       context: most tokens of a sequence for which the backbone was made.
-      histogram: triples (least tokens, most tokens, number of samples of an epoch).
+      histogram: triples (least tokens, most tokens, number of samples of an epoch). A pair has two
+        samples, the prompt with each answer.
+      answers: lengths by "chosen" and "rejected"; empty without pairs.
+      longer_chosen: fraction of the pairs in which the chosen answer is the longer one; 0 without
+        pairs.
       template_date: the time that a chat template has read, in ISO 8601; empty if none has read it.
         In training, templates read the time at which the run begins.
       warnings: the warnings of training about the texts of the records.
-      shown: the first samples of each source.
+      shown: the first samples or pairs of each source.
     """
 
     name: str
+    objective: str
+    unit: str
     samples: int
     held_out: int
     batch_size: int
@@ -97,6 +128,8 @@ class TaskReport:
     longest: int
     context: int
     histogram: list[tuple[int, int, int]]
+    answers: dict[str, AnswerLengths]
+    longer_chosen: float
     sources: list[SourceReport]
     template_date: str
     warnings: list[str]
@@ -126,19 +159,26 @@ class PackingReport:
 def report_task(
     task: Task, data: TaskData, config: BackboneConfig, tokenizer: Any, count: int
 ) -> TaskReport:
-    """Describes the data of a task, with the first `count` samples of each source."""
-    samples = data.samples.samples
+    """Describes the data of a task, with the first `count` samples or pairs of each source."""
+    samples, objective = data.samples.samples, task.objective
     lengths = token_counts(samples)
     held_out = token_counts(data.eval_samples)
     shown = [
-        _shown(source_data.samples[n], source.path, n, tokenizer, task.max_length)
+        _shown(source_data.samples[n], source.path, n, objective, tokenizer, task.max_length)
         for source, source_data in zip(task.sources, data.sources, strict=True)
-        for n in range(min(count, len(source_data.samples)))
+        for n in range(min(count * objective.members, len(source_data.samples)))
     ]
+    answers, longer_chosen = {}, 0.0
+    if objective.members == len(_ANSWERS):
+        chosen, rejected = (samples.target_tokens[i::2] for i in range(2))
+        answers = {"chosen": AnswerLengths.of(chosen), "rejected": AnswerLengths.of(rejected)}
+        longer_chosen = float(np.mean(chosen > rejected))
     return TaskReport(
         name=task.name,
-        samples=len(samples),
-        held_out=len(data.eval_samples),
+        objective=objective.kind,
+        unit=objective.unit,
+        samples=objective.count(samples),
+        held_out=objective.count(data.eval_samples),
         batch_size=task.batch_size,
         steps=data.steps,
         epochs=data.steps / data.batches.batches_per_epoch,
@@ -146,8 +186,10 @@ def report_task(
         longest=int(max(lengths.max(), held_out.max(initial=0))),
         context=config.max_position_embeddings,
         histogram=_histogram(lengths),
+        answers=answers,
+        longer_chosen=longer_chosen,
         sources=[
-            _report_source(source.path, source_data, len(samples))
+            _report_source(source.path, source_data, len(samples), objective)
             for source, source_data in zip(task.sources, data.sources, strict=True)
         ],
         template_date=data.samples.rendering.date,
@@ -225,14 +267,14 @@ def _rows(
     return [sorted(row, key=lambda sample: sample[1]) for row in rows if row]
 
 
-def _report_source(path: str, data: Any, of_all: int) -> SourceReport:
+def _report_source(path: str, data: Any, of_all: int, objective: Objective) -> SourceReport:
     samples = data.samples
     tokens = int(samples.token_counts.sum(dtype=np.int64))
     targets = max(1, data.target_tokens)
     return SourceReport(
         path=path,
         records=data.read,
-        epoch_samples=len(samples),
+        epoch_samples=objective.count(samples),
         share=len(samples) / of_all,
         epoch_tokens=tokens,
         target_share=target_tokens(samples) / tokens,
@@ -242,6 +284,7 @@ def _report_source(path: str, data: Any, of_all: int) -> SourceReport:
         first_bad_record=data.first_skipped,
         unknown_targets=data.unknown_target_tokens / targets,
         cut_targets=data.cut_target_tokens / targets,
+        equal_answers=data.equal_answers,
     )
 
 
@@ -257,7 +300,9 @@ def _histogram(lengths: np.ndarray) -> list[tuple[int, int, int]]:
     ]
 
 
-def _shown(sample: Sample, path: str, number: int, tokenizer: Any, max_length: int) -> ShownSample:
+def _shown(
+    sample: Sample, path: str, index: int, objective: Objective, tokenizer: Any, max_length: int
+) -> ShownSample:
     ids, mask = sample.input_ids.tolist(), sample.target_mask.tolist()
     borders = [0, *(np.flatnonzero(np.diff(sample.target_mask)) + 1).tolist(), len(ids)]
     parts, before = [], ""
@@ -270,4 +315,6 @@ def _shown(sample: Sample, path: str, number: int, tokenizer: Any, max_length: i
             text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
         parts.append((text, mask[start]))
         before = whole
-    return ShownSample(path, number + 1, ids, mask, parts, len(ids) == max_length)
+    record, member = divmod(index, objective.members)
+    answer = _ANSWERS[member] if objective.members == len(_ANSWERS) else ""
+    return ShownSample(path, record + 1, answer, ids, mask, parts, len(ids) == max_length)

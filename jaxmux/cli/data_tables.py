@@ -1,6 +1,6 @@
 """Shows reports about data as tables and lines of text on a terminal."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from string import ascii_lowercase
 
 from rich.table import Table
@@ -9,7 +9,7 @@ from rich.text import Text
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import escaped
 
-from .data_report import PackingReport, ShownSample, SourceReport, TaskReport
+from .data_report import AnswerLengths, PackingReport, ShownSample, SourceReport, TaskReport
 from .plan_tables import NumberTable
 
 # Without colours, these marks enclose text that counts in the loss.
@@ -23,16 +23,18 @@ _MOST_ROWS = 8
 def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str]:
     """The tables and lines that describe the data of a task, in the order of the report. Text may
     have colours if `colours` is True."""
-    line = [f"{report.samples:,} samples in an epoch", f"{report.held_out:,} held out"]
+    pairs = " pairs" * bool(report.answers)
+    line = [f"{report.samples:,} {report.unit}s in an epoch", f"{report.held_out:,} held out"]
     line += [
-        f"{report.steps:,} steps of {report.batch_size} are {report.epochs:.2f} epochs",
+        f"{report.steps:,} steps of {report.batch_size}{pairs} are {report.epochs:.2f} epochs",
         f"longest {report.longest:,} of at most {report.max_length:,} tokens",
     ]
     yield f"task {report.name}: {', '.join(line)}"
     # The model does not read the last token of a sample.
     if report.longest - 1 > report.context:
         yield f"the backbone was made for {report.context:,} tokens (max_position_embeddings)"
-    yield _sources(report.sources)
+    # Of a pair, each answer may be cut.
+    yield _sources(report.sources, members=len(report.answers) or 1)
     for source in report.sources:
         yield from _warnings(source)
     if report.template_date:
@@ -41,12 +43,15 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
             "of the run's beginning, and keeps it"
         )
     yield from report.warnings
-    yield "tokens of a sample"
+    if report.answers:
+        yield _answers(report.answers)
+        yield f"the chosen answer is the longer one in {report.longer_chosen:.0%} of the pairs\n"
+    yield "tokens of a prompt with an answer" if report.answers else "tokens of a sample"
     yield from _bars(report.histogram)
     if report.shown:
         begin, end = MARKS
         how = "green" if colours else f"between {begin} and {end}"
-        yield f"\nthe first samples; tokens that carry loss are {how}"
+        yield f"\nthe first {report.unit}s; tokens that carry loss are {how}"
     for sample in report.shown:
         yield from _sample(sample, colours)
     yield ""
@@ -62,7 +67,7 @@ def packing_parts(report: PackingReport) -> Iterator[str]:
     )
     yield (
         "a sample of n tokens takes n - 1 places: the last one is only predicted; virtual tokens "
-        "of a trained prompt take one each"
+        "of a trained prompt take one each; a pair is two samples, the prompt with each answer"
     )
     names = dict.fromkeys(name for row in report.rows for name, *_ in row)
     letters = {name: ascii_lowercase[i % len(ascii_lowercase)] for i, name in enumerate(names)}
@@ -101,7 +106,7 @@ def _drawn(row: Sequence[tuple[str, int, int]], letters: dict[str, str], row_len
     return "".join(line)
 
 
-def _sources(sources: Sequence[SourceReport]) -> Table:
+def _sources(sources: Sequence[SourceReport], members: int) -> Table:
     table = NumberTable("source", "records", "epoch", "share", "tokens", "loss", "cut", "left out")
     for source in sources:
         left_out = source.dropped + source.bad_records
@@ -112,8 +117,21 @@ def _sources(sources: Sequence[SourceReport]) -> Table:
             f"{source.share:.1%}",
             f"{source.epoch_tokens:,}",
             f"{source.target_share:.1%}",
-            f"{source.truncated / source.records:.1%}",
+            f"{source.truncated / (members * source.records):.1%}",
             f"{left_out / source.records:.1%}",
+        )
+    return table
+
+
+def _answers(answers: Mapping[str, AnswerLengths]) -> Table:
+    table = NumberTable("tokens that carry loss", "shortest", "mean", "median", "longest")
+    for name, lengths in answers.items():
+        table.add_row(
+            f"{name} answer",
+            f"{lengths.shortest:,}",
+            f"{lengths.mean:,.1f}",
+            f"{lengths.median:,.4g}",
+            f"{lengths.longest:,}",
         )
     return table
 
@@ -124,6 +142,9 @@ def _warnings(source: SourceReport) -> Iterator[str]:
     if source.bad_records:
         count = f"{numbered(source.bad_records, 'bad record')} left out"
         yield f"{source.path}: {count}, the first because of {source.first_bad_record}"
+    if source.equal_answers:
+        pairs = numbered(source.equal_answers, "pair")
+        yield f"{source.path}: {pairs} of equal answers, from which nothing is learned"
     if source.cut_targets:
         yield f"{source.path}: {source.cut_targets:.1%} of the tokens that carry loss are cut off"
     if source.unknown_targets:
@@ -142,7 +163,10 @@ def _sample(sample: ShownSample, colours: bool) -> Iterator[Text]:
     targets = sum(sample.targets)
     cut = ", at max_length" * sample.at_max_length
     counts = f"{len(sample.tokens):,} tokens, {targets:,} carry loss{cut}"
-    yield Text(f"── {sample.source}, sample {sample.number}: {counts}")
+    name = f"sample {sample.number}"
+    if sample.answer:
+        name = f"pair {sample.number}, {sample.answer}"
+    yield Text(f"── {sample.source}, {name}: {counts}")
     text = Text()
     for part, is_target in sample.parts:
         part = escaped(part, keep="\n\t")

@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 from functools import partial
 from itertools import groupby
@@ -20,6 +20,7 @@ from jaxmux.engine.tasks.prepared_task import Loaded, read_held_out
 from jaxmux.evaluation import EvalCase, losses_of, matches_of
 from jaxmux.installation import resolve_path
 from jaxmux.models import Backbone, checkpoint_tensors, load_backbone, resolve_backbone
+from jaxmux.objectives import ACCURACY, SFT
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.peft_folder import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
@@ -33,6 +34,7 @@ from .report_console import report_console
 
 # The keys of the file with the results.
 _KEYS = ("backbone", "limit", "results")
+_WHICH = "backbone", "adapter"
 
 
 def run(options: argparse.Namespace) -> int:
@@ -46,10 +48,18 @@ def run(options: argparse.Namespace) -> int:
     begun = begun_of(read_record(Path(options.run_dir))) if options.run_dir else datetime.now()
     # The data that has been read, by tokenizer.
     cases, loaded = [], defaultdict(Loaded)
+    imported = partial(
+        import_adapter,
+        config=backbone.config,
+        base_fingerprint=backbone.fingerprint,
+        base=base,
+        base_model=str(folder),
+    )
     for task, adapter in adapters:
-        spec, weights = import_adapter(
-            adapter, backbone.config, backbone.fingerprint, base, base_model=str(folder)
-        )
+        spec, weights = imported(adapter)
+        reference = None
+        if task.objective.needs_reference and task.resume_from:
+            reference = imported(resolve_path(task.resume_from))
         task, reader = dataclasses.replace(task, adapter=spec), tokenizer
         adapted_tokenizer = adapter_tokenizer(adapter, tokenizer)
         has_own_tokens = tokenizer_key(adapted_tokenizer)[0] != tokenizer_key(tokenizer)[0]
@@ -61,9 +71,19 @@ def run(options: argparse.Namespace) -> int:
         for evaluated in _with_data(task, options.data):
             known = loaded[tokenizer_key(reader)]
             with TemplateClock(begun):
-                samples = read_held_out(evaluated, backbone.config, reader, known)[: options.limit]
+                samples = read_held_out(evaluated, backbone.config, reader, known)
+            limit = options.limit and options.limit * task.objective.members
             cases.append(
-                EvalCase(task.name, _name_of_data(evaluated), spec, weights, samples, reader)
+                EvalCase(
+                    task.name,
+                    _name_of_data(evaluated),
+                    spec,
+                    weights,
+                    samples[:limit],
+                    reader,
+                    task.objective,
+                    reference,
+                )
             )
     results = _results(cases, backbone, options)
     _show(results)
@@ -104,8 +124,7 @@ def _of_run(options: argparse.Namespace) -> tuple[str, str, str | None, _Adapter
             raise RunDirectoryError(
                 f"{run_dir / 'run.json'}: damaged (task {name!r}: {e})"
             ) from None
-        # Evaluate the adapter in the folder, not the one with which training began.
-        adapters.append((dataclasses.replace(task, resume_from=None), folder))
+        adapters.append((task, folder))
     return record["backbone"], record["dtype"], record.get("backbone_format"), adapters
 
 
@@ -179,28 +198,40 @@ def _results(
         result = {
             "task": case.task,
             "data": case.data,
-            "samples": len(case.samples),
+            "objective": case.objective.kind,
+            "samples": case.records,
             "target_tokens": case.target_tokens,
             "compared": match and match.compared,
         }
-        for which in ("backbone", "adapter"):
-            mean = getattr(loss, which)
+        is_cross_entropy = case.objective.kind == SFT.kind
+        for which in _WHICH:
+            measured = getattr(loss, which)
             equal = match and match.compared and getattr(match, which) / match.compared
             result[which] = {
-                "loss": finite_or_none(mean),
-                "perplexity": finite_or_none(math.exp(mean) if mean < 700 else math.inf),
+                "loss": finite_or_none(measured.loss),
+                "perplexity": _perplexity(measured.loss) if is_cross_entropy else None,
                 "exact_match": equal if match and match.compared else None,
             }
+            if measured.metrics:
+                result[which]["metrics"] = finite_or_none(measured.metrics)
         results.append(result)
     return results
+
+
+def _perplexity(mean: float) -> float | None:
+    return finite_or_none(math.exp(mean) if mean < 700 else math.inf)
 
 
 def _show(results: Sequence[dict[str, Any]]) -> None:
     several = len({result["data"] for result in results}) > 1
     # The data are named in rows below their task, so that both get the full width of the column.
     name = "task, data" if several else "task"
-    table = NumberTable(name, "samples", "loss", "perplexity", "exact\nmatch")
+    pairs = any(ACCURACY in result["adapter"].get("metrics", ()) for result in results)
+    count, right = ("samples,\npairs", ["pairs\nright"]) if pairs else ("samples", [])
+    table = NumberTable(name, count, "loss", "perplexity", *right, "exact\nmatch")
     table.caption, table.caption_justify = "backbone → adapter", "left"
+    if pairs:
+        table.caption += f"\n{_OF_PAIRS}"
     for task, of_task in groupby(results, key=lambda result: result["task"]):
         if several:
             table.add_section()
@@ -211,13 +242,30 @@ def _show(results: Sequence[dict[str, Any]]) -> None:
                 f"{result['samples']:,}",
                 _pair(result, "loss", ".4f"),
                 _pair(result, "perplexity", ".4g"),
+                *([_right(result)] if pairs else []),
                 _pair(result, "exact_match", ".0%"),
             )
     report_console().print(table)
 
 
+# What the table shows of tasks with pairs.
+_OF_PAIRS = (
+    "of pairs: the loss is the value of the task's objective; right are those whose chosen answer "
+    "has the higher reward, with DPO compared with the adapter that training began with (of the "
+    "backbone itself no pair is right); a match is a completion equal to the chosen answer"
+)
+
+
+def _right(result: dict[str, Any]) -> str:
+    return _shown(result[which].get("metrics", {}).get(ACCURACY) for which in _WHICH)
+
+
 def _pair(result: dict[str, Any], field: str, form: str) -> str:
-    values = [result[which][field] for which in ("backbone", "adapter")]
+    return _shown((result[which][field] for which in _WHICH), form)
+
+
+def _shown(found: Iterable[float | None], form: str = ".0%") -> str:
+    values = list(found)
     if values == [None, None]:
         return "–"
     return " → ".join("–" if value is None else format(value, form) for value in values)

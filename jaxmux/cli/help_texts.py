@@ -68,12 +68,12 @@ AdamW.
 Exit code 2: the config, the data or an option was refused.
 """
 DATA = """\
-Shows what the tasks of a gin config train on: their samples as the model sees
-them, with the tokens that carry loss, the lengths and shares of their sources,
-what is cut or left out, and how samples lie in the rows of a microbatch. It
-reads and tokenizes all data, as training does before it begins; of the backbone
-it reads config.json and the tokenizer. Without a config it shows the bundled
-demo.
+Shows what the tasks of a gin config train on: their samples or pairs as the
+model sees them, with the tokens that carry loss, the lengths and shares of
+their sources, what is cut or left out, and how samples lie in the rows of a
+microbatch. It reads and tokenizes all data, as training does before it begins;
+of the backbone it reads config.json and the tokenizer. Without a config it
+shows the bundled demo.
 
 Exit code 2: the config, the data or an option was refused.
 """
@@ -90,7 +90,8 @@ EVAL = """\
 Compares adapters with the bare backbone on held-out data: the loss per target
 token as training measures it, the perplexity, and the part of the samples of
 which the greedy completion equals the reference (of a chat, what the assistant
-says last).
+says last). Of tasks with pairs the loss is the value of their objective, and
+the part of the pairs whose chosen answer has the higher reward is shown too.
 
 With --run_dir, tasks are evaluated on their own held-out data, unless --data
 names files. Their fields, masks and lengths are those of the tasks.

@@ -314,4 +314,5 @@ def _load(prepared: PreparedTask) -> TaskLoad:
         dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
         scored=task.objective.needs_log_probs,
+        members=task.objective.members,
     )

@@ -25,6 +25,7 @@ _WORDS = {
     "microbatch": "the rows that one forward and backward pass computes at once",
     "shape class": "rows × tokens of a row; a chunk is a part of a row that belongs to one task, "
     "a sequence is a sample",
+    "pairs": "two samples each: the prompt with the chosen and with the rejected answer",
     "padding": "the share of a microbatch that holds no token of a sample",
     "hTask": "tasks that train faster in shared microbatches, joined by plus signs",
     "bucket": "hTasks that are packed into the same microbatches",
@@ -37,7 +38,7 @@ _WORDS = {
 }
 _OF_PIPELINES = ("bubble ratio", "1F1B per task", "batch everything")
 _OF_ONE_STAGE = ("one task at a time",)
-_OF_REPLICAS = ("round", "tokens", "microbatch", "shape class")
+_OF_REPLICAS = ("round", "tokens", "pairs", "microbatch", "shape class")
 # If an hTask has more tasks than this, only half as many names are shown.
 _NAMES = 8
 
@@ -96,7 +97,7 @@ def plan_tables(
             f"{smaller.bubble_ratio:.1%} bubbles"
         )
     hidden = _OF_PIPELINES if plan.replica.pp == 1 else _OF_ONE_STAGE
-    yield _legend([word for word in _WORDS if word not in hidden])
+    yield _legend([word for word in _WORDS if word not in hidden], plan)
 
 
 def deployment_tables(
@@ -120,16 +121,17 @@ def deployment_tables(
     for i, replica_plan in enumerate(several.plans):
         if replica_plan is None:
             yield f"replica {i} ({several.deployment.replicas[i]}) trains no sample of these rounds"
-    yield _legend(_OF_REPLICAS)
+    yield _legend(_OF_REPLICAS, plan)
 
 
-def _legend(words: Iterable[str]) -> Table:
+def _legend(words: Iterable[str], plan: Plan) -> Table:
     table = Table.grid(padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column()
     table.add_row("", "")
     for word in words:
-        table.add_row(word, _WORDS[word])
+        if word != "pairs" or any(task.members == 2 for task in plan.tasks):
+            table.add_row(word, _WORDS[word])
     return table
 
 
@@ -185,9 +187,17 @@ def _tasks(plan: Plan) -> Table:
     table = NumberTable("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
     for task in plan.tasks:
         mean = f"{task.tokens / task.samples:.1f}"
-        counts = (task.batch_size, task.steps, task.samples, task.tokens)
-        rank, longest = str(task.rank or "-"), f"{task.longest:,}"
-        table.add_row(task.name, rank, *(f"{n:,}" for n in counts), mean, longest)
+        samples = f"{task.records:,}" + " pairs" * (task.members == 2)
+        table.add_row(
+            task.name,
+            str(task.rank or "-"),
+            f"{task.batch_size:,}",
+            f"{task.steps:,}",
+            samples,
+            f"{task.tokens:,}",
+            mean,
+            f"{task.longest:,}",
+        )
     return table
 
 
@@ -195,7 +205,7 @@ def _dropped(plan: Plan, dropped: Mapping[str, int]) -> Iterator[str]:
     for task in plan.tasks:
         if count := dropped.get(task.name):
             yield (
-                f"task {task.name}: {count:,} of {task.samples + count:,} records dropped "
+                f"task {task.name}: {count:,} of {task.records + count:,} records dropped "
                 "(over-long, or no targets left)"
             )
 

@@ -17,7 +17,7 @@ class Matches(NamedTuple):
     """Numbers of completions that equal their references.
 
     Attributes:
-      compared: number of samples that have a prompt and a completion.
+      compared: number of samples or pairs that have a prompt and a completion.
       adapter: number of equal completions with the adapter.
       backbone: number of equal completions with the bare backbone.
     """
@@ -41,7 +41,8 @@ def matches_of(
     The reference of a sample is the last part of it whose tokens count in the loss, up to a special
     token such as the end of a turn; in a chat, this is the last message of the assistant. Samples
     without a prompt before it, such as plain texts, are not compared. If several cases have the
-    same samples, the bare backbone completes them once.
+    same samples, the bare backbone completes them once. The reference of a pair is its chosen
+    answer.
 
     Args:
       cases: their samples come from one `Loaded`.
@@ -50,7 +51,8 @@ def matches_of(
     Raises:
       DataError: a prompt fills the backbone's context.
     """
-    parts = [[p for p in map(_parts_of, case.samples) if p] for case in cases]
+    chosen = [case.samples[:: case.objective.members] for case in cases]
+    parts = [[p for p in map(_parts_of, samples) if p] for samples in chosen]
     if not any(parts):
         return [Matches(0, 0, 0) for _ in cases]
     if max_new_tokens is None:

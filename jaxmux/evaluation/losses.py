@@ -1,15 +1,18 @@
 """The cases of an evaluation, and their losses, computed by an engine: with adapters, and with the
 bare backbone."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple
 
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine.rounds.results import of_targets
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.objectives import SFT, Objective
+from jaxmux.objectives.objective import TargetLogProbs
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter
 from jaxmux.runs import best_shape
@@ -26,6 +29,9 @@ class EvalCase(NamedTuple):
       data: name of the held-out data.
       samples: at least one.
       tokenizer: the tokenizer with which the samples were read.
+      objective: what is measured. `samples` are those of its records.
+      reference: the adapter that is the reference of the objective, as its specification and its
+        weights; None for the bare backbone.
     """
 
     task: str
@@ -34,6 +40,12 @@ class EvalCase(NamedTuple):
     adapter: Any
     samples: StoredSamples
     tokenizer: Any
+    objective: Objective = SFT()
+    reference: tuple[Any, Any] | None = None
+
+    @property
+    def records(self) -> int:
+        return self.objective.count(self.samples)
 
     @property
     def target_tokens(self) -> int:
@@ -47,16 +59,19 @@ def first_with_data(cases: Sequence[EvalCase]) -> list[int]:
     return [first_with_key.setdefault(case.samples.tokens_key, i) for i, case in enumerate(cases)]
 
 
+class Measured(NamedTuple):
+    """The value of a case's objective, for `SFT` the mean cross entropy in nats per target token;
+    NaN if the forward pass is not finite. `metrics` are those of `Graded`."""
+
+    loss: float
+    metrics: Mapping[str, float]
+
+
 class Losses(NamedTuple):
-    """Mean cross entropy of a case's samples, in nats per target token.
+    """What has been measured of a case with its adapter, and with the bare backbone."""
 
-    Attributes:
-      adapter: with the adapter; NaN if the forward pass is not finite.
-      backbone: with the bare backbone.
-    """
-
-    adapter: float
-    backbone: float
+    adapter: Measured
+    backbone: Measured
 
 
 def losses_of(
@@ -74,32 +89,46 @@ def losses_of(
     nothing = initial_adapter(_NOTHING, targets, config, 0)
     firsts, prepared = first_with_data(cases), []
     for number, case in enumerate(cases):
-        prepared.append(
-            _prepared(
-                f"adapter.{number}",
-                spec=case.spec,
-                adapter=case.adapter,
-                samples=case.samples,
-                config=config,
-            )
-        )
+        adapters = {"adapter": (case.spec, case.adapter)}
         if firsts[number] == number:
-            prepared.append(
-                _prepared(
-                    f"backbone.{number}",
-                    spec=_NOTHING,
-                    adapter=nothing,
-                    samples=case.samples,
-                    config=config,
-                )
+            adapters["backbone"] = (_NOTHING, nothing)
+        if case.reference:
+            adapters["reference"] = case.reference
+        prepared += [
+            _prepared(
+                f"{which}.{number}", spec=spec, adapter=adapter, samples=case.samples, config=config
             )
+            for which, (spec, adapter) in adapters.items()
+        ]
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(prepared)
-        engine.begin_evaluation(engine.names)
+        of_losses = {n for n, case in enumerate(cases) if not case.objective.needs_log_probs}
+        engine.begin_evaluation([x for x in engine.names if int(x.split(".")[1]) in of_losses])
         engine.drain()
-        losses = {evaluation.task: evaluation.loss for evaluation in engine.take_evaluations()}
-    return [Losses(losses[f"adapter.{n}"], losses[f"backbone.{m}"]) for n, m in enumerate(firsts)]
+        losses = {x.task: Measured(x.loss, {}) for x in engine.take_evaluations()}
+        return [
+            Losses(losses[f"adapter.{n}"], losses[f"backbone.{m}"])
+            if n in of_losses
+            else _graded(engine, cases[n], n, m)
+            for n, m in enumerate(firsts)
+        ]
+
+
+def _graded(engine: Engine, case: EvalCase, number: int, first: int) -> Losses:
+    """Measures a case whose objective depends on the log-probabilities of all its samples; `first`
+    is the first case with the same samples."""
+
+    def targets(name: str) -> list[TargetLogProbs]:
+        return of_targets(case.samples, engine.log_probs(name, case.samples))
+
+    of_adapter, of_backbone = targets(f"adapter.{number}"), targets(f"backbone.{first}")
+    reference = None
+    if case.objective.needs_reference:
+        of_reference = targets(f"reference.{number}") if case.reference else of_backbone
+        reference = case.objective.sums(of_reference)
+    graded = [case.objective.grade(x, reference) for x in (of_adapter, of_backbone)]
+    return Losses(*(Measured(each.loss, each.metrics) for each in graded))
 
 
 def _prepared(

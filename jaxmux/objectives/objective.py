@@ -8,7 +8,7 @@ says on the host what the weights are.
 To add an objective, write its class and list it in `OBJECTIVES` (`jaxmux/objectives/__init__.py`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -59,6 +59,7 @@ class Objective:
       kind: name in configs and checkpoints.
       members: number of samples that a record becomes, which follow each other: 2 for a pair of a
         chosen and a rejected answer.
+      unit: what such a record is called where records are counted.
       needs_log_probs: whether the weights of tokens depend on their log-probabilities, so that a
         forward pass precedes the training of each global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
@@ -72,6 +73,7 @@ class Objective:
 
     kind: ClassVar[str]
     members: ClassVar[int] = 1
+    unit: ClassVar[str] = "sample"
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
@@ -96,6 +98,10 @@ class Objective:
     def known(self, log_probs: Sequence[TargetLogProbs]) -> Known:
         """What the objective knows of its reference, from the log-probabilities under it."""
         return log_probs if self.by_token else self.sums(log_probs)
+
+    def count(self, samples: Sized) -> int:
+        """The number of records that have become these samples."""
+        return len(samples) // self.members
 
     def sums(self, log_probs: Sequence[TargetLogProbs]) -> Float[np.ndarray, " samples"]:
         """The log-probability of each sample."""

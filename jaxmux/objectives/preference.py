@@ -82,6 +82,7 @@ class _Paired(Objective):
     """What objectives of pairs share."""
 
     members: ClassVar[int] = 2
+    unit: ClassVar[str] = "pair"
 
     def grade(self, log_probs, reference=None, recorded=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)

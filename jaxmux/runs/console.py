@@ -172,17 +172,25 @@ class RunConsole:
         self.console.print(text, markup=False, soft_wrap=True)
 
     def announce(self, tasks: Sequence[PreparedTask], config: BackboneConfig) -> None:
-        """Prints the number of samples of each task, and warnings about suspicious tasks."""
+        """Prints the number of samples or pairs of each task, and warnings about suspicious
+        tasks."""
         for prepared in tasks:
             samples, name = prepared.samples, prepared.task.name
-            notes = [numbered(len(samples.samples), "sample"), numbered(prepared.steps, "step")]
+            objective = prepared.task.objective
+            notes = [
+                numbered(objective.count(samples.samples), objective.unit),
+                numbered(prepared.steps, "step"),
+            ]
             notes.append(f"longest {numbered(prepared.longest_tokens, 'token')}")
             if samples.truncated:
-                notes.append(f"{samples.truncated} truncated to {prepared.task.max_length}")
+                of_pairs = " answers" * (objective.unit == "pair")
+                notes.append(
+                    f"{samples.truncated}{of_pairs} truncated to {prepared.task.max_length}"
+                )
             if samples.dropped:
                 notes.append(f"{samples.dropped} dropped (over-long, or no targets left)")
             if prepared.eval_samples:
-                notes.append(f"{len(prepared.eval_samples)} held out")
+                notes.append(f"{objective.count(prepared.eval_samples)} held out")
             if date := samples.rendering.date:
                 notes.append(f"its chat template writes the date, which stays {date} in this run")
             self.say(f"task {name}: {', '.join(notes)}")

@@ -29,12 +29,14 @@ from .trackers import RunTrackers
 
 def json_line(fields: Mapping[str, Any]) -> bytes:
     """An object as a line of JSON. Numbers that are not finite become null."""
-    finite = {key: finite_or_none(value) for key, value in fields.items()}
-    return json.dumps(finite).encode() + b"\n"
+    return json.dumps(finite_or_none(fields)).encode() + b"\n"
 
 
 def finite_or_none(value: Any) -> Any:
-    """The value; None for a number that is not finite, because JSON cannot express it."""
+    """The value; None for a number that is not finite, also in a mapping, because JSON cannot
+    express it."""
+    if isinstance(value, Mapping):
+        return {key: finite_or_none(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

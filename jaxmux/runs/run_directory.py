@@ -353,7 +353,7 @@ class RunDirectory:
         Args:
           fingerprints: as for `refuse_changes`.
           config_text: text of config.gin; None writes no such file.
-          samples: by task, the number of "training" and of "held_out" samples.
+          samples: by task, the number of "training" and of "held_out" samples or pairs.
           rendering: by task, how the records of its training data became text.
 
         Raises:

@@ -43,9 +43,12 @@ class RunInputs(NamedTuple):
 
     @property
     def samples(self) -> dict[str, dict[str, int]]:
-        """By task, the number of "training" and of "held_out" samples."""
+        """By task, the number of "training" and of "held_out" samples or pairs."""
         return {
-            p.task.name: {"training": len(p.samples.samples), "held_out": len(p.eval_samples)}
+            p.task.name: {
+                "training": p.task.objective.count(p.samples.samples),
+                "held_out": p.task.objective.count(p.eval_samples),
+            }
             for p in self.prepared
         }
 

@@ -14,6 +14,7 @@ from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import Engine, TaskProgress, TrainedTask
 from jaxmux.installation import installed_versions
 from jaxmux.models import device_peak
+from jaxmux.objectives import OBJECTIVES, SFT
 from jaxmux.peft import Notes
 from jaxmux.printable import shown_state
 from jaxmux.specifications.reading import task_to_json
@@ -45,7 +46,7 @@ def notes_of_record(
 
     Args:
       fields: the task as JSON, with or without its name.
-      samples: number of "training" and "held_out" samples; empty if unknown.
+      samples: number of "training" and "held_out" samples or pairs; empty if unknown.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
       is_best: whether the adapter is the one with the lowest held-out loss.
     """
@@ -53,14 +54,17 @@ def notes_of_record(
     held_out_data = fields["eval_data"] and _shown(fields["eval_data"])
     if (fraction := fields.get("validation_fraction")) is not None:
         held_out_data = f"{100 * fraction:.4g}% of the training records, which were not trained on"
+    # Earlier versions have recorded no objective.
+    objective = OBJECTIVES[fields.get("objective", {"kind": SFT.kind})["kind"]]
+    losses = "Losses" + " in nats per target token" * (objective is SFT)
     hub = [each["path"].removeprefix(HUGGING_FACE_PREFIX) for each in sources if _is_on_hub(each)]
     sections = {
         "Data": {
             "Training data": [_shown(source) for source in sources],
-            "Training samples": samples.get("training"),
+            f"Training {objective.unit}s": samples.get("training"),
             "Fingerprint of the training data": fingerprints.get(f"data of task {name!r}"),
             "Held-out data": held_out_data,
-            "Held-out samples": samples.get("held_out") if held_out_data else None,
+            f"Held-out {objective.unit}s": samples.get("held_out") if held_out_data else None,
             "Fingerprint of the held-out data": (
                 fingerprints.get(f"held-out data of task {name!r}") if held_out_data else None
             ),
@@ -72,10 +76,11 @@ def notes_of_record(
             "Longest sample in tokens": fields["max_length"],
             "Seed": fields["seed"],
             "Began with the adapter": fields["resume_from"] and Path(fields["resume_from"]).name,
+            "Objective": None if objective is SFT else fields["objective"],
             "Adapter": fields["adapter"],
             "Optimizer and schedule": fields["optimizer"],
         },
-        "Losses in nats per target token": {
+        losses: {
             "Training, first step": progress.train_loss_first,
             "Training, last step": progress.train_loss_last,
             "Held-out data, before training": progress.eval_loss_first,
@@ -121,6 +126,8 @@ def plot_losses(metrics: Path, path: Path) -> None:
     figure = Figure(figsize=(9, 5.5), layout="constrained")
     axes = figure.add_subplot()
     lines = read_metrics(metrics)
+    # Only objectives other than SFT have metrics.
+    unit = "" if any(line.get("metrics") for line in lines) else " (nats per target token)"
     tasks = list(dict.fromkeys(line["task"] for line in lines))
     for i, task in enumerate(tasks):
         kept = [
@@ -136,8 +143,9 @@ def plot_losses(metrics: Path, path: Path) -> None:
         axes.plot(steps, losses, color=color, alpha=0.25, linewidth=1)
         axes.plot(steps, means, color=color, linewidth=2, label=task)
     axes.set_xlabel("task step (global batches)")
-    axes.set_ylabel("training loss (nats per target token)")
-    axes.set_yscale("log")
+    axes.set_ylabel(f"training loss{unit}")
+    # The losses of some objectives may be negative.
+    axes.set_yscale("log" if all((line["loss"] or 1) > 0 for line in lines) else "linear")
     axes.grid(True, which="both", alpha=0.25)
     columns, labels = 1 + len(tasks) // 12, axes.get_legend_handles_labels()[1]
     # Long names of many tasks would leave no room for the losses.
@@ -162,11 +170,12 @@ class Summary(NamedTuple):
     Attributes:
       tasks: by name, a dict with the task's results. "status" is "succeeded" (all steps are
         trained), "stopped early" (the task has an adapter too) or "failed", and "error" is the
-        reason for a failure or None. "steps" is the number of global batches
-        trained. "train_loss_first" and "train_loss_last" are the losses of the first and last
-        applied update; "eval_loss_first" and "eval_loss" are the losses of the held-out data before
-        and after training. Losses are in nats per target token, or None if there is none. "tokens"
-        and "target_tokens" count all tokens and the target tokens that were trained;
+        reason for a failure or None. "steps" is the number of global batches trained, and
+        "objective" the kind of the task's objective. "train_loss_first" and "train_loss_last" are
+        the losses of the first and last applied update; "eval_loss_first" and "eval_loss" are the
+        losses of the held-out data before and after training. Losses are values of the objective
+        (of "sft" in nats per target token), or None if there is none. "tokens" and "target_tokens"
+        count all tokens and the target tokens that were trained;
         "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
         of updates that were skipped because a value was not finite, and "bad_streak" the number of
         consecutive skipped updates at the end of training. "samples_truncated" and
@@ -263,4 +272,5 @@ def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
     names = (*_TASK_FIELDS, *_LATER_FIELDS)
     progress = {"steps": fields["step"]} | {field: fields[field] for field in names}
     progress["status"] = shown_state(fields["status"], fields["stopped_early"])
+    progress["objective"] = engine.prepared(name).task.objective.kind
     return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmux.distributions import DISTRIBUTIONS, LogUniform
+from jaxmux.objectives import SFT
 from jaxmux.printable import STOPPED_EARLY, spaced
 from jaxmux.sweeps import Sweep, shown_value
 
@@ -114,7 +115,8 @@ def _plot_steps(
         axes.axvline(rung, color="0.75", linewidth=1, linestyle="--", zorder=1)
     axes.set_title(f"{sweep.name}: {len(names)} configurations, bright: best, dark: worst")
     axes.set_xlabel("task step (global batches); dashed: rungs")
-    axes.set_ylabel("held-out loss (nats per target token)")
+    unit = " (nats per target token)" * (sweep.task.objective.kind == SFT.kind)
+    axes.set_ylabel(f"held-out loss{unit}")
     axes.set_yscale("log")
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize="small")
@@ -243,7 +245,7 @@ def best_of(sweep: Sweep, summary: Summary) -> str:
 
 
 def sweep_table(sweep: Sweep, summary: Summary) -> Table:
-    """The configurations of a sweep, best first, with their losses in nats per target token."""
+    """The configurations of a sweep, best first, with their losses."""
     values = {each.task.name: each.values for each in sweep.configurations()}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:

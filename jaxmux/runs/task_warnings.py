@@ -15,6 +15,7 @@ from jaxmux.data import Samples
 from jaxmux.engine import PreparedTask, TaskProgress
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
+from jaxmux.objectives import SFT
 from jaxmux.peft import LayerMask, LoRA, full_name
 from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
@@ -48,7 +49,8 @@ def of_live_task(
     before the task begins."""
     if progress is None:
         return before_training(prepared, config)
-    return after_training({**progress.to_json(), "steps": progress.step}, config)
+    results = {"steps": progress.step, "objective": prepared.task.objective.kind}
+    return after_training({**progress.to_json(), **results}, config)
 
 
 def of_options(options: "RunOptions | ServerOptions", config: BackboneConfig) -> list[str]:
@@ -70,6 +72,9 @@ def after_training(results: Mapping[str, Any], config: BackboneConfig) -> list[s
             f"{'was' if skipped == 1 else 'were'} skipped, because a loss, a gradient or an update "
             "was not finite; the learning rate may be too high"
         )
+    # Summaries of earlier versions name no objective. Only this loss is one of predictions.
+    if results.get("objective", SFT.kind) != SFT.kind:
+        return warnings
     first, last = results["train_loss_first"], results["train_loss_last"]
     uniform = math.log(config.vocab_size)
     rose = results["steps"] - skipped >= 2 and last - first >= _RISE
@@ -90,12 +95,11 @@ def _of_settings(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
         warnings.append("alpha is 0, so the adapter has no effect")
     if optimizer.weight_decay > 1:
         warnings.append(f"weight_decay is {optimizer.weight_decay:g}; usual values are at most 0.1")
-    members = task.objective.members
-    if task.batch_size > (records := len(prepared.samples.samples) // members):
-        what = "pair" if members == 2 else "sample"
+    if task.batch_size > (records := task.objective.count(prepared.samples.samples)):
         warnings.append(
-            f"batch_size is {task.batch_size}, above the {numbered(records, what)} of the "
-            "data; every step trains on all of them"
+            f"batch_size is {task.batch_size}, above the "
+            f"{numbered(records, task.objective.unit)} of the data; every step trains on all of "
+            "them"
         )
     warmup = optimizer.schedule.warmup_steps
     if warmup >= prepared.steps:

@@ -225,11 +225,11 @@ class TaskStatus(NamedTuple):
       priority: its priority; tasks with higher numbers go first.
       step: number of global batches that it has trained.
       steps: number of global batches that it is to train; None until its data have been read.
-      loss: loss of the last update, in nats per target token; None before the first update, NaN if
-        the last update was skipped because a value was not finite.
-      held_out_loss: last measured loss of the held-out data, in nats per target token; None before
-        the first measurement. If a task that keeps its best adapter has succeeded, the loss of this
-        adapter.
+      loss: loss of the last update; None before the first update, NaN if the last update was
+        skipped because a value was not finite. Losses are values of the task's objective, for `SFT`
+        in nats per target token.
+      held_out_loss: last measured loss of the held-out data; None before the first measurement. If
+        a task that keeps its best adapter has succeeded, the loss of this adapter.
       best_step: number of steps after which the held-out loss was lowest; None before the first
         measurement.
       share: the task's fraction of the tokens of the last round, padding included; 0 unless it
@@ -419,7 +419,9 @@ class LiveTask:
         read."""
         samples = self.prepared.samples.samples
         total = int(stream_lengths(samples).sum(dtype=np.int64))
-        return round(self.specification.batch_size * total / len(samples))
+        return round(
+            self.specification.batch_size * total / self.specification.objective.count(samples)
+        )
 
     @property
     def _paths(self) -> str:

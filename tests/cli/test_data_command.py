@@ -165,6 +165,44 @@ def test_what_training_would_warn_of_is_told(tmp_path, capsys):
     assert f"the text of 1 record spells special tokens such as {eos!r}" in said
 
 
+def test_records_of_preferences_are_shown_and_counted_as_pairs(tmp_path, capsys):
+    pairs = [
+        {"prompt": f"Max is {n}.", "chosen": " Why?" * (1 + n), "rejected": " No."}
+        for n in range(5)
+    ]
+    pairs.append({"prompt": "Max", "chosen": " sings.", "rejected": " sings."})
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    config = tmp_path / "pairs.gin"
+    config.write_text(
+        f"""
+        fine_tune.backbone = "jaxmux:demo/base"
+        fine_tune.tasks = [@Task()]
+        Task.name = "pairs"
+        Task.data = "{tmp_path}/pairs.jsonl"
+        Task.objective = @DPO()
+        Task.epochs = 2
+        Task.batch_size = 4
+        """
+    )
+    assert main([f"--gin_file={config}", "--samples=1"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert (
+        "task pairs: 6 pairs in an epoch, 0 held out, 4 steps of 4 pairs are 2.00 epochs" in words
+    )
+    assert "1 pair of equal answers" in words
+    assert "the chosen answer is the longer one in 67% of the pairs" in words
+    assert "pair 1, chosen" in words and "pair 1, rejected" in words and "pair 2" not in words
+    assert "<s>Max is 0.⟦ Why?</s>⟧" in words and "<s>Max is 0.⟦ No.</s>⟧" in words
+    assert main([f"--gin_file={config}", "--samples=1", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["tasks"]["pairs"]
+    assert (report["unit"], report["samples"], report["objective"]) == ("pair", 6, "dpo")
+    assert [source["epoch_samples"] for source in report["sources"]] == [6]
+    assert sum(count for *_, count in report["histogram"]) == 12
+    assert report["answers"]["chosen"]["longest"] > report["answers"]["rejected"]["longest"]
+
+
 def test_a_task_can_be_chosen(config, capsys):
     assert main([config, "--task=plain", "--samples=0"]) == 0
     shown = capsys.readouterr().out

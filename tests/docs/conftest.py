@@ -49,6 +49,8 @@ def trained(tmp_path_factory, substituted):
         for path in (folder, folder / "data", folder / "tenants" / "acme" / "data"):
             path.mkdir(parents=True, exist_ok=True)
             (path / f"{name}.jsonl").write_text(text)
+    pairs = (DEMO / "tasks" / "mood_pairs.eval.jsonl").read_text().splitlines()[:48]
+    (folder / "preferences.jsonl").write_text("\n".join(pairs) + "\n")
     chats = [chat(json.loads(line)) for line in islice(lines, 48)]
     (folder / "chats.jsonl").write_text("".join(json.dumps(c) + "\n" for c in chats))
     write_parquet(folder / "chats.parquet", chats)

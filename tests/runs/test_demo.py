@@ -1,5 +1,6 @@
 """The bundled demo: its files are fit to ship, and the command without a config runs it."""
 
+import dataclasses
 import json
 from functools import partial
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import gin
 import pytest
 
-from jaxmux import Task, load_backbone
+from jaxmux import DPO, SFT, RunOptions, SimPO, Task, fine_tune, load_backbone
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import DEMO_CONFIG
 from jaxmux.cli.main import run_command
@@ -58,7 +59,7 @@ def test_base_model_loads_with_a_tokenizer_of_its_vocabulary():
     assert tokenizer.eos_token_id is not None
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "mood_pairs"])
 def test_held_out_prompts_are_not_in_the_training_data(name):
     prompts = {}
     for part in ("train", "eval"):
@@ -114,3 +115,18 @@ def test_every_task_learns_in_half_precision_and_packed_rows_on_a_gpu(tmp_path):
     summary = json.loads((tmp_path / "run" / "summary.json").read_text())
     for name in NAMES:
         assert summary["tasks"][name]["train_loss_last"] < 0.2, name
+
+
+@pytest.mark.slow
+def test_objectives_of_pairs_prefer_the_right_answers_to_new_prompts(tmp_path):
+    gin_bindings.parse([resolve_path("jaxmux:configs/demo_preferences.gin")], [])
+    config = gin_bindings.run_config()
+    dpo, sft = config.tasks
+    assert (dpo.objective, sft.objective) == (DPO(), SFT())
+    simpo = dataclasses.replace(dpo, name="simpo", objective=SimPO())
+    options = RunOptions(tokens_per_microbatch=config.tokens_per_microbatch, remat=config.remat)
+    assert fine_tune(config.backbone, [dpo, simpo], tmp_path / "run", options).succeeded
+    lines = [json.loads(line) for line in (tmp_path / "run/held_out.jsonl").open()]
+    right = {line["task"]: line["metrics"]["rewards/accuracies"] for line in lines}
+    assert right.keys() == {dpo.name, simpo.name}
+    assert min(right.values()) > 0.9

@@ -127,6 +127,8 @@ def test_a_loss_that_rose_to_that_of_uniform_predictions_gets_a_warning(
     skipped, *rose = after_training(results, config)
     assert f"3 of its {updates + 3} updates were skipped" in skipped
     assert bool(rose) is warned
+    # Other losses are not those of predictions.
+    assert len(after_training({**results, "objective": "dpo"}, config)) == 1
 
 
 def test_unknown_tokens_get_a_warning(prepare):

@@ -173,6 +173,20 @@ def test_task_whose_last_update_was_skipped_shows_no_older_loss(run_dir):
     assert (row["loss"], row["nan"], row["skipped"]) == (0.25, False, 1)
 
 
+def test_tasks_with_metrics_of_their_objective_are_shown_by_their_losses(run_dir):
+    metrics = {"metrics": {"rewards/accuracies": 0.75, "rewards/margins": None}}
+    time = synthetic.BEGUN + 1e6
+    update = synthetic.update(60, "legal_0", -0.25, time) | metrics
+    synthetic.append(run_dir / "metrics.jsonl", update)
+    measured = synthetic.evaluation(60, "legal_0", -0.5, time) | metrics
+    synthetic.append(run_dir / "held_out.jsonl", measured)
+    state = client(run_dir).get("/api/state").json()
+    row = state["tasks"][2]
+    assert (row["step"], row["loss"], row["held_out"], row["best"]) == (61, -0.25, -0.5, 61)
+    assert state["run"]["damaged"] == {}
+    assert state["events"][-1]["text"].startswith("loss -0.5 at step 61")
+
+
 def test_page_of_a_task_holds_its_specification_and_its_curves(run_dir):
     fields = {"lr": 0.5, "grad_norm": None, "skipped": True}
     line = synthetic.update(60, "legal_0", 0.5, synthetic.BEGUN + 1e6) | fields

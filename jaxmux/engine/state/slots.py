@@ -42,7 +42,7 @@ class TrainedTask(NamedTuple):
     """A task that has been trained, without its data. Its progress does not change any more.
 
     Attributes:
-      samples, held_out_samples: numbers of training and held-out samples.
+      samples, held_out_samples: numbers of training and held-out samples or pairs.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
       rendering: how the records of its training data became text.
     """
@@ -61,8 +61,8 @@ class TrainedTask(NamedTuple):
         return cls(
             prepared.task,
             progress,
-            samples=len(prepared.samples.samples),
-            held_out_samples=len(prepared.eval_samples),
+            samples=prepared.task.objective.count(prepared.samples.samples),
+            held_out_samples=prepared.task.objective.count(prepared.eval_samples),
             fingerprints=fingerprints,
             rendering=prepared.samples.rendering,
         )

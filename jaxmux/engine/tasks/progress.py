@@ -15,8 +15,8 @@ class TaskProgress:
     """The position of a task in its training, and its results so far. `Engine.progress` returns it.
 
     A *step* of a task is one global batch (the samples of one optimizer update). A step either
-    applies its update or skips it. Losses are in nats per target token (token that counts in the
-    loss), and None before they are known.
+    applies its update or skips it. Losses are values of the task's objective, for `SFT` in nats per
+    target token (token that counts in the loss), and None before they are known.
 
     Attributes:
       step: number of global batches consumed, which is also the index of the next one.

@@ -59,7 +59,8 @@ FORMAT = "jaxmux.plan/3"
 class PlannedTask(NamedTuple):
     """The facts about one task that a `Plan` reports. `tokens` counts all tokens of the samples, as
     `Task.max_length` does. `rank` is the size of the adapter if its kind has no rank. The longest
-    sample may be a held-out one."""
+    sample may be a held-out one. A record is `members` samples, 2 for a pair of answers;
+    `batch_size` counts records, and `samples` samples."""
 
     name: str
     rank: int
@@ -68,6 +69,11 @@ class PlannedTask(NamedTuple):
     samples: int
     tokens: int
     longest: int
+    members: int = 1
+
+    @property
+    def records(self) -> int:
+        return self.samples // self.members
 
 
 class PlacedSample(NamedTuple):
@@ -287,6 +293,7 @@ class TaskLoad(NamedTuple):
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
       scored: whether log-probabilities of a global batch are computed before it is trained.
+      members: number of samples of a record, as in `Objective`; for reports only.
     """
 
     name: str
@@ -299,6 +306,7 @@ class TaskLoad(NamedTuple):
     dropped: int = 0
     virtual_tokens: int = 0
     scored: bool = False
+    members: int = 1
 
     @property
     def longest(self) -> int:
@@ -481,6 +489,7 @@ def _planned_task(task: TaskLoad) -> PlannedTask:
         samples=count,
         tokens=sum(task.lengths) + count * more,
         longest=task.longest + more,
+        members=task.members,
     )
 
 

@@ -80,17 +80,25 @@ def points_of(
       series: takes the name of a task, returns the name of its curves.
       repeated_to: the last round that trackers may have received already.
     """
-    fields = _HELD_OUT if held_out else _UPDATE
     for step, of_round in groupby(lines, lambda line: line["step"]):
         same = list(of_round)
         values = {
             f"{name}/{series(line['task'])}": value
             for line in same
-            for name, field in fields.items()
-            if (value := line.get(field)) is not None and math.isfinite(value)
+            for name, value in _numbers(line, held_out).items()
+            if value is not None and math.isfinite(value)
         }
         if values:
             yield Point(step, values, same[0]["time"], held_out, step <= repeated_to)
+
+
+def _numbers(line: Mapping[str, Any], held_out: bool) -> dict[str, float | None]:
+    """The numbers of a result by the name of the metric, those of the task's objective included."""
+    fields, prefix = (_HELD_OUT, "held_out_") if held_out else (_UPDATE, "")
+    of_objective = line.get("metrics", {}).items()
+    return {name: line.get(field) for name, field in fields.items()} | {
+        f"{prefix}{name}": value for name, value in of_objective
+    }
 
 
 class _Thread:
