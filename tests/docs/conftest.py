@@ -21,6 +21,7 @@ SUBSTITUTIONS = {
     r"row_len = 2048": "row_len = 128",
     r"(steps ?= ?)[5-9]\d\d": r"\g<1>4",
     r"steps=20\b": "steps=4",
+    r"range\(20\)": "range(2)",
     r"eval_every = 50": "eval_every = 2",
     r"epochs( ?= ?)3": r"epochs\g<1>1",
     r"tokens_per_microbatch=4096": "tokens_per_microbatch=512",
