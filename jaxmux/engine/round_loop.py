@@ -395,7 +395,7 @@ class RoundLoop:
         """Returns the round after the current one, with the tasks that are known now; None if it
         may not begin yet."""
         live = self._live(after=self._position.current)
-        if any(self._slots[n].prepared.task.objective.needs_log_probs for n in live):
+        if self._slots.are_scored(live):
             # The weights of its losses depend on the updates of this round.
             return None
         return self._position.plan_following(live)
@@ -404,11 +404,11 @@ class RoundLoop:
         """Computes the weights of the losses of tasks whose objectives need log-probabilities, with
         the dropout masks of the step, and puts the microbatches that wait for them onto the
         devices. The weights of a global batch are computed before its first turn."""
-        updated = plan.ends.difference(*(update.slots for update in plan.updates))
-        slots = {n: self._slots[n] for n in plan.steps if n in self._slots and n not in updated}
-        slots = {n: s for n, s in slots.items() if s.prepared.task.objective.needs_log_probs}
-        if not slots:
+        if not plan.scored:
             return plan
+        updated = plan.ends.difference(*(update.slots for update in plan.updates))
+        scored = plan.scored - updated
+        slots = {n: self._slots[n] for n in plan.steps if n in scored and n in self._slots}
         computed = dict(plan.computed_tokens)
         missing = {n: slot for n, slot in slots.items() if slot.weighted is None}
         if missing:

@@ -125,6 +125,7 @@ class RoundPlan(NamedTuple):
       tokens, target_tokens: by slot, number of tokens in the task's global batch, without padding
         and virtual tokens, and number of those that count in the loss.
       computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
+      scored: the slots whose objectives need log-probabilities.
     """
 
     steps: dict[int, int]
@@ -137,6 +138,7 @@ class RoundPlan(NamedTuple):
     tokens: dict[int, int]
     target_tokens: dict[int, int]
     computed_tokens: dict[int, int]
+    scored: frozenset[int] = frozenset()
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
         """Of the slots whose global batches continue in the next round, those whose turns are
@@ -290,7 +292,7 @@ def training_rounds(
     least_tokens = replicas[0].shape.least_tokens
     turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
     groups_of = groups_of or TaskGroups(replicas)
-    waiting = {n for n, task in tasks.items() if task.task.objective.needs_log_probs}
+    waiting = frozenset(n for n, task in tasks.items() if task.task.objective.needs_log_probs)
     done = dict(accumulated or {})
     while turns := turns_of.next():
         live = {slot: tasks[slot] for slot in turns}
@@ -322,6 +324,7 @@ def training_rounds(
             {slot: sum(s.read_tokens for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
             dict(computed),
+            waiting & live.keys(),
         )
         done = {slot: samples for slot, samples in done.items() if slot not in ends}
 

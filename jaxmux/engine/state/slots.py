@@ -4,7 +4,7 @@ the arrays of all tasks, and tasks that have left."""
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -526,6 +526,10 @@ class Slots:
                 continue
             live[number] = step
         return live
+
+    def are_scored(self, numbers: Iterable[int]) -> bool:
+        """Whether a task in these slots has an objective that needs log-probabilities."""
+        return any(self._slots[n].prepared.task.objective.needs_log_probs for n in numbers)
 
     def due(self, numbers: Sequence[int]) -> tuple[DueUpdates, dict[int, float]]:
         """The updates of slots as arrays for the compiled programs; slots whose tasks do not run
