@@ -19,21 +19,44 @@ from jaxmux.tasks import Task
 _NOTHING = LoRA(rank=1)
 
 
+class HeldOutData(NamedTuple):
+    """Held-out samples.
+
+    Attributes:
+      name: name of the data, for reports.
+      samples: at least one.
+      are_pairs: whether each record is two samples, the chosen answer and behind it the rejected
+        one.
+    """
+
+    name: str
+    samples: StoredSamples
+    are_pairs: bool = False
+
+
 class EvalCase(NamedTuple):
     """An adapter, from `import_adapter`, and held-out samples.
 
     Attributes:
-      data: name of the held-out data.
-      samples: at least one.
+      task: name of the adapter's task; None for the bare backbone, which has no `spec` and no
+        `adapter`.
+      held_out: the samples.
       tokenizer: the tokenizer with which the samples were read.
     """
 
-    task: str
-    data: str
+    task: str | None
+    held_out: HeldOutData
     spec: Any
     adapter: Any
-    samples: StoredSamples
     tokenizer: Any
+
+    @property
+    def data(self) -> str:
+        return self.held_out.name
+
+    @property
+    def samples(self) -> StoredSamples:
+        return self.held_out.samples
 
     @property
     def target_tokens(self) -> int:
@@ -70,29 +93,13 @@ def losses_of(
       tokens_per_microbatch: most tokens of one forward pass.
     """
     config = backbone.config
-    targets = kind_of(_NOTHING).targets(_NOTHING, config)
-    nothing = initial_adapter(_NOTHING, targets, config, 0)
     firsts, prepared = first_with_data(cases), []
     for number, case in enumerate(cases):
         prepared.append(
-            _prepared(
-                f"adapter.{number}",
-                spec=case.spec,
-                adapter=case.adapter,
-                samples=case.samples,
-                config=config,
-            )
+            untrained(f"adapter.{number}", case.samples, config, case.spec, case.adapter)
         )
         if firsts[number] == number:
-            prepared.append(
-                _prepared(
-                    f"backbone.{number}",
-                    spec=_NOTHING,
-                    adapter=nothing,
-                    samples=case.samples,
-                    config=config,
-                )
-            )
+            prepared.append(untrained(f"backbone.{number}", case.samples, config))
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(prepared)
@@ -102,20 +109,32 @@ def losses_of(
     return [Losses(losses[f"adapter.{n}"], losses[f"backbone.{m}"]) for n, m in enumerate(firsts)]
 
 
-def _prepared(
-    name: str, spec: Any, adapter: Any, samples: StoredSamples, config: BackboneConfig
+def untrained(
+    name: str,
+    samples: StoredSamples,
+    config: BackboneConfig,
+    spec: Any = None,
+    adapter: Any = None,
+    batch_size: int | None = None,
 ) -> PreparedTask:
-    """A task with these held-out samples, which is never trained."""
+    """A task with these held-out samples, which is never trained. Without `spec` it is the bare
+    backbone. The shape of microbatches is chosen for batches of `batch_size` samples, or for all
+    together."""
+    if spec is None:
+        spec = _NOTHING
+        adapter = initial_adapter(spec, kind_of(spec).targets(spec, config), config, 0)
     held_out = with_virtual_tokens(samples, spec)
+    batches = GlobalBatches(held_out, batch_size or len(held_out), seed=0)
+    steps = batches.batches_per_epoch
     # An optimizer without moments takes the least memory.
-    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(held_out), steps=1)
+    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(held_out), steps=steps)
     return PreparedTask(
         task,
         dict(kind_of(spec).targets(spec, config)),
         lambda: adapter,
         Samples(held_out, read=len(held_out), truncated=0, dropped=0, skipped=0),
-        GlobalBatches(held_out, len(held_out), seed=0),
-        steps=1,
+        batches,
+        steps=steps,
         eval_samples=held_out,
         size=size_of_adapter(spec, config),
     )
