@@ -12,8 +12,8 @@ from .chat import chat_of
 from .chat_templates import ChatTemplate, TimeLimit
 from .conversations import ASSISTANT, SPEAKERS
 from .errors import DataError
-from .record_forms import field_names, valid_text
-from .sources import Record
+from .record_forms import Columns, field_names, valid_text
+from .sources import PREFERENCE, Record, Source, read_records
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,6 +57,16 @@ def is_preference(record: Record) -> bool:
     """Whether a record has two answers."""
     fields = record.fields
     return any(answers <= fields.keys() for answers in map(set, _ANSWERS)) or _has_two(fields)
+
+
+def holds_pairs(source: Source) -> bool:
+    """Whether a source holds preference records: its form says so, or with the form "auto" the
+    first record has two answers. Raises DataError if the source cannot be read."""
+    if source.form != "auto":
+        return source.form == PREFERENCE
+    columns = Columns(source)
+    first = next(read_records(source), None)
+    return first is not None and is_preference(columns.renamed(first))
 
 
 def is_chat(record: Record) -> bool:

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO
 
 from .errors import InputError
 
@@ -66,11 +67,13 @@ def refuse_foreign(path: Path, what: str, is_ours: Callable[[Path], bool]) -> No
 def holds_object(path: Path, keys: Collection[str]) -> bool:
     """Whether a file, or its first line, is a JSON object that has these keys."""
     try:
-        text = path.read_text(encoding="utf-8")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = json.loads(text.partition("\n")[0])
+        # Files of lines may be large, so the rest is read only if the first line is no JSON.
+        with path.open(encoding="utf-8") as file:
+            first = file.readline()
+            try:
+                value = json.loads(first)
+            except ValueError:
+                value = json.loads(first + file.read())
     except (OSError, ValueError, RecursionError):
         return False
     return isinstance(value, dict) and value.keys() >= set(keys)
@@ -84,17 +87,25 @@ def write_atomically(path: Path, text: str) -> None:
     Raises:
       OSError: the file cannot be written, for example because the disk is full.
     """
+    with opened_atomically(path) as file:
+        file.write(text)
+
+
+@contextmanager
+def opened_atomically(path: Path) -> Iterator[TextIO]:
+    """Opens a file for writing as `write_atomically` writes it. The file gets its name when the
+    block ends. If it raises an error, what has been written is deleted."""
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
     try:
         opened = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
         with open(opened, "w", encoding="utf-8") as file:
-            file.write(text)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         partial.replace(path)
         sync(path.parent)
-    except OSError:
+    except (Exception, KeyboardInterrupt):
         partial.unlink(missing_ok=True)
         raise
 

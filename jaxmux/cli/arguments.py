@@ -252,19 +252,7 @@ def generate_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
 
 def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
     parser = command_parser(prog, help_texts.EVAL)
-    parser.add_argument("--run_dir", metavar="DIR", help="run directory of `jaxmux train`")
-    parser.add_argument(
-        "--task", action="append", metavar="NAME", help="may be repeated; default: all tasks"
-    )
-    parser.add_argument(
-        "--data",
-        action="append",
-        metavar="FILE",
-        help="held-out records; may be repeated; default: the held-out data of each task",
-    )
-    parser.add_argument(
-        "--limit", type=count, metavar="N", help="take the first N samples or pairs; default: all"
-    )
+    _add_held_out(parser, "take the first N samples or pairs")
     parser.add_argument(
         "--max_new_tokens",
         type=seed,
@@ -273,31 +261,79 @@ def eval_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
         "longest reference has",
     )
     parser.add_argument("--out", type=path, metavar="FILE", help="write the results as JSON")
-    other = parser.add_argument_group("without --run_dir")
-    other.add_argument("--backbone", metavar="DIR", help="checkpoint folder")
-    other.add_argument(
-        "--adapter", action="append", metavar="DIR", help="adapter folder; may be repeated"
+    options = parse_options(parser, arguments)
+    _check_held_out(parser, options, needed=("backbone", "adapter", "data"))
+    return options
+
+
+def score_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
+    parser = command_parser(prog, help_texts.SCORE, epilog=help_texts.SCORE_LINE)
+    _add_held_out(parser, "take the first N records of each file only")
+    parser.add_argument(
+        "--tokens",
+        action="store_true",
+        help="add the tokens of each sample and their log-probabilities",
     )
-    other.add_argument(
+    parser.add_argument(
+        "--out",
+        type=path,
+        metavar="FILE",
+        help="write the lines to this file, which appears when it is complete; default: standard "
+        "output",
+    )
+    options = parse_options(parser, arguments)
+    _check_held_out(parser, options, needed=("backbone", "data"))
+    return options
+
+
+def _add_held_out(parser: argparse.ArgumentParser, limit: str) -> None:
+    """Adds the options that name the backbone, the adapters and their data. `limit` describes
+    --limit."""
+    parser.add_argument("--run_dir", metavar="DIR", help="run directory of `jaxmux train`")
+    parser.add_argument(
+        "--task", action="append", metavar="NAME", help="may be repeated; default: all tasks"
+    )
+    parser.add_argument(
+        "--data",
+        action="append",
+        metavar="FILE",
+        help="file of records; may be repeated; default: the held-out data of each task",
+    )
+    parser.add_argument("--limit", type=count, metavar="N", help=f"{limit}; default: all")
+    group = parser.add_argument_group("without --run_dir")
+    group.add_argument("--backbone", metavar="DIR", help="checkpoint folder")
+    group.add_argument(
+        "--adapter",
+        action="append",
+        metavar="[NAME=]DIR",
+        help="adapter folder; may be repeated; default of NAME: the folder's name",
+    )
+    group.add_argument(
         "--max_length", type=count, metavar="N", help="most tokens of a sample; default: 1024"
     )
-    other.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto")
-    other.add_argument(
+    group.add_argument("--dtype", choices=("auto", "bfloat16", "float32"), help="default: auto")
+    group.add_argument(
         "--backbone_format",
         choices=_FORMATS,
         help="format of the linears' weights, as fine_tune.backbone_format; default: as stored",
     )
-    options = parse_options(parser, arguments)
+
+
+def _check_held_out(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, needed: Sequence[str]
+) -> None:
+    """Exits with a message if options contradict each other, or if one of `needed` is missing
+    without --run_dir. Sets the defaults of options that a run directory tells."""
     names = ("backbone", "adapter", "max_length", "dtype", "backbone_format")
     superfluous = [name for name in names if getattr(options, name)]
     if options.run_dir and superfluous:
         parser.error(f"--{superfluous[0]}: the run directory tells it; leave it or --run_dir out")
     if not options.run_dir and options.task:
         parser.error("--task is for --run_dir")
-    if not options.run_dir and not (options.backbone and options.adapter and options.data):
-        parser.error("give --run_dir, or --backbone, --adapter and --data")
+    if not options.run_dir and not all(getattr(options, name) for name in needed):
+        *first, last = [f"--{name}" for name in needed]
+        parser.error(f"give --run_dir, or {', '.join(first)} and {last}")
     options.max_length, options.dtype = options.max_length or 1024, options.dtype or "auto"
-    return options
 
 
 def export_options(arguments: Sequence[str], prog: str) -> argparse.Namespace:
@@ -382,6 +418,7 @@ COMMANDS: dict[str, tuple[str, Callable[[Sequence[str], str], argparse.Namespace
     "profile": ("measure this machine's devices for the planner's cost models", profile_options),
     "generate": ("complete prompts, or chat, with a backbone and adapters", generate_options),
     "eval": ("compare adapters with the bare backbone on held-out data", eval_options),
+    "score": ("write log-probabilities of data under a backbone and adapters", score_options),
     "ui": ("show a training run on a local web page", ui_options),
     "export": ("write adapters from the checkpoints of training", export_options),
 }

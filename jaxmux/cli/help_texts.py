@@ -96,6 +96,33 @@ the part of the pairs whose chosen answer has the higher reward is shown too.
 With --run_dir, tasks are evaluated on their own held-out data, unless --data
 names files. Their fields, masks and lengths are those of the tasks.
 """
+SCORE = """\
+Computes how probable the samples of data files are under the bare backbone and
+under adapters, and writes one JSON object a line. Several adapters are computed
+together. Of preference records, both answers are scored.
+
+With --run_dir, tasks are scored on their own held-out data, unless --data names
+files, and samples are read as those of the task. Without --run_dir and
+--adapter, only the backbone is scored.
+"""
+SCORE_LINE = """\
+a line:
+  adapter        its name; null for the bare backbone
+  data           name of the file; its path if several files have the name
+  record         index of the record in the file, from 0
+  answer         "chosen" or "rejected"; of preference records only
+  log_prob       sum over the target tokens, which count in the loss, in nats
+  target_tokens  number of these tokens
+  mean           log_prob / target_tokens
+  tokens         with --tokens: ids of all tokens of the sample
+  targets        with --tokens: whether each token is a target
+  log_probs      with --tokens: of each token, given those before it; the first
+                 is null
+
+Numbers that are not finite are null. A sample has a line of the backbone, and
+behind it one for each adapter. If an adapter has a tokenizer or a chat template
+of its own, its lines follow the backbone's lines for the same tokens.
+"""
 GENERATE = """\
 Completes prompts with a backbone and with adapters, each of which completes
 every prompt: jaxmux's own folders, Hugging Face PEFT's, or all adapters of a

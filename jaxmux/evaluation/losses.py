@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.rounds.results import of_targets
+from jaxmux.engine.rounds.results import of_targets, recorded_of
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.objectives import SFT, Objective
@@ -22,30 +22,59 @@ from jaxmux.tasks import Task
 _NOTHING = LoRA(rank=1)
 
 
+class HeldOutData(NamedTuple):
+    """Held-out samples.
+
+    Attributes:
+      name: name of the data, for reports.
+      samples: at least one.
+      objective: what is measured of them.
+    """
+
+    name: str
+    samples: StoredSamples
+    objective: Objective = SFT()
+
+    @property
+    def are_pairs(self) -> bool:
+        """Whether each record is two samples, the chosen answer and behind it the rejected one."""
+        return self.objective.members == 2
+
+
 class EvalCase(NamedTuple):
     """An adapter, from `import_adapter`, and held-out samples.
 
     Attributes:
-      data: name of the held-out data.
-      samples: at least one.
+      task: name of the adapter's task; None for the bare backbone, which has no `spec` and no
+        `adapter`.
+      held_out: the samples.
       tokenizer: the tokenizer with which the samples were read.
-      objective: what is measured. `samples` are those of its records.
       reference: the adapter that is the reference of the objective, as its specification and its
         weights; None for the bare backbone.
     """
 
-    task: str
-    data: str
+    task: str | None
+    held_out: HeldOutData
     spec: Any
     adapter: Any
-    samples: StoredSamples
     tokenizer: Any
-    objective: Objective = SFT()
     reference: tuple[Any, Any] | None = None
+
+    @property
+    def objective(self) -> Objective:
+        return self.held_out.objective
 
     @property
     def records(self) -> int:
         return self.objective.count(self.samples)
+
+    @property
+    def data(self) -> str:
+        return self.held_out.name
+
+    @property
+    def samples(self) -> StoredSamples:
+        return self.held_out.samples
 
     @property
     def target_tokens(self) -> int:
@@ -85,20 +114,16 @@ def losses_of(
       tokens_per_microbatch: most tokens of one forward pass.
     """
     config = backbone.config
-    targets = kind_of(_NOTHING).targets(_NOTHING, config)
-    nothing = initial_adapter(_NOTHING, targets, config, 0)
     firsts, prepared = first_with_data(cases), []
     for number, case in enumerate(cases):
         adapters = {"adapter": (case.spec, case.adapter)}
         if firsts[number] == number:
-            adapters["backbone"] = (_NOTHING, nothing)
+            adapters["backbone"] = (None, None)
         if case.reference:
             adapters["reference"] = case.reference
         prepared += [
-            _prepared(
-                f"{which}.{number}", spec=spec, adapter=adapter, samples=case.samples, config=config
-            )
-            for which, (spec, adapter) in adapters.items()
+            untrained(f"{which}.{number}", case.samples, config, *of_case)
+            for which, of_case in adapters.items()
         ]
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
@@ -126,25 +151,38 @@ def _graded(engine: Engine, case: EvalCase, number: int, first: int) -> Losses:
     reference = None
     if case.objective.needs_reference:
         of_reference = targets(f"reference.{number}") if case.reference else of_backbone
-        reference = case.objective.sums(of_reference)
-    graded = [case.objective.grade(x, reference) for x in (of_adapter, of_backbone)]
+        reference = case.objective.known(of_reference)
+    recorded = recorded_of(case.objective, case.samples)
+    graded = [case.objective.grade(x, reference, recorded) for x in (of_adapter, of_backbone)]
     return Losses(*(Measured(each.loss, each.metrics) for each in graded))
 
 
-def _prepared(
-    name: str, spec: Any, adapter: Any, samples: StoredSamples, config: BackboneConfig
+def untrained(
+    name: str,
+    samples: StoredSamples,
+    config: BackboneConfig,
+    spec: Any = None,
+    adapter: Any = None,
+    batch_size: int | None = None,
 ) -> PreparedTask:
-    """A task with these held-out samples, which is never trained."""
+    """A task with these held-out samples, which is never trained. Without `spec` it is the bare
+    backbone. The shape of microbatches is chosen for batches of `batch_size` samples, or for all
+    together."""
+    if spec is None:
+        spec = _NOTHING
+        adapter = initial_adapter(spec, kind_of(spec).targets(spec, config), config, 0)
     held_out = with_virtual_tokens(samples, spec)
+    batches = GlobalBatches(held_out, batch_size or len(held_out), seed=0)
+    steps = batches.batches_per_epoch
     # An optimizer without moments takes the least memory.
-    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(held_out), steps=1)
+    task = Task(name, "held-out data", spec, SGD(0.0), batch_size=len(held_out), steps=steps)
     return PreparedTask(
         task,
         dict(kind_of(spec).targets(spec, config)),
         lambda: adapter,
         Samples(held_out, read=len(held_out), truncated=0, dropped=0, skipped=0),
-        GlobalBatches(held_out, len(held_out), seed=0),
-        steps=1,
+        batches,
+        steps=steps,
         eval_samples=held_out,
         size=size_of_adapter(spec, config),
     )

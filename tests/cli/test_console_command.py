@@ -69,7 +69,7 @@ def test_the_version_is_that_of_the_package(capsys):
     [
         ([], "commands:\n  train "),
         (["trian"], "unknown command 'trian'; did you mean train?"),
-        (["serve"], "unknown command 'serve'; choose from train, plan, data, profile"),
+        (["benchmark"], "unknown command 'benchmark'; choose from train, plan, data, profile"),
         (["--gin_file=x.gin"], "required: COMMAND"),
         (["generate", "--adapter=x"], "--backbone is required, or --run_dir"),
         (

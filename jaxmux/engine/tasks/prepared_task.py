@@ -93,7 +93,7 @@ def read_data(
     Raises a TaskError that names the task if data cannot be read or have no sample."""
     loaded = Loaded() if loaded is None else loaded
     try:
-        sources = _of_sources(task, config, tokenizer, loaded, held_out=False)
+        sources = _training_samples(task, config, tokenizer, loaded)
         samples = _together(sources)
         batches = batches_of(task, samples.samples, task.epochs)
     except ValueError as e:
@@ -114,15 +114,25 @@ def read_held_out(
 ) -> Sequence[Sample]:
     """Reads and tokenizes only a task's held-out data; empty if the task has none. Arguments and
     errors are those of `read_data`."""
+    parts = read_held_out_by_source(task, config, tokenizer, loaded)
+    return joined(_with_other_ids(part.samples for _, part in parts)) if parts else ()
+
+
+def read_held_out_by_source(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded | None = None
+) -> list[tuple[Source, Samples]]:
+    """Like `read_held_out`, for each source of the held-out data. The ids of the samples are those
+    that `load_samples` gives them."""
     loaded = Loaded() if loaded is None else loaded
     try:
         if task.eval_data:
-            return _load(task.eval_data, task, config, tokenizer, None, loaded).samples
+            return [(task.eval_data, _load(task.eval_data, task, config, tokenizer, None, loaded))]
         if task.validation_fraction is not None:
-            return _together(_of_sources(task, config, tokenizer, loaded, held_out=True)).samples
+            parts = _of_sources(task, config, tokenizer, loaded, held_out=True)
+            return list(zip(task.sources, parts, strict=True))
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
-    return ()
+    return []
 
 
 def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
@@ -131,28 +141,38 @@ def with_virtual_tokens(samples: StoredSamples, adapter: Any) -> StoredSamples:
     return samples.with_virtual_tokens(kind_of(adapter).virtual_tokens(adapter))
 
 
+def _training_samples(
+    task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded
+) -> tuple[Samples, ...]:
+    """For each source of a task, the samples that are not held out, as often as in an epoch."""
+    parts = _of_sources(task, config, tokenizer, loaded, held_out=False)
+    members = task.objective.members
+    counts = epoch_counts([len(part.samples) // members for part in parts], task.sources)
+    repeated = [
+        copies(part.samples, count, task.seed, members)
+        for part, count in zip(parts, counts, strict=True)
+    ]
+    pairs = zip(parts, _with_other_ids(repeated), strict=True)
+    return tuple(part._replace(samples=samples) for part, samples in pairs)
+
+
+def _with_other_ids(parts: Iterable[StoredSamples]) -> list[StoredSamples]:
+    """The samples of each source. Records of the same index in different sources get other ids, and
+    so other dropout masks."""
+    return [samples.with_ids_shifted(n * _ID_STRIDE) for n, samples in enumerate(parts)]
+
+
 def _of_sources(
     task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded, *, held_out: bool
-) -> tuple[Samples, ...]:
-    """For each source of a task, the samples that are held out, or those that are not. Training
-    samples occur as often as in an epoch."""
+) -> list[Samples]:
+    """For each source of a task, the samples that are held out, or those that are not."""
     parts: list[Samples] = []
     for number, source in enumerate(task.sources):
         part = None
         if (fraction := task.validation_fraction) is not None:
             part = SplitPart(fraction, task.split_seed, held_out, number)
         parts.append(_load(source, task, config, tokenizer, part, loaded))
-    samples = [part.samples for part in parts]
-    if not held_out:
-        members = task.objective.members
-        counts = epoch_counts([len(stored) // members for stored in samples], task.sources)
-        samples = [
-            copies(stored, count, task.seed, members)
-            for stored, count in zip(samples, counts, strict=True)
-        ]
-    # Records of the same index in different sources get other dropout masks.
-    shifted = [stored.with_ids_shifted(n * _ID_STRIDE) for n, stored in enumerate(samples)]
-    return tuple(part._replace(samples=s) for part, s in zip(parts, shifted, strict=True))
+    return parts
 
 
 def _together(sources: Sequence[Samples]) -> Samples:
