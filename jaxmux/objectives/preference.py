@@ -542,9 +542,7 @@ class ORPO(_Paired):
         # infinite.
         of_chosen = -self.beta / (-np.expm1(w) + np.exp(w - _log_odds(l)))
         of_rejected = self.beta * slope / np.expm1(l)
-        return _Slopes(
-            self.beta * loss, of_chosen / chosen.tokens, of_rejected / rejected.tokens
-        )
+        return _Slopes(self.beta * loss, of_chosen / chosen.tokens, of_rejected / rejected.tokens)
 
     def _rewards(self, answers):
         return self.beta * answers.mean

@@ -114,9 +114,7 @@ PLAIN = {
         -0.8 * log_sigmoid(difference(s, 0 * r)) - 0.2 * log_sigmoid(-difference(s, 0 * r))
     ),
     "simpo": lambda s, r, n: -log_sigmoid(2.0 * (s[::2] / n[::2] - s[1::2] / n[1::2]) - 0.5),
-    "orpo": lambda s, r, n: (
-        -BETA * log_sigmoid(odds_ratio(s / n)) - s[::2].sum() / n[::2].sum()
-    ),
+    "orpo": lambda s, r, n: -BETA * log_sigmoid(odds_ratio(s / n)) - s[::2].sum() / n[::2].sum(),
 }
 
 

@@ -173,7 +173,9 @@ def pairs(folder: Path, request: Request) -> dict[str, list]:
     tokenizer = load_tokenizer(request["tokenizer"])
     return {
         name: dump_samples(
-            load_samples(Source(str(folder / name)), tokenizer, max_length, pairs=True).samples
+            load_samples(
+                Source(str(folder / name)), tokenizer, max_length=max_length, pairs=True
+            ).samples
         )
         for name, max_length in request["files"].items()
     }

@@ -136,9 +136,7 @@ def trained(records, jaxmux, tmp_path_factory):
     write(folder / "pairs.jsonl", records)
     tasks = [task(name) for name in CASES]
     updates = jaxmux("train_objectives", folder, {"backbone": "backbone", "tasks": tasks})
-    return folder, {
-        name: [u["loss"] for u in updates if u["task"] == name] for name in CASES
-    }
+    return folder, {name: [u["loss"] for u in updates if u["task"] == name] for name in CASES}
 
 
 def write(path, records):
@@ -203,9 +201,9 @@ def test_losses_and_adapters_are_those_of_trl(name, trained, records, tmp_path, 
     trainer.train()
     assert len(found) == len(losses[name]) == steps
     # TRL adds up log-probabilities in float32; this loss is a square of two such sums of about -90.
-    limit = 2e-5 if name == "sppo_hard" else 1e-5
+    kind, limit = ("sppo_hard", 2e-5) if name == "sppo_hard" else ("objectives", 1e-5)
     for one, other in zip(losses[name], found, strict=True):
-        at_most(f"losses of {name}, relative", abs(one - other) / abs(other), limit)
+        at_most(f"losses of {kind}, relative", abs(one - other) / abs(other), limit)
     initial, final = (
         load_file(folder / when / name / "adapter_model.safetensors")
         for when in ("initial", "final")
@@ -271,8 +269,9 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     make, most = FORMS[form]
     rng = random.Random(1)
     records = [make(rng) for _ in range(10)]
-    write(tmp_path / form, records)
-    found = jaxmux("pairs", tmp_path, {"tokenizer": backbone, "files": {form: most}})[form]
+    file = f"{form}.jsonl"
+    write(tmp_path / file, records)
+    found = jaxmux("pairs", tmp_path, {"tokenizer": backbone, "files": {file: most}})[file]
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
     config = transformers.LlamaConfig(
         vocab_size=len(tokenizer),
