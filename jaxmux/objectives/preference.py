@@ -69,6 +69,9 @@ _OfDifference = Callable[[Pairs], tuple[Pairs, Pairs]]
 
 def _logistic(u: Pairs, smoothing: float = 0.0) -> tuple[Pairs, Pairs]:
     """-log σ(u), of which a fraction is -log σ(-u) (conservative DPO, Mitchell 2023)."""
+    if not smoothing:
+        # 0 times the infinite log σ(-u) of a rejected answer of probability 0 is NaN.
+        return -log_expit(u), -expit(-u)
     value = -(1 - smoothing) * log_expit(u) - smoothing * log_expit(-u)
     return value, -(1 - smoothing) * expit(-u) + smoothing * expit(u)
 
@@ -93,8 +96,8 @@ class _Paired(Objective):
         with np.errstate(all="ignore"):
             loss, of_chosen, of_rejected = self._slopes(chosen, rejected)
             total, metrics = float(loss.mean()), self._metrics(chosen, rejected)
-        of_samples = np.stack([of_chosen, of_rejected], axis=1).ravel() / pairs
-        slopes = [g * factor for g, factor in zip(of_samples, factors, strict=True)]
+            of_samples = np.stack([of_chosen, of_rejected], axis=1).ravel() / pairs
+            slopes = [g * factor for g, factor in zip(of_samples, factors, strict=True)]
         return self._with_likelihood(Graded(total, slopes, metrics), log_probs)
 
     def _slopes(self, chosen: _Answers, rejected: _Answers) -> _Slopes:
@@ -289,16 +292,23 @@ def _by_difference(of_difference: Callable[[DPO, Pairs], tuple[Pairs, Pairs]]) -
     def slopes(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
         (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
         loss, slope = of_difference(dpo, dpo.beta * (s_w - s_l))
-        return _Slopes(loss, dpo.beta * slope * d_w, -dpo.beta * slope * d_l)
+        return _Slopes(loss, _product(dpo.beta * slope, d_w), _product(-dpo.beta * slope, d_l))
 
     return slopes
+
+
+def _product(slope: Pairs, derivative: Pairs) -> Pairs:
+    """The product, which is 0 where the slope is: an exponential derivative may be infinite there,
+    but the slope decreases faster."""
+    return np.where(slope == 0, 0, slope * derivative)
 
 
 def _sigmoid_norm(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
     (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
     n_w, n_l = chosen.tokens, rejected.tokens
     loss, slope = _logistic(dpo.beta * (s_w / n_w - s_l / n_l))
-    return _Slopes(loss, dpo.beta * slope * d_w / n_w, -dpo.beta * slope * d_l / n_l)
+    slope = dpo.beta * slope
+    return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
 
 
 def _ipo(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
@@ -310,13 +320,16 @@ def _ipo(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
 
 def _exo_pair(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
     smoothing = dpo.label_smoothing
+    # 0 times infinity is NaN. Both sigmoids are exact far below this limit.
+    u = np.clip(u, -1e4, 1e4)
     wanted, unwanted = np.log1p(-smoothing), np.log(smoothing)
     value = expit(u) * (log_expit(u) - wanted) + expit(-u) * (log_expit(-u) - unwanted)
     return value, expit(u) * expit(-u) * (u - (wanted - unwanted))
 
 
 def _robust(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
-    smoothing = dpo.label_smoothing
+    if not (smoothing := dpo.label_smoothing):
+        return _logistic(u)
     value = -(1 - smoothing) * log_expit(u) + smoothing * log_expit(-u)
     slope = -(1 - smoothing) * expit(-u) - smoothing * expit(u)
     return value / (1 - 2 * smoothing), slope / (1 - 2 * smoothing)
@@ -324,10 +337,12 @@ def _robust(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
 
 def _discopop(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
     share = expit(u / dpo.discopop_tau)
-    logistic, exponential = -log_expit(u), np.exp(-u)
-    value = logistic * (1 - share) + exponential * share
-    of_share = (exponential - logistic) * share * (1 - share) / dpo.discopop_tau
-    return value, -expit(-u) * (1 - share) - exponential * share + of_share
+    logistic = -log_expit(u)
+    # The product of exp(-u) and `share`, of which exp(-u) alone overflows.
+    exponential = np.exp(log_expit(u / dpo.discopop_tau) - u)
+    value = logistic * (1 - share) + exponential
+    of_share = (exponential - logistic * share) * (1 - share) / dpo.discopop_tau
+    return value, -expit(-u) * (1 - share) - exponential + of_share
 
 
 def _nca_pair(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
@@ -451,7 +466,7 @@ class CPO(_Paired):
             u = self.beta * (s_w - s_l)
             loss, slope = _hinge(u) if self.loss == "hinge" else _logistic(u, self.label_smoothing)
             slope = self.beta * slope
-        return _Slopes(loss, slope * d_w / n_w, -slope * d_l / n_l)
+        return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
 
     def _rewards(self, answers):
         return self.beta * (answers.mean if self.loss == "ipo" else answers.sums)
@@ -492,7 +507,8 @@ class SimPO(_Paired):
         )
         loss, slope = _logistic(self.beta * (s_w - s_l) - self.gamma, self.label_smoothing)
         slope = self.beta * slope
-        return _Slopes(loss, slope * d_w / chosen.tokens, -slope * d_l / rejected.tokens)
+        n_w, n_l = chosen.tokens, rejected.tokens
+        return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
 
     def _rewards(self, answers):
         return self.beta * answers.mean
@@ -521,13 +537,13 @@ class ORPO(_Paired):
         return 1.0
 
     def _slopes(self, chosen, rejected):
-        difference = _log_odds(chosen.mean) - _log_odds(rejected.mean)
-        loss, slope = _logistic(difference)
-        of_chosen, of_rejected = (
-            self.beta * slope / (-np.expm1(answers.mean) * answers.tokens)
-            for answers in (chosen, rejected)
-        )
-        return _Slopes(self.beta * loss, of_chosen, -of_rejected)
+        w, l = chosen.mean, rejected.mean  # noqa: E741
+        loss, slope = _logistic(_log_odds(w) - _log_odds(l))
+        # σ(-difference) / (1 - exp(w)), also for an answer of probability 1, whose odds are
+        # infinite.
+        of_chosen = -self.beta / (-np.expm1(w) + np.exp(w - _log_odds(l)))
+        of_rejected = self.beta * slope / np.expm1(l)
+        return _Slopes(self.beta * loss, of_chosen / chosen.tokens, of_rejected / rejected.tokens)
 
     def _rewards(self, answers):
         return self.beta * answers.mean

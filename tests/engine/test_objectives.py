@@ -273,3 +273,47 @@ def test_a_driven_task_trains_on_given_batches(
 def test_a_driven_task_has_no_reference(make_paired, backbone):
     with pytest.raises(TaskError, match="no objective with a reference"):
         driven_task(make_paired("pairs", DPO()).task, backbone.config)
+
+
+@pytest.mark.parametrize("name", ["dpo", "simpo", "orpo"])
+def test_updates_are_differences_of_the_objective(name, make_paired, make_engine):
+    """Ten random parameters of an SGD update against differences of the objective, which
+    `Engine.log_probs` computes with changed adapters."""
+    objective, rate, step = OBJECTIVES[name], 0.1, 1e-2
+    optimizer = SGD(rate, momentum=0.0, clip_norm=None)
+    prepared = make_paired("pairs", objective, optimizer=optimizer)
+    engine = make_engine(prepared, shape=SMALL)
+    batch = list(prepared.batches[1])
+
+    def values():
+        found = engine.log_probs("pairs", batch)
+        return [v[s.target_mask[1:]].astype(float) for s, v in zip(batch, found, strict=True)]
+
+    reference = objective.sums(values())
+    progress = []
+    for _ in range(4):
+        if engine.progress("pairs").step == 1 and not progress:
+            engine.drain()
+            progress.append(engine.progress("pairs").to_json())
+            arrays = engine.task_arrays("pairs")
+        if engine.progress("pairs").step == 2:
+            break
+        engine.train_round()
+        engine.drain()
+    after = engine.task_arrays("pairs")
+
+    def loss(path, place, change):
+        changed = arrays[path].copy()
+        changed[place] += change
+        engine.restore_task("pairs", arrays | {path: changed}, TaskProgress.from_json(progress[0]))
+        return objective.grade(values(), reference).loss
+
+    rng = np.random.default_rng(0)
+    paths = [path for path in arrays if path.startswith("adapter/")]
+    found, expected = [], []
+    for path in rng.choice(paths, 10):
+        place = tuple(rng.integers(arrays[path].shape))
+        found.append((arrays[path][place] - after[path][place]) / rate)
+        expected.append((loss(path, place, step) - loss(path, place, -step)) / (2 * step))
+    assert np.linalg.norm(expected) > 0
+    assert np.linalg.norm(np.subtract(found, expected)) < 1e-2 * np.linalg.norm(expected)

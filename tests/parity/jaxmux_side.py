@@ -25,7 +25,7 @@ import numpy as np
 from encoded_weights import encoded_weights, number_tables
 
 from jaxmux.cli.main import main
-from jaxmux.data import Sample, fill_microbatch, load_tokenizer, stored
+from jaxmux.data import Sample, Source, fill_microbatch, load_samples, load_tokenizer, stored
 from jaxmux.engine import Engine, EngineOptions, PreparedTask, prepare_task
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.installation import resolve_path
@@ -44,6 +44,7 @@ from jaxmux.models import (
     write_quantised,
 )
 from jaxmux.models.head_adapters import head_adapters
+from jaxmux.objectives import OBJECTIVES
 from jaxmux.optimizers import OPTIMIZERS, Schedule
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 from jaxmux.pallas_kernels.grouped_lora import Factors
@@ -145,6 +146,39 @@ def train(folder: Path, request: Request) -> None:
     adapters = [(p.task.adapter, engine.adapter(p.task.name)) for p in tasks]
     logits = packed_logits(backbone, adapters, request["prompts"])
     save_arrays(folder / "logits" / "final.npz", logits)
+
+
+def train_objectives(folder: Path, request: Request) -> list[dict[str, Any]]:
+    """Trains tasks with objectives of pairs together, exports their adapters to initial/<task> and
+    final/<task>, and returns the metrics of every update."""
+    backbone = load_backbone(folder / request["backbone"])
+    tokenizer = load_tokenizer(folder / request["backbone"])
+    tasks = [
+        prepare_task(make_task(t, folder), backbone.config, tokenizer) for t in request["tasks"]
+    ]
+    engine = Engine(backbone, EngineOptions(SHAPE))
+    engine.register_tasks(tasks)
+    export(engine, tasks, folder / "initial")
+    updates = []
+    while not engine.finished:
+        updates += engine.train_round()
+    updates += engine.drain()
+    export(engine, tasks, folder / "final")
+    return [u._asdict() for u in updates]
+
+
+def pairs(folder: Path, request: Request) -> dict[str, list]:
+    """Returns the samples of files of preference records, by file: of each pair the chosen one,
+    then the rejected one."""
+    tokenizer = load_tokenizer(request["tokenizer"])
+    return {
+        name: dump_samples(
+            load_samples(
+                Source(str(folder / name)), tokenizer, max_length=max_length, pairs=True
+            ).samples
+        )
+        for name, max_length in request["files"].items()
+    }
 
 
 def prepare(folder: Path, request: Request) -> None:
@@ -309,6 +343,12 @@ def make_task(fields: Mapping[str, Any], folder: Path) -> Task:
     schedule = Schedule(**optimizer.pop("schedule"))
     adapter = dict(fields.pop("adapter"))
     adapter = SPECIFICATIONS[adapter.pop("kind", "lora")](**adapter)
+    if "objective" in fields:
+        objective = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in fields["objective"].items()
+        }
+        fields["objective"] = OBJECTIVES[objective.pop("kind")](**objective)
     return Task(**fields, adapter=adapter, optimizer=kind(**optimizer, schedule=schedule))
 
 
@@ -402,7 +442,10 @@ def resolve(folder: Path, request: Request) -> str:
 
 COMMANDS = {
     f.__name__: f
-    for f in (forward, train, prepare, encode, decode, settings, command_line, resolve)
+    for f in (
+        *(forward, train, train_objectives, pairs, prepare, encode, decode),
+        *(settings, command_line, resolve),
+    )
 }
 
 

@@ -1,0 +1,262 @@
+"""Objectives of preferences as functions of log-probabilities: slopes against differences and
+autodiff, extreme values, and errors."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.nn import log_sigmoid, sigmoid
+
+from jaxmux.objectives import ACCURACY, CPO, DPO, OBJECTIVES, ORPO, SFT, SimPO
+
+BETA = 0.4
+LOSSES = (
+    *("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "discopop", "nca_pair", "bco_pair"),
+    *("sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired", "sft"),
+)
+OF_DIFFERENCES = ("sigmoid", "sigmoid_norm", "hinge", "ipo", "robust", "discopop", "exo_pair")
+DIVERGENCES = ("forward_kl", "js_divergence", "alpha_divergence")
+CASES = {
+    **{name: DPO(BETA, name) for name in LOSSES},
+    **{
+        f"{name}, smoothed": DPO(BETA, name, label_smoothing=0.2)
+        for name in ("exo_pair", "robust", "aot", "aot_unpaired")
+    },
+    **{
+        f"{name}, {f}": DPO(
+            BETA, name, label_smoothing=0.1 if name == "exo_pair" else 0.0, f_divergence=f
+        )
+        for name in OF_DIFFERENCES
+        for f in DIVERGENCES
+    },
+    "alpha of 1": DPO(BETA, f_divergence="alpha_divergence", f_alpha=1.0),
+    "alpha of 2": DPO(BETA, f_divergence="alpha_divergence", f_alpha=2.0),
+    "ld": DPO(BETA, ld_alpha=0.3),
+    "ld of 0": DPO(BETA, "ipo", ld_alpha=0.0),
+    "mixture": DPO(BETA, ("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0)),
+    "mixture, ld": DPO(BETA, ("ipo", "sft", "aot"), (0.1, -0.5, 2.0), ld_alpha=0.6),
+    **{f"cpo, {name}": CPO(BETA, name) for name in ("sigmoid", "hinge", "ipo")},
+    "cpo, smoothed": CPO(BETA, cpo_alpha=0.0, label_smoothing=0.2),
+    "alphapo": CPO(BETA, cpo_alpha=0.5, alpha=0.1),
+    "alphapo, ipo": CPO(BETA, "ipo", alpha=-0.2),
+    "simpo": SimPO(),
+    "simpo, smoothed": SimPO(1.5, 0.3, cpo_alpha=0.4, label_smoothing=0.2, alpha=0.25),
+    "orpo": ORPO(BETA),
+}
+# The chosen answer of one pair is longer, that of another one shorter, and two are equally long.
+LENGTHS = (5, 3, 2, 6, 4, 4, 1, 2)
+
+
+@pytest.fixture
+def rng():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def log_probs(rng):
+    return [-rng.uniform(0.05, 3, n) for n in LENGTHS]
+
+
+@pytest.fixture
+def reference(rng):
+    return [-rng.uniform(0.05, 3, n) for n in LENGTHS]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_slopes_are_central_differences(name, log_probs, reference):
+    objective, step = CASES[name], 1e-5
+    kept = objective.sums(reference)
+    slopes = objective.grade(log_probs, kept).slopes
+    assert [len(of_sample) for of_sample in slopes] == list(LENGTHS)
+    for i, of_sample in enumerate(slopes):
+        for t, slope in enumerate(of_sample):
+            losses = []
+            for change in (step, -step):
+                changed = [each.copy() for each in log_probs]
+                changed[i][t] += change
+                losses.append(objective.grade(changed, kept).loss)
+            expected = (losses[0] - losses[1]) / (2 * step)
+            assert slope == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+def difference(s, r):
+    return BETA * ((s[::2] - r[::2]) - (s[1::2] - r[1::2]))
+
+
+def odds_ratio(a):
+    log_odds = a - jnp.log(1 - jnp.exp(a))
+    return log_odds[::2] - log_odds[1::2]
+
+
+def sorted_difference(s, r):
+    return BETA * (jnp.sort(s[::2] - r[::2]) - jnp.sort(s[1::2] - r[1::2]))
+
+
+# By case, the losses of pairs as a function of S, R and n of all samples; no cross entropy.
+PLAIN = {
+    "sigmoid": lambda s, r, n: -log_sigmoid(difference(s, r)),
+    "sigmoid_norm": lambda s, r, n: -log_sigmoid(difference(s / n, r / n)),
+    "hinge": lambda s, r, n: jax.nn.relu(1 - difference(s, r)),
+    "ipo": lambda s, r, n: (difference(s / n, r / n) / BETA - 1 / (2 * BETA)) ** 2,
+    "robust, smoothed": lambda s, r, n: (
+        (-0.8 * log_sigmoid(difference(s, r)) + 0.2 * log_sigmoid(-difference(s, r))) / 0.6
+    ),
+    "sppo_hard": lambda s, r, n: (
+        (s[::2] - r[::2] - 0.5 / BETA) ** 2 + (s[1::2] - r[1::2] + 0.5 / BETA) ** 2
+    ),
+    "apo_zero": lambda s, r, n: (
+        1 - sigmoid(BETA * (s[::2] - r[::2])) + sigmoid(BETA * (s[1::2] - r[1::2]))
+    ),
+    "aot_unpaired": lambda s, r, n: -log_sigmoid(sorted_difference(s, r)),
+    "cpo, smoothed": lambda s, r, n: (
+        -0.8 * log_sigmoid(difference(s, 0 * r)) - 0.2 * log_sigmoid(-difference(s, 0 * r))
+    ),
+    "simpo": lambda s, r, n: -log_sigmoid(2.0 * (s[::2] / n[::2] - s[1::2] / n[1::2]) - 0.5),
+    "orpo": lambda s, r, n: -BETA * log_sigmoid(odds_ratio(s / n)) - s[::2].sum() / n[::2].sum(),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_losses_and_slopes_are_those_of_autodiff(name, log_probs, reference):
+    objective = CASES[name]
+    graded = objective.grade(log_probs, objective.sums(reference))
+    with jax.enable_x64(True):
+        s, r = (jnp.array([each.sum() for each in of]) for of in (log_probs, reference))
+        n = jnp.array(LENGTHS, float)
+        loss, gradient = jax.value_and_grad(lambda s: PLAIN[name](s, r, n).mean())(s)
+    assert graded.loss == pytest.approx(float(loss), rel=1e-12)
+    for of_sample, expected in zip(graded.slopes, gradient, strict=True):
+        np.testing.assert_allclose(of_sample, float(expected), rtol=1e-10, atol=1e-15)
+
+
+# Squares of an infinite log-ratio are infinite, and so is the loss of a label that is believed to
+# be wrong.
+UNBOUNDED = {
+    *("ipo", "sppo_hard", "ld of 0", "mixture, ld", "cpo, ipo", "alphapo, ipo"),
+    *("robust, smoothed", "aot, smoothed", "aot_unpaired, smoothed"),
+    *("cpo, smoothed", "simpo, smoothed", *(f"ipo, {f}" for f in DIVERGENCES)),
+}
+# Sigmoids and their divergence are at most 1 or -log(label_smoothing).
+BOUNDED = {
+    *("apo_zero", "apo_down", "exo_pair, smoothed", *(f"exo_pair, {f}" for f in DIVERGENCES))
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - UNBOUNDED))
+def test_a_rejected_answer_of_probability_0_has_no_weight(name, log_probs, reference):
+    objective = CASES[name]
+    log_probs[3][0] = -np.inf
+    graded = objective.grade(log_probs, objective.sums(reference))
+    assert np.isfinite(graded.loss)
+    assert (graded.slopes[3] == 0).all()
+    assert all(np.isfinite(of_sample).all() for of_sample in graded.slopes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_chosen_answer_of_probability_0_makes_the_loss_infinite(name, log_probs, reference):
+    objective = CASES[name]
+    log_probs[2][0] = -np.inf
+    loss = objective.grade(log_probs, objective.sums(reference)).loss
+    # The divergence alpha is cut at its largest exponent.
+    if name not in BOUNDED and "alpha" not in name:
+        assert not np.isfinite(loss)
+
+
+# These losses grow exponentially with the ratio.
+EXPONENTIAL = {
+    *("alpha of 2", "alphapo", "alphapo, ipo"),
+    *(f"{name}, forward_kl" for name in OF_DIFFERENCES),
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - EXPONENTIAL))
+@pytest.mark.parametrize("sign", [1, -1])
+def test_huge_ratios_do_not_overflow(name, sign, log_probs, reference):
+    objective = CASES[name]
+    # S - R of chosen and rejected answers is about 2,000, of opposite signs.
+    for of, first in ((log_probs, sign < 0), (reference, sign > 0)):
+        for i in range(len(LENGTHS)):
+            of[i][0] -= 2000.0 * ((i % 2 == 0) == first)
+    graded = objective.grade(log_probs, objective.sums(reference))
+    assert np.isfinite(graded.loss)
+    assert all(np.isfinite(of_sample).all() for of_sample in graded.slopes)
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - {"sft"}))
+def test_nan_reaches_the_loss(name, log_probs, reference):
+    objective = CASES[name]
+    log_probs[1][1] = np.nan
+    assert np.isnan(objective.grade(log_probs, objective.sums(reference)).loss)
+
+
+def test_the_odds_ratio_of_a_chosen_answer_of_probability_1_has_a_slope(log_probs):
+    certain = [each.copy() for each in log_probs]
+    log_probs[0][:], certain[0][:] = -1e-12, 0
+    expected, found = (ORPO(BETA).grade(each) for each in (log_probs, certain))
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
+    for one, other in zip(found.slopes, expected.slopes, strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-12)
+
+
+def test_beyond_the_shorter_answer_tokens_have_the_factor_ld_alpha(log_probs, reference):
+    objective = CASES["ld"]
+    slopes = objective.grade(log_probs, objective.sums(reference)).slopes
+    np.testing.assert_allclose(slopes[0] / slopes[0][0], [1, 1, 1, 0.3, 0.3])
+    assert (slopes[1] == slopes[1][0]).all()
+
+
+def test_a_policy_that_is_its_reference_has_no_margin(log_probs):
+    graded = DPO().grade(log_probs, DPO().sums(log_probs))
+    assert graded.loss == pytest.approx(np.log(2), rel=1e-15)
+    assert graded.metrics["rewards/margins"] == graded.metrics[ACCURACY] == 0
+
+
+def test_a_mixture_is_the_weighted_sum_of_its_types(log_probs, reference):
+    mixture = CASES["mixture"]
+    kept = mixture.sums(reference)
+    parts = [DPO(BETA, name).grade(log_probs, kept) for name in mixture.loss]
+    graded = mixture.grade(log_probs, kept)
+    assert graded.loss == pytest.approx(np.dot(mixture.weights, [p.loss for p in parts]))
+    for i, of_sample in enumerate(graded.slopes):
+        expected = sum(w * p.slopes[i] for w, p in zip(mixture.weights, parts, strict=True))
+        np.testing.assert_allclose(of_sample, expected)
+
+
+def test_sft_is_the_mean_over_all_tokens(log_probs):
+    graded = SFT().grade(log_probs)
+    tokens = np.concatenate(log_probs)
+    assert graded.loss == pytest.approx(-tokens.mean())
+    np.testing.assert_allclose(np.concatenate(graded.slopes), -1 / len(tokens))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: DPO(0.0), "beta"),
+        (lambda: DPO(float("nan")), "beta"),
+        (lambda: DPO(loss="kto"), "loss"),
+        (lambda: DPO(loss=()), "should name at least one of sigmoid"),
+        (lambda: DPO(loss=("ipo", "ipo")), "names a type twice: ipo, ipo"),
+        (lambda: DPO(loss=("ipo", "sft"), weights=(1.0,)), r"each loss type \(2\), found 1"),
+        (lambda: DPO(loss="exo_pair"), "needs a label_smoothing above 0"),
+        (lambda: DPO(label_smoothing=0.5), "label_smoothing"),
+        (lambda: DPO(ld_alpha=1.5), "ld_alpha"),
+        (lambda: DPO(f_divergence="kl"), "f_divergence"),
+        (lambda: DPO(loss="aot", f_divergence="forward_kl"), "'aot' is not defined for f_diverg"),
+        (lambda: DPO(discopop_tau=0.0), "discopop_tau"),
+        (lambda: CPO(loss="simpo"), "loss"),
+        (lambda: CPO(cpo_alpha=-1.0), "cpo_alpha"),
+        (lambda: SimPO(beta=-2.0), "beta"),
+        (lambda: ORPO(beta=0.0), "beta"),
+    ],
+)
+def test_wrong_settings_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_kinds_have_names_and_values_can_be_replaced():
+    assert list(OBJECTIVES) == ["sft", "dpo", "cpo", "simpo", "orpo"]
+    assert dataclasses.replace(DPO(), beta=0.2) == DPO(0.2)
