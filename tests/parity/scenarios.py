@@ -252,7 +252,7 @@ KIND_TASKS = [
     _task(
         "lora",
         words=(10, 25),
-        adapter={"rank": 2, "alpha": 2.0},
+        adapter={"rank": 2, "alpha": 2.0, "target_modules": ["q_proj", "down_proj"]},
         optimizer=_adamw(5e-4, warmup_steps=2, clip_norm=0.5),
         batch_size=4,
         max_length=64,

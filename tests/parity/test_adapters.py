@@ -39,7 +39,7 @@ REQUIRED_KEYS = set(
     "peft_type task_type base_model_name_or_path r lora_alpha lora_dropout bias target_modules "
     "use_rslora rank_pattern alpha_pattern inference_mode".split()
 )
-# By name, the arguments of `save_peft_adapter`.
+# By name, the arguments of `save_peft_adapter`; three at a time are read together.
 MADE_BY_PEFT = {
     "all-linear": {"settings": {"r": 4, "lora_alpha": 8}},
     "rslora": {"settings": {"r": 6, "lora_alpha": 3, "use_rslora": True}},
@@ -58,7 +58,7 @@ MADE_BY_PEFT = {
         }
     },
 }
-# By name, adapters of other kinds; three at a time are read together.
+# The same for adapters of other kinds.
 KINDS_MADE_BY_PEFT = {
     "ia3": IA3Config(
         target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]
@@ -235,16 +235,6 @@ def imported(tmp_path_factory, jaxmux) -> Path:
     random_model(CONFIGS["qwen3"]).save_pretrained(folder / "backbone")
     for name, arguments in MADE_BY_PEFT.items():
         save_peft_adapter(folder / "backbone", folder / name, **arguments)
-    names = list(MADE_BY_PEFT)
-    # The adapter of the case is in slot 0, and two others are in slots 1 and 2.
-    cases = {
-        name: {
-            "backbone": "backbone",
-            "adapters": [name, names[i - 1], names[i - 2]],
-            "prompts": PROMPTS,
-        }
-        for i, name in enumerate(names)
-    }
     torch.manual_seed(0)
     for kind, config in KINDS_MADE_BY_PEFT.items():
         config.task_type = "CAUSAL_LM"
@@ -252,17 +242,28 @@ def imported(tmp_path_factory, jaxmux) -> Path:
         for parameter in filter(lambda own: own.requires_grad, model.parameters()):
             parameter.data += 0.1 * torch.randn_like(parameter)
         model.save_pretrained(folder / kind)
-    names = list(KINDS_MADE_BY_PEFT)
-    for i in range(0, len(names), 3):
-        cases[f"kinds-{i // 3}"] = cases["rslora"] | {"adapters": names[i : i + 3]}
-    jaxmux("forward", folder, {"cases": cases})
+    groups = [
+        names[i : i + 3]
+        for names in map(list, (MADE_BY_PEFT, KINDS_MADE_BY_PEFT))
+        for i in range(0, len(names), 3)
+    ]
+    case = {"backbone": "backbone", "prompts": PROMPTS}
+    jaxmux("forward", folder, {"cases": {own[0]: case | {"adapters": own} for own in groups}})
     return folder
+
+
+def case_and_slot(name: str) -> tuple[str, int]:
+    """The case of `imported` in which an adapter is read, and its slot there."""
+    names = list(MADE_BY_PEFT if name in MADE_BY_PEFT else KINDS_MADE_BY_PEFT)
+    slot = names.index(name) % 3
+    return names[names.index(name) - slot], slot
 
 
 @pytest.mark.parametrize("name", MADE_BY_PEFT)
 def test_jaxmux_reads_the_tensors_that_peft_wrote(name, imported):
     written = load_file(imported / name / "adapter_model.safetensors")
-    read = np.load(imported / "tensors" / f"{name}-0.npz")
+    case, slot = case_and_slot(name)
+    read = np.load(imported / "tensors" / f"{case}-{slot}.npz")
     # PEFT also writes tables of the backbone.
     adapter = {key: tensor for key, tensor in written.items() if "base_layer" not in key}
     assert (len(adapter) < len(written)) == (name == "tables")
@@ -272,21 +273,11 @@ def test_jaxmux_reads_the_tensors_that_peft_wrote(name, imported):
         np.testing.assert_array_equal(read[key], tensor.float().numpy())
 
 
-@pytest.mark.parametrize("name", MADE_BY_PEFT)
+@pytest.mark.parametrize("name", [*MADE_BY_PEFT, *KINDS_MADE_BY_PEFT])
 def test_an_adapter_of_peft_has_the_same_logits_in_jaxmux(name, imported, at_most):
+    case, slot = case_and_slot(name)
     model = PeftModel.from_pretrained(load_model(imported / "backbone"), imported / name).eval()
-    found = np.load(imported / "logits" / f"{name}.npz")
-    error = largest_difference(found, 0, PROMPTS[0], model)
-    at_most("logits of imported adapters", error, 1e-4)
-    with model.disable_adapter():
-        assert largest_difference(found, 0, PROMPTS[0], model) > 0.1
-
-
-@pytest.mark.parametrize("kind", KINDS_MADE_BY_PEFT)
-def test_another_kind_that_peft_wrote_has_the_same_logits_in_jaxmux(kind, imported, at_most):
-    group, slot = divmod(list(KINDS_MADE_BY_PEFT).index(kind), 3)
-    model = PeftModel.from_pretrained(load_model(imported / "backbone"), imported / kind).eval()
-    found = np.load(imported / "logits" / f"kinds-{group}.npz")
+    found = np.load(imported / "logits" / f"{case}.npz")
     error = largest_difference(found, slot, PROMPTS[slot], model)
     at_most("logits of imported adapters", error, 1e-4)
     with model.disable_adapter():

@@ -148,21 +148,28 @@ def test_arrivals_and_departures_do_not_empty_the_pipeline(make_task, make_engin
     assert compiles[before:] == []
 
 
-@pytest.mark.slow
+PIPELINE = {"layers": (3, 1)}
+UNLIKE = {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}
+ROWS_AND_SLOTS = EngineSize(6, 1), EngineSize(2, 2)
+
+
 @pytest.mark.parametrize(
-    "replicas",
-    [{"layers": (3, 1)}, {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)}],
-    ids=["pipeline", "unlike replicas"],
+    ("replicas", "sizes"),
+    [
+        pytest.param(PIPELINE, ROWS_AND_SLOTS[:1], id="pipeline, once"),
+        pytest.param(PIPELINE, ROWS_AND_SLOTS, id="pipeline", marks=pytest.mark.slow),
+        pytest.param(UNLIKE, ROWS_AND_SLOTS, id="unlike replicas", marks=pytest.mark.slow),
+    ],
 )
-def test_tasks_go_on_in_an_engine_of_another_size(replicas, tasks, make_engine, train):
+def test_tasks_go_on_in_an_engine_of_another_size(replicas, sizes, tasks, make_engine, train):
     """With what has been accumulated of their global batches."""
     both = [tasks["a"], tasks["c"]]
     expected = train(make_engine(*both, round_tokens=100, **replicas))
     engine = make_engine(*both, round_tokens=100, **replicas)
-    updates = engine.train_round() + engine.train_round()
-    engine.resize(EngineSize(6, 1))
-    updates += engine.train_round() + engine.train_round()
-    engine.resize(EngineSize(2, 2))
+    updates = []
+    for size in sizes:
+        updates += engine.train_round() + engine.train_round()
+        engine.resize(size)
     rest = train(engine)
     for name, own in expected.items():
         found = [u for u in updates if u.task == name] + rest[name]
@@ -430,12 +437,13 @@ GROWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "most"),
     [
         pytest.param(GROWING["pipeline"], EngineSize(8, 2), id="pipeline"),
         *(
-            pytest.param(mesh, EngineSize(8, 4), id=f"rows-{name}", marks=pytest.mark.slow)
+            pytest.param(mesh, EngineSize(8, 4), id=f"rows-{name}")
             for name, mesh in GROWING.items()
         ),
     ],

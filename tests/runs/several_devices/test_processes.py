@@ -34,9 +34,9 @@ other/Task.steps = 3
 other/Task.batch_size = 8
 other/Task.adapter = @other/LoRA()
 other/LoRA.rank = 3
-other/LoRA.target_modules = ("v_proj", "down_proj")
-other/Task.optimizer = @other/SGD()
-other/SGD.learning_rate = 1e-2
+other/LoRA.target_modules = ("down_proj",)
+other/Task.optimizer = @other/AdamW()
+other/AdamW.learning_rate = 1e-2
 """
 LINES = 7 + 3
 
