@@ -12,6 +12,7 @@ import pytest
 from jaxmux.engine import EngineSize
 from jaxmux.engine.devices import compiled_stages, programs
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.optimizers import SGD
 from jaxmux.planner.costs.memory_model import exchanged_bytes
 from jaxmux.planner.devices import Stage
 from jaxmux.sharding import StageMesh
@@ -97,7 +98,7 @@ def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, ma
     """The round began before a checkpoint; a replica runs out of memory after it."""
 
     def task():
-        return make_task("a", steps=2, batch_size=12, lengths=(50, 90))
+        return make_task("a", steps=2, batch_size=12, lengths=(50, 90), optimizer=SGD(0.1))
 
     expected = make_engine(task(), **TWO_REPLICAS)
     expected_updates = train(expected)
