@@ -10,6 +10,9 @@ import pytest
 from jaxmux.optimizers import AdamW, Lion
 from jaxmux.planner.devices import Stage
 
+# test_meshes.py and test_arrivals.py have shorter tests of the same.
+pytestmark = pytest.mark.slow
+
 # By what is different about the co-tenant: its fields, and the rounds before which it comes and
 # goes.
 COMPANY = {
@@ -85,13 +88,7 @@ def alone(engine, own):
     return trained(engine, own)
 
 
-@pytest.mark.parametrize(
-    "difference",
-    [
-        "other in everything, comes and goes",
-        pytest.param("failure", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("difference", COMPANY)
 def test_a_co_tenant_changes_no_bit_of_a_task(
     difference, alone, engine, own, make_task, replace_adapter, assert_same_bits
 ):

@@ -348,11 +348,12 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
         assert_adapter_is_close(begin[name], end[name], engine.task_arrays(name))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trace_once")
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(LARGEST, id="dp2,fsdp2,tp2", marks=pytest.mark.slow),
+        pytest.param(LARGEST, id="dp2,fsdp2,tp2"),
         pytest.param(MORE_MESHES["tp4"], id="tp4"),
     ],
 )

@@ -168,6 +168,7 @@ def test_a_size_whose_programs_were_compiled_ahead_recomputes_more(
     assert_close(engine, updates, expected, expected_updates)
 
 
+@pytest.mark.slow
 def test_only_the_leanest_policy_is_the_end(fail_if, make_engine, make_task, train):
     fail_if(lambda *_: True)
     engine = make_engine(make_task("a"), **MESH)

@@ -128,7 +128,7 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     assert found == adapter_bytes(whole / "adapters")
 
 
-@pytest.mark.parametrize("mesh", ["dp2,tp2", pytest.param("dp2,pp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mesh", ["pp2", pytest.param("dp2,pp2,tp2", marks=pytest.mark.slow)])
 def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
     mesh, tasks, on_one_device, train, tmp_path, adapter_bytes, monkeypatch
 ):
@@ -217,6 +217,7 @@ def first_mesh_is_full(monkeypatch):
     monkeypatch.setattr(compiled_stages, "backward", failing)
 
 
+@pytest.mark.slow
 def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
     tasks, train, tmp_path, first_mesh_is_full, monkeypatch, capsys
 ):

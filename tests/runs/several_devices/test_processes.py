@@ -18,7 +18,6 @@ from jaxmux.cli.main import run_command
 
 TASKS = """
 fine_tune.checkpoint_every = 2
-fine_tune.memory_gib = 4
 fine_tune.sample_tokens = 2
 fine_tune.tokens_per_microbatch = 64
 fine_tune.max_sequences = 4
