@@ -60,7 +60,7 @@ MESHES = {
     "dp2,fsdp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2), "remat": "dots"},
     "replicas": {"layers": (3, 1), "others": (((1, 1, 2), Stage()),)},
 }
-# Those that train with a head that is the embedding, beside adapters of tables. Plain LoRA trains in
+# Those that train with a head that is the embedding, beside adapters of tables. Plain LoRA does in
 # `test_meshes.py`.
 SOME = ("ia3", "columns", "dora", "prompt")
 

@@ -17,6 +17,10 @@ from jaxmux.engine.devices import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models import Backbone, BackboneConfig, save_backbone
 from jaxmux.runs import checkpoints
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
+
+from ..conftest import SERVER
 
 
 @pytest.fixture(scope="module")
@@ -281,6 +285,36 @@ def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_roun
         for folder in ("stopped", "whole")
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_of_a_server_move_between_one_device_and_a_pipeline_and_keep_their_bits(
+    backbone, data, make_task, adapter_bytes, tmp_path
+):
+    """Batches of "large" take several rounds, and servers end in the middle of one."""
+    tasks = [
+        make_task("large", data=data["long"], batch_size=9, steps=3),
+        make_task("short", steps=5),
+    ]
+
+    def adapters(folder, *servers):
+        """Each server has a mesh and ends after a step of "short"; the last one ends later."""
+        for mesh, last in servers:
+            options = ServerOptions(mesh=mesh, round_tokens=64, **SERVER | OPTIONS)
+            with tuning_server(backbone, folder, options, say=lambda line: None) as server:
+                for task in () if server.statuses() else tasks:
+                    server.register(task)
+                server.step()
+                while server.status("short").step < last:
+                    server.step()
+                if last < 5:
+                    assert server.status("short").step == last
+                    continue
+                while any(status.state not in ENDED for status in server.statuses()):
+                    server.step()
+        return adapter_bytes(folder / "adapters")
+
+    moved = adapters(tmp_path / "moved", (None, 1), ("pp2", 3), (None, 5))
+    assert moved == adapters(tmp_path / "calm", (None, 5))
 
 
 @pytest.mark.slow

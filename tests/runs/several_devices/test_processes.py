@@ -117,15 +117,28 @@ def config(write_config, data) -> str:
     return write_config(TASKS, *own)
 
 
+@pytest.fixture(scope="module")
+def on_one_device(config, tmp_path_factory) -> Path:
+    """Folder of a run in this process, on one device."""
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    arguments = [f"--gin_file={config}", f"--run_dir={run_dir}"]
+    assert run_command("train", arguments, prog="jaxmux train") == 0
+    return run_dir
+
+
+def test_two_processes_end_like_one_device(pair, on_one_device):
+    """With a stage in each process."""
+    pair.devices = 1
+    pair.start("pp2")
+    check_end(pair, on_one_device)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "first", "then"),
-    [
-        (1, "pp2", "2*(tp1)"),
-        pytest.param(2, "pp2,tp2", "2*(tp2)", marks=pytest.mark.slow),
-    ],
+    ("devices", "first", "then"), [(1, "pp2", "2*(tp1)"), (2, "pp2,tp2", "2*(tp2)")]
 )
 def test_two_processes_stop_go_on_and_end_like_one_device(
-    devices, first, then, pair, config, tmp_path
+    devices, first, then, pair, on_one_device
 ):
     """A signal reaches only the second process, within a round. The run goes on with two replicas,
     one in each process."""
@@ -138,23 +151,27 @@ def test_two_processes_stop_go_on_and_end_like_one_device(
         assert "state saved, the same command continues from here" in errors
     assert 2 <= pair.lines() < LINES
     pair.start(then)
+    assert "going on from the checkpoint after round" in check_end(pair, on_one_device)
+
+
+def check_end(pair: Pair, on_one_device: Path) -> str:
+    """Waits for the end of a run, compares it with that of one device, and returns what the first
+    process has printed."""
     (code, printed, errors), (other_code, silent, _) = pair.ended()
     assert (code, other_code) == (0, 0), errors
-    assert "going on from the checkpoint after round" in printed
     assert "tiny: red" in printed
     assert "tiny" not in silent
-    one = [f"--gin_file={config}", f"--run_dir={tmp_path / 'one'}"]
-    assert run_command("train", one, prog="jaxmux train") == 0
-    expected, found = losses(tmp_path / "one"), losses(pair.run_dir)
+    expected, found = losses(on_one_device), losses(pair.run_dir)
     assert len(found) == LINES
     assert found == pytest.approx(expected, rel=1e-5)
     summaries = [
         json.loads((folder / "summary.json").read_text())["tasks"]["tiny"]["eval_loss"]
-        for folder in (tmp_path / "one", pair.run_dir)
+        for folder in (on_one_device, pair.run_dir)
     ]
     assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
     for name in ("tiny", "other"):
         assert (pair.run_dir / "adapters" / name / "adapter_model.safetensors").exists()
+    return printed
 
 
 @pytest.fixture(scope="module")

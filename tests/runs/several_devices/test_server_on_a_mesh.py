@@ -2,46 +2,13 @@
 
 import pytest
 
-from jaxmux.server.server import ServerOptions, tuning_server
-from jaxmux.server.task import ENDED
-
 from ..server_simulation import WEIGHTS, Simulation
 from ..simulated_server import POOLS
-from ..simulated_tasks import OPTIONS, calm_outcomes
+from ..simulated_tasks import calm_outcomes
 
 # Slots and largest rank.
 ONE_POOL = ((3, 4),)
 MESHES = ("", "pp2", "tp2", "dp2", "pp2,tp2")
-
-
-def test_tasks_move_between_one_device_and_a_pipeline_and_keep_their_bits(
-    backbone, data, make_task, adapter_bytes, tmp_path
-):
-    """Batches of "large" take several rounds, and servers end in the middle of one."""
-    tasks = [
-        make_task("large", data=data["long"], batch_size=9, steps=3),
-        make_task("short", steps=5),
-    ]
-
-    def adapters(folder, *servers):
-        """Each server has a mesh and ends after a step of "short"; the last one ends later."""
-        for mesh, last in servers:
-            options = ServerOptions(mesh=mesh, **OPTIONS)
-            with tuning_server(backbone, folder, options, say=lambda line: None) as server:
-                for task in () if server.statuses() else tasks:
-                    server.register(task)
-                server.step()
-                while server.status("short").step < last:
-                    server.step()
-                if last < 5:
-                    assert server.status("short").step == last
-                    continue
-                while any(status.state not in ENDED for status in server.statuses()):
-                    server.step()
-        return adapter_bytes(folder / "adapters")
-
-    moved = adapters(tmp_path / "moved", (None, 1), ("pp2", 3), (None, 5))
-    assert moved == adapters(tmp_path / "calm", (None, 5))
 
 
 @pytest.fixture(scope="module")
