@@ -154,6 +154,7 @@ def test_more_meshes_train_like_one_device(mesh, trained, make_backbone, make_en
     check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
 
 
+@pytest.mark.slow
 def test_halves_that_take_turns_change_no_order_of_sums(
     make_backbone, make_engine, make_task, train
 ):

@@ -194,12 +194,8 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
     "moves",
     [
         pytest.param(({"layers": (3, 1)}, PIPELINES["interleaved"]), id="to more parts"),
-        pytest.param(({}, {"layers": (3, 1)}), id="to more devices"),
-        pytest.param(
-            ({"layers": (3, 1)}, {"layers": (1, 1, 1, 1)}),
-            id="to four stages",
-            marks=pytest.mark.slow,
-        ),
+        slow(({}, {"layers": (3, 1)}), id="to more devices"),
+        slow(({"layers": (3, 1)}, {"layers": (1, 1, 1, 1)}), id="to four stages"),
     ],
 )
 def test_training_moves_to_other_devices_in_the_middle_of_a_round(
@@ -264,6 +260,7 @@ def without_rounds(updates):
     return {name: [u._replace(round=0) for u in own] for name, own in updates.items()}
 
 
+@pytest.mark.slow
 def test_draining_after_every_round_changes_nothing(
     make_engine, different_tasks, on_one_device, assert_same_training
 ):

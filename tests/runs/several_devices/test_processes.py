@@ -199,6 +199,7 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
     assert adapter_bytes(pair.run_dir / "adapters") == adapter_bytes(left_alone / "adapters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -211,15 +212,9 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
             "--gin.tiny/AdamW.learning_rate=1",
             "process 1 differs from process 0 in the settings of task 'tiny'",
             id="task",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "--gin.other/Task.data='missing.jsonl'",
-            "missing.jsonl",
-            id="file",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin", marks=pytest.mark.slow),
+        pytest.param("--gin.other/Task.data='missing.jsonl'", "missing.jsonl", id="file"),
+        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin"),
     ],
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):
