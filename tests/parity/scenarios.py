@@ -196,21 +196,6 @@ KIND_TASKS = [
         steps=5,
     ),
     _task(
-        "dora",
-        words=(10, 25),
-        adapter={
-            "kind": "dora",
-            "rank": 3,
-            "alpha": 6.0,
-            "loraplus_ratio": 2.0,
-            "target_modules": ["q_proj", "down_proj"],
-        },
-        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
-        batch_size=4,
-        max_length=64,
-        steps=5,
-    ),
-    _task(
         "pattern",
         words=(5, 10),
         adapter={
@@ -245,6 +230,21 @@ KIND_TASKS = [
         words=(10, 25),
         adapter={"kind": "trained_tokens", "indices": list(range(270, 250, -1))},
         optimizer=_adamw(2e-2, warmup_steps=2, clip_norm=0.5) | {"weight_decay": 0.0},
+        batch_size=4,
+        max_length=64,
+        steps=5,
+    ),
+    _task(
+        "dora",
+        words=(10, 25),
+        adapter={
+            "kind": "dora",
+            "rank": 3,
+            "alpha": 6.0,
+            "loraplus_ratio": 2.0,
+            "target_modules": ["q_proj", "down_proj"],
+        },
+        optimizer=_adamw(5e-3, warmup_steps=2, clip_norm=0.5),
         batch_size=4,
         max_length=64,
         steps=5,
