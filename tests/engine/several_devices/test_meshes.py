@@ -317,13 +317,8 @@ def test_all_devices_keep_the_same_bits(make_backbone, make_engine, tasks, train
                 np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param({}, id="to one device"),
-        pytest.param(MORE_MESHES["dp2"], id="to dp2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [{}, MORE_MESHES["dp2"]], ids=["to one device", "to dp2"])
 def test_training_moves_between_meshes_in_the_middle_of_a_round(
     last, trained, make_backbone, make_engine, tasks, train
 ):
