@@ -27,6 +27,8 @@ torch.set_num_threads(1)
 from backbones import random_prompts  # noqa: E402
 from scenarios import (  # noqa: E402
     KIND_TASKS,
+    MORE_KIND_TASKS,
+    MORE_KINDS,
     OTHER_OPTIMIZER_TASKS,
     PARITY_TASKS,
     make_backbone,
@@ -122,6 +124,22 @@ def trained_by_other_optimizers(tmp_path_factory, jaxmux) -> Trained:
 def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
     """Tasks with different kinds of adapters, trained together."""
     return train_together(jaxmux, tmp_path_factory.mktemp("kinds"), "qwen2", KIND_TASKS)
+
+
+@pytest.fixture(scope="session")
+def trained_more_kinds(tmp_path_factory, jaxmux) -> Trained:
+    return train_together(jaxmux, tmp_path_factory.mktemp("more-kinds"), "qwen2", MORE_KIND_TASKS)
+
+
+@pytest.fixture(scope="session")
+def trained_with(request) -> Callable[[str], Trained]:
+    """A function that returns the results among which those of a task of any kind are."""
+
+    def found(task: str) -> Trained:
+        fixture = "trained_more_kinds" if task in MORE_KINDS else "trained_kinds"
+        return request.getfixturevalue(fixture)
+
+    return found
 
 
 def train_together(jaxmux: Jaxmux, folder: Path, backbone: str, tasks) -> Trained:
