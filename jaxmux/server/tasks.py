@@ -174,6 +174,11 @@ class LiveTasks:
                 raise TaskError(f"task {name!r}: its data have not been read yet")
             if command.value <= task.steps:
                 raise TaskError(f"task {name!r}: it has {task.steps} steps already")
+            if task.specification.objective.needs_reference:
+                if task.prepared is None:
+                    raise TaskError(f"task {name!r}: its data have not been read yet")
+                if reason := task.prepared.refused_extension:
+                    raise TaskError(reason)
 
     def new_task(self, command: Command, arrival: int) -> LiveTask:
         """The task that a command of the kind "register" registers, for `add`. `arrival` is the

@@ -247,3 +247,21 @@ def test_flat_groups_and_lone_answers_are_warnings(train, make_task, write_lines
     assert "1 of 3 groups has one answer" in printed
     assert "in 1 of 3 groups all rewards are equal" in printed
     assert "rollouts have no logprobs" in printed
+
+
+def test_a_task_with_less_than_an_epoch_gets_no_more_steps(train, make_paired, backbone, tmp_path):
+    train(tmp_path / "run", make_paired(steps=2))
+    with pytest.raises(TaskError, match="task 'pairs': has more steps than before"):
+        train(tmp_path / "run", make_paired(steps=4))
+    # An epoch has five steps.
+    train(tmp_path / "epoch", make_paired(steps=5))
+    assert train(tmp_path / "epoch", make_paired(steps=7)).tasks["pairs"]["steps"] == 7
+    with tuning_server(backbone, tmp_path / "server", ServerOptions(**SERVER)) as live:
+        live.register(make_paired(steps=3))
+        while of_pairs(live).step < 1:
+            pass
+        refused = live.extend("pairs", 4)
+        live.step()
+        with pytest.raises(TaskError, match="cannot get more than its 3 steps"):
+            refused.result()
+        assert train_to_the_end(live).state == "succeeded"

@@ -130,6 +130,11 @@ class Reference(NamedTuple):
             return self.held_out
         return np.split(self.held_out, np.cumsum(self._sizes(prepared)[1])[:-1])
 
+    def lacks(self, prepared: PreparedTask) -> bool:
+        """Whether a sample that the task trains on is unknown."""
+        found = self.of_training(prepared, prepared.trained_samples.tolist())
+        return any(np.isnan(known).any() for known in found)
+
     @classmethod
     def of_arrays(cls, arrays: SlotArrays) -> "Reference | None":
         """The inverse of `arrays`; None without arrays."""
@@ -278,6 +283,11 @@ class Slot:
                     f"task {self.name!r}: the log-probabilities of its reference are missing"
                 )
             self.begin_measuring(0)
+        elif self.reference and self.reference.lacks(self.prepared):
+            raise TaskError(
+                f"task {self.name!r}: has more steps than before, which were less than an epoch, "
+                "and the reference of the other samples is not known; train it anew"
+            )
         # The number of held-out tokens is known since the first measurement.
         known = progress.eval_step == step if step else progress.eval_target_tokens
         if self.prepared.eval_samples and not known and (not step or self.is_measured_after(step)):

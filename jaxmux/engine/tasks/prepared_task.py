@@ -385,14 +385,20 @@ class PreparedTask:
         return {f"{part} {of_task}": _hash(samples) for part, samples in parts.items()}
 
     @property
-    def _steps_of_epoch(self) -> int:
-        return self.batches.batches_per_epoch
+    def refused_extension(self) -> str | None:
+        """Why the task cannot get more steps; None if it can."""
+        if not self.task.objective.needs_reference or self.steps >= self.batches.batches_per_epoch:
+            return None
+        return (
+            f"task {self.task.name!r}: cannot get more than its {self.steps} steps, which are less "
+            "than an epoch, because its objective knows the reference of their samples only"
+        )
 
     @functools.cached_property
     def trained_samples(self) -> Int[np.ndarray, " trained"]:
         """The indices of the training samples on which the task trains, ascending: all of them, or
         fewer if its steps are less than an epoch."""
-        if self.steps >= self._steps_of_epoch:
+        if self.steps >= self.batches.batches_per_epoch:
             return np.arange(len(self.samples.samples))
         return np.unique([i for step in range(self.steps) for i in self.batches.indices(step)])
 
@@ -424,12 +430,8 @@ class PreparedTask:
         """Returns a prepared task with another number of steps. It is extended when `at` updates
         have been dispatched; from then on, its learning-rate schedule covers all of the new steps.
         Earlier extensions that would take effect after `at` are dropped."""
-        if self.task.objective.needs_reference and min(steps, self._steps_of_epoch) > self.steps:
-            raise TaskError(
-                f"task {self.task.name!r}: cannot be extended from {self.steps} to {steps} steps, "
-                "because its objective needs the reference of all samples, which was computed for "
-                "those of its steps only, less than an epoch; begin a new task"
-            )
+        if reason := self.refused_extension:
+            raise TaskError(reason)
         task = dataclasses.replace(self.task, steps=steps, epochs=None)
         batches = batches_of(task, self.samples.samples)
         earlier = tuple(length for length in self.earlier if length.until < at)
