@@ -287,7 +287,7 @@ _OBJECTIVES = {
     "objectives_dpo_first_epoch": "DPO over SFT, tokens/s, with the time of the reference",
     "objectives_simpo": "SimPO over SFT, tokens/s",
     "objectives_memory": "DPO over SFT, peak memory",
-    "objectives_score": "forward passes of training over log-probabilities of the same tokens, time",
+    "objectives_score": "forward passes of training over log-probabilities, time",
 }
 
 
