@@ -108,22 +108,21 @@ class Reference(NamedTuple):
     ) -> "Reference":
         """The reference of a task, from the log-probabilities of its held-out samples, of which
         there are `held_out`, and behind them of its `trained_samples`."""
-        objective = prepared.task.objective
-        parts = [objective.known(log_probs[held_out:]), objective.known(log_probs[:held_out])]
-        sizes = cls._sizes(prepared)[0]
-        training = np.split(np.full(sizes.sum(), np.nan), np.cumsum(sizes)[:-1])
-        for index, known in zip(prepared.trained_samples.tolist(), parts[0], strict=True):
-            training[index] = np.atleast_1d(known)
-        flat = (np.atleast_1d(each) for each in parts[1])
-        return cls(np.concatenate(training), np.concatenate([np.zeros(0), *flat]))
+        objective, (sizes, _) = prepared.task.objective, cls._sizes(prepared)
+        training, of_held_out = map(objective.known, (log_probs[held_out:], log_probs[:held_out]))
+        trained = np.zeros(len(sizes), bool)
+        trained[prepared.trained_samples] = True
+        all_training = np.full(sizes.sum(), np.nan)
+        all_training[np.repeat(trained, sizes)] = _joined(training)
+        return cls(all_training, _joined(of_held_out))
 
     def of_training(self, prepared: PreparedTask, indices: Sequence[int]) -> Known:
         """The reference of some training samples."""
         if not prepared.task.objective.by_token:
             return self.training[indices]
-        ends = np.cumsum(self._sizes(prepared)[0])
-        parts = np.split(self.training, ends[:-1])
-        return [parts[i] for i in indices]
+        sizes = self._sizes(prepared)[0]
+        ends = np.cumsum(sizes)
+        return [self.training[ends[i] - sizes[i] : ends[i]] for i in indices]
 
     def of_held_out(self, prepared: PreparedTask) -> Known:
         if not prepared.task.objective.by_token:
@@ -132,8 +131,9 @@ class Reference(NamedTuple):
 
     def lacks(self, prepared: PreparedTask) -> bool:
         """Whether a sample that the task trains on is unknown."""
-        found = self.of_training(prepared, prepared.trained_samples.tolist())
-        return any(np.isnan(known).any() for known in found)
+        trained = np.zeros(len(prepared.samples.samples), bool)
+        trained[prepared.trained_samples] = True
+        return bool(np.isnan(self.training[np.repeat(trained, self._sizes(prepared)[0])]).any())
 
     @classmethod
     def of_arrays(cls, arrays: SlotArrays) -> "Reference | None":
@@ -167,6 +167,10 @@ class Reference(NamedTuple):
         if prepared.task.objective.by_token:
             return [target_counts(samples) for samples in parts]
         return [np.ones(len(samples), np.int64) for samples in parts]
+
+
+def _joined(known: Known) -> Float[np.ndarray, " numbers"]:
+    return known if isinstance(known, np.ndarray) else np.concatenate([np.zeros(0), *known])
 
 
 class Weighted(NamedTuple):
