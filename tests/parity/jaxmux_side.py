@@ -354,7 +354,7 @@ def decode(folder: Path, request: Request) -> None:
     are loaded and as they are read one by one; and in a .json file the formats of linears.
 
     A backbone in `written` is first made from a folder, in a format and with a dtype."""
-    (folder / "decoded").mkdir()
+    (folder / "decoded").mkdir(exist_ok=True)
     for name, (source, backbone_format, dtype) in request["written"].items():
         write_quantised(folder / source, folder / name, np.dtype(dtype), backbone_format)
     for name in request["backbones"]:

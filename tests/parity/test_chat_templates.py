@@ -57,6 +57,7 @@ def folder(tmp_path_factory, jaxmux):
             f"{name}/Task.batch_size = 3",
             f"{name}/Task.adapter = @{name}/LoRA()",
             f"{name}/LoRA.rank = 4",
+            f"{name}/LoRA.target_modules = ('q_proj', 'down_proj')",
             f"{name}/Task.optimizer = @{name}/AdamW()",
             f"{name}/AdamW.learning_rate = 5e-3",
         ]

@@ -1,6 +1,7 @@
 """transformers and jaxmux compute the same logits from a checkpoint that either of them wrote."""
 
 import json
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -56,26 +57,46 @@ MADE_BY_JAXMUX = {
 }
 
 
+# Each of these is a part of what other cases have.
+PARTS = {
+    "llama-no-grouping",
+    "llama-tied",
+    "mistral",
+    "saved-llama",
+    "saved-mistral",
+    "saved-qwen2",
+}
+
+
+def cases(names):
+    """The cases of a test. Parts of others are slow."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in PARTS else name for name in names]
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory, jaxmux) -> Path:
-    """Checkpoints of both libraries, and jaxmux's logits for all of them."""
+def checkpoint(tmp_path_factory, jaxmux):
+    """A function that returns the folder of a checkpoint of either library; jaxmux's logits for it
+    are in the folder `logits` beside it."""
     folder = tmp_path_factory.mktemp("logits")
-    cases = {}
-    for name, config in CONFIGS.items():
-        random_model(config).save_pretrained(folder / name)
-        cases[name] = {"backbone": name, "prompts": PROMPTS}
-    random_model(CONFIGS["llama"]).save_pretrained(folder / "sharded", max_shard_size="50KB")
-    cases["sharded"] = {"backbone": "sharded", "prompts": PROMPTS}
-    for name, config in MADE_BY_JAXMUX.items():
-        place = f"saved-{name}"
-        cases[place] = {"backbone": place, "prompts": PROMPTS, "random": config}
-    jaxmux("forward", folder, {"cases": cases})
-    return folder
+
+    @cache
+    def made(case: str) -> Path:
+        request = {"backbone": case, "prompts": PROMPTS}
+        if case == "sharded":
+            random_model(CONFIGS["llama"]).save_pretrained(folder / case, max_shard_size="50KB")
+        elif case in CONFIGS:
+            random_model(CONFIGS[case]).save_pretrained(folder / case)
+        else:
+            request["random"] = MADE_BY_JAXMUX[case.removeprefix("saved-")]
+        jaxmux("forward", folder, {"cases": {case: request}})
+        return folder / case
+
+    return made
 
 
-def difference(folder: Path, case: str, model) -> float:
+def difference(checkpoint: Path, model) -> float:
     """Largest difference of a logit over all prompts; transformers computes each prompt alone."""
-    found = np.load(folder / "logits" / f"{case}.npz")
+    found = np.load(checkpoint.parent / "logits" / f"{checkpoint.name}.npz")
     return max(
         np.abs(found[f"{slot}-{i}"] - logits(model, prompt).numpy()).max()
         for slot, prompts in enumerate(PROMPTS)
@@ -83,31 +104,30 @@ def difference(folder: Path, case: str, model) -> float:
     )
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_packed_sequences_have_the_logits_of_transformers(case, folder, at_most):
-    at_most(
-        "logits of loaded backbones", difference(folder, case, load_model(folder / case)), LIMIT
-    )
+@pytest.mark.parametrize("case", cases(CONFIGS))
+def test_packed_sequences_have_the_logits_of_transformers(case, checkpoint, at_most):
+    folder = checkpoint(case)
+    at_most("logits of loaded backbones", difference(folder, load_model(folder)), LIMIT)
 
 
-def test_a_sharded_checkpoint_loads_like_a_single_file(folder, at_most):
-    assert len(list((folder / "sharded").glob("model-*.safetensors"))) > 2
-    model = load_model(folder / "sharded")
-    at_most("logits of loaded backbones", difference(folder, "sharded", model), LIMIT)
+def test_a_sharded_checkpoint_loads_like_a_single_file(checkpoint, at_most):
+    folder = checkpoint("sharded")
+    assert len(list(folder.glob("model-*.safetensors"))) > 2
+    at_most("logits of loaded backbones", difference(folder, load_model(folder)), LIMIT)
 
 
-@pytest.mark.parametrize("case", MADE_BY_JAXMUX)
-def test_a_backbone_saved_by_jaxmux_loads_in_transformers(case, folder, at_most):
-    place = f"saved-{case}"
-    model, report = AutoModelForCausalLM.from_pretrained(folder / place, output_loading_info=True)
+@pytest.mark.parametrize("case", cases(f"saved-{name}" for name in MADE_BY_JAXMUX))
+def test_a_backbone_saved_by_jaxmux_loads_in_transformers(case, checkpoint, at_most):
+    folder = checkpoint(case)
+    model, report = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert not any(report.values()), report
-    at_most("logits of saved backbones", difference(folder, place, model.eval()), LIMIT)
+    at_most("logits of saved backbones", difference(folder, model.eval()), LIMIT)
 
 
-@pytest.mark.parametrize("case", CONFIGS)
-def test_logits_depend_on_the_whole_context(case, folder):
+@pytest.mark.parametrize("case", cases(CONFIGS))
+def test_logits_depend_on_the_whole_context(case, checkpoint):
     """Checks that the comparison is not trivial: logits vary and depend on distant tokens."""
-    model = load_model(folder / case)
+    model = load_model(checkpoint(case))
     prompt = PROMPTS[2][0]
     before = logits(model, prompt)
     assert before.std() > 1
@@ -116,9 +136,9 @@ def test_logits_depend_on_the_whole_context(case, folder):
 
 
 @pytest.mark.parametrize("case", WITHOUT_FEATURE)
-def test_rope_scaling_and_sliding_windows_change_the_logits(case, folder):
+def test_rope_scaling_and_sliding_windows_change_the_logits(case, checkpoint):
     model = random_model(WITHOUT_FEATURE[case])
-    assert difference(folder, case, model) > 0.01
+    assert difference(checkpoint(case), model) > 0.01
 
 
 # By case, what config.json says in its top level and in text_config (None: nothing), the head in
@@ -175,4 +195,4 @@ def test_the_weights_decide_whether_the_head_is_the_embedding_as_in_transformers
         heads / case, config=config, dtype=torch.float32, output_loading_info=True
     )
     assert not report["missing_keys"]
-    at_most("logits of loaded backbones", difference(heads, case, model.eval()), LIMIT)
+    at_most("logits of loaded backbones", difference(heads / case, model.eval()), LIMIT)

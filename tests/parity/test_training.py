@@ -11,7 +11,14 @@ import torch
 from backbones import load_model
 from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
-from scenarios import FROM_PEFT, FROM_WEIGHTS, KIND_TASKS, OTHER_OPTIMIZER_TASKS, PARITY_TASKS
+from scenarios import (
+    FAST_KINDS,
+    FROM_PEFT,
+    FROM_WEIGHTS,
+    OTHER_OPTIMIZER_TASKS,
+    PARITY_TASKS,
+    SLOW_KINDS,
+)
 
 PARITY = [task["name"] for task in PARITY_TASKS]
 OTHERS = [task["name"] for task in OTHER_OPTIMIZER_TASKS]
@@ -107,9 +114,15 @@ def test_sgd_and_loraplus_train_like_torch_and_peft(other, at_most):
     check_rates_and_norms(other, at_most)
 
 
-@pytest.fixture(scope="module", params=[task["name"] for task in KIND_TASKS])
-def kind(request, trained_kinds) -> Pair:
-    return pair(trained_kinds, request.param)
+@pytest.fixture(
+    scope="module",
+    params=[
+        *FAST_KINDS,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_KINDS),
+    ],
+)
+def kind(request, trained_with) -> Pair:
+    return pair(trained_with(request.param), request.param)
 
 
 def test_other_kinds_of_adapters_train_together_as_in_peft(kind, at_most):
