@@ -33,7 +33,7 @@ def tasks(make_task):
 @pytest.mark.parametrize(
     "replicas",
     [
-        pytest.param({"layers": (3, 1)}, id="pipeline"),
+        pytest.param({"layers": (3, 1)}, id="pipeline", marks=pytest.mark.slow),
         pytest.param(TWO_REPLICAS, id="replicas"),
         pytest.param(
             {"layers": (2, 2), "others": (((4,), Stage(tp=2)),)},
@@ -227,6 +227,7 @@ def test_pauses_of_neighbours_move_no_gradients_between_replicas(
     assert_same_bits(found, expected)
 
 
+@pytest.mark.slow
 def test_replicas_follow_a_pool_that_grows(make_task, make_engine):
     replicas = {"layers": (4,), "others": (((4,), Stage()),)}
     engine = make_engine(make_task("narrow", rank=2), **replicas)
@@ -271,6 +272,7 @@ def test_every_task_gets_what_it_gets_alone_on_unlike_replicas(
         assert [u.loss for u in updates[name]] == pytest.approx([u.loss for u in own], rel=1e-3)
 
 
+@pytest.mark.slow
 def test_tasks_on_a_pipeline_stop_early_with_the_bits_of_one_device(
     make_task, make_engine, assert_same_bits
 ):
@@ -430,12 +432,13 @@ GROWING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replicas", "most"),
     [
         pytest.param(GROWING["pipeline"], EngineSize(8, 2), id="pipeline"),
         *(
-            pytest.param(mesh, EngineSize(8, 4), id=f"rows-{name}", marks=pytest.mark.slow)
+            pytest.param(mesh, EngineSize(8, 4), id=f"rows-{name}")
             for name, mesh in GROWING.items()
         ),
     ],

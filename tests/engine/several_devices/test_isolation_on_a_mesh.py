@@ -10,6 +10,9 @@ import pytest
 from jaxmux.optimizers import AdamW, Lion
 from jaxmux.planner.devices import Stage
 
+# test_meshes.py and test_arrivals.py have shorter tests of the same.
+pytestmark = pytest.mark.slow
+
 # By what is different about the co-tenant: its fields, and the rounds before which it comes and
 # goes.
 COMPANY = {

@@ -1,7 +1,6 @@
 """Weights in formats with scales, divided among devices, train like those of one device."""
 
 import dataclasses
-import math
 from functools import partial
 
 import jax
@@ -19,10 +18,9 @@ from jaxmux.pallas_kernels.number_formats import Scaled
 from jaxmux.peft import initial_adapter, resolve_targets
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.cost_models import estimated_memory
-from jaxmux.planner.costs.memory_model import exchanged_bytes
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import Replica, Stage
-from jaxmux.sharding import StageMesh, consecutive_parts, stage_meshes
+from jaxmux.sharding import consecutive_parts, stage_meshes
 from jaxmux.sharding.placed_backbone import _own_weights
 from tests.engine.several_devices.test_meshes import (
     assert_gradients_are_close,
@@ -165,34 +163,3 @@ def test_the_memory_model_counts_what_a_device_holds(backbone_format, mesh):
     decoded = {None: 0, "float8": 1}.get(backbone_format, 2) * 2 * 2048 * 8192
     found = estimated_memory(size).resident(pool, replica) - (gathered + decoded) / replica.tp
     assert found == pytest.approx(max(held), rel=0.01)
-
-
-@pytest.mark.parametrize(
-    "stage", [Stage(), pytest.param(Stage(tp=2), marks=pytest.mark.slow)], ids=str
-)
-def test_the_memory_model_counts_what_replicas_exchange(make_engine, make_task, monkeypatch, stage):
-    """The compiled programs take arrays that arrive, results and temporaries beside the state."""
-    run, needed, exchange = StageMesh.run, {}, ("_taken", "_added", "_cut", "_joined")
-
-    def measured(home, program, *arguments):
-        name = getattr(program, "__name__", "")
-        if name in exchange:
-            found = program.lower(*arguments).compile().memory_analysis()
-            new = found.output_size_in_bytes - found.alias_size_in_bytes
-            # Arguments that are not the state, which is donated.
-            arrived = found.argument_size_in_bytes - found.alias_size_in_bytes
-            arrived *= name in ("_added", "_joined")
-            needed[name] = max(new + found.temp_size_in_bytes + arrived, needed.get(name, 0))
-        return run(home, program, *arguments)
-
-    monkeypatch.setattr(StageMesh, "run", measured)
-    replica = {"layers": (4,), "stage": stage, "others": (((4,), stage),)}
-    engine = make_engine(make_task("a", steps=1), **replica)
-    engine.train_round()
-    engine.drain()
-    whole = engine._slots.layout.tree.accumulators
-    whole = sum(4 * math.prod(spec.shape) for spec in jax.tree.leaves(whole))
-    assert needed.keys() == {*exchange}
-    counted = exchanged_bytes(whole, 2)
-    assert counted / 2 < max(needed.values()) < counted
-    assert exchanged_bytes(whole, 1) == 0

@@ -34,7 +34,8 @@ SHORT = ShapeClass(rows=4, row_len=64, chunk_len=64, max_sequences=8)
 TARGETS = ("q_proj", "v_proj", "o_proj", "down_proj")
 MODULES = tuple(module for module in ALL_MODULES if module.endswith(TARGETS))
 
-MESHES = {
+LARGEST = {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2), "remat": "dots"}
+MORE_MESHES = {
     # Replicas of two devices and of one; only the first one has rows for the long samples.
     "tp2 + tp1": {
         "layers": (4,),
@@ -42,9 +43,6 @@ MESHES = {
         "others": (((4,), Stage()),),
         "replica_shapes": (SHAPE, SHORT),
     },
-    "dp2,fsdp2,tp2": {"layers": (4,), "stage": Stage(dp=2, fsdp=2, tp=2), "remat": "dots"},
-}
-MORE_MESHES = {
     "pp2,tp2 + tp1": {
         "layers": (3, 1),
         "stage": Stage(tp=2),
@@ -146,9 +144,8 @@ def arrays_of(engine):
     return {name: engine.task_arrays(name) for name in engine.names}
 
 
-@pytest.mark.parametrize("mesh", MESHES.values(), ids=MESHES)
-def test_a_mesh_trains_like_one_device(mesh, trained, make_backbone, make_engine, tasks, train):
-    check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
+def test_a_mesh_trains_like_one_device(trained, make_backbone, make_engine, tasks, train):
+    check_training(LARGEST, trained, make_backbone(), make_engine, tasks, train)
 
 
 @pytest.mark.slow
@@ -157,6 +154,7 @@ def test_more_meshes_train_like_one_device(mesh, trained, make_backbone, make_en
     check_training(mesh, trained, make_backbone(), make_engine, tasks, train)
 
 
+@pytest.mark.slow
 def test_halves_that_take_turns_change_no_order_of_sums(
     make_backbone, make_engine, make_task, train
 ):
@@ -188,7 +186,8 @@ def test_other_backbones_have_the_gradients_of_one_device(
         assert_gradients_are_close(found, expected)
 
 
-@pytest.mark.parametrize("mesh", ["tp2", pytest.param("fsdp2,pp2,tp2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", ["tp2", "fsdp2,pp2,tp2"])
 def test_adapters_on_the_other_linears_have_the_gradients_of_one_device(
     mesh, make_backbone, make_engine, make_task
 ):
@@ -257,7 +256,7 @@ def norm_of_difference(one, other, kind):
     "mesh",
     [
         pytest.param(MORE_MESHES["tp2,pp2"], id="tp2,pp2", marks=pytest.mark.slow),
-        pytest.param(MESHES["dp2,fsdp2,tp2"], id="dp2,fsdp2,tp2"),
+        pytest.param(LARGEST, id="dp2,fsdp2,tp2"),
     ],
 )
 def test_a_task_that_is_not_finite_fails_alone(
@@ -266,7 +265,7 @@ def test_a_task_that_is_not_finite_fails_alone(
     """The other tasks keep their bits, also after the task has left in the middle of the run."""
     good = (
         make_wide_task("good", steps=4),
-        make_wide_task("other", dropout=0.2, batch_size=3, steps=4),
+        make_wide_task("other", dropout=0.2, batch_size=3, optimizer=SGD(0.1), steps=4),
     )
     bad = make_wide_task("bad", batch_size=3, steps=4)
     bad = replace_adapter(bad, lambda x: np.full_like(x, np.nan))
@@ -305,7 +304,7 @@ def test_a_new_task_gets_no_gradients_of_the_failed_one_before_it(
 
 def test_all_devices_keep_the_same_bits(make_backbone, make_engine, tasks, train):
     """Data-parallel devices update their adapters by themselves."""
-    engine = make_engine(*tasks, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    engine = make_engine(*tasks, model=make_backbone(), **LARGEST)
     train(engine, rounds=1)
     (state,) = engine._slots.stored.states
     for leaf in jax.tree.leaves((state.adapters, state.moments, state.count)):
@@ -318,13 +317,8 @@ def test_all_devices_keep_the_same_bits(make_backbone, make_engine, tasks, train
                 np.testing.assert_array_equal(other, first)
 
 
-@pytest.mark.parametrize(
-    "last",
-    [
-        pytest.param({}, id="to one device"),
-        pytest.param(MORE_MESHES["dp2"], id="to dp2", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [{}, MORE_MESHES["dp2"]], ids=["to one device", "to dp2"])
 def test_training_moves_between_meshes_in_the_middle_of_a_round(
     last, trained, make_backbone, make_engine, tasks, train
 ):
@@ -332,7 +326,7 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
     begin, end, expected_updates = trained
     model, updates = make_backbone(), {}
     engine = make_engine(*tasks, model=model)
-    for mesh in (MESHES["dp2,fsdp2,tp2"], last):
+    for mesh in (LARGEST, last):
         for name, more in train(engine, rounds=1).items():
             updates[name] = updates.get(name, []) + more
         assert not engine.train_round(lambda: True)
@@ -350,11 +344,12 @@ def test_training_moves_between_meshes_in_the_middle_of_a_round(
         assert_adapter_is_close(begin[name], end[name], engine.task_arrays(name))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("trace_once")
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(MESHES["dp2,fsdp2,tp2"], id="dp2,fsdp2,tp2", marks=pytest.mark.slow),
+        pytest.param(LARGEST, id="dp2,fsdp2,tp2"),
         pytest.param(MORE_MESHES["tp4"], id="tp4"),
     ],
 )
@@ -379,7 +374,7 @@ def test_fsdp_does_not_keep_the_gathered_weights(make_backbone, make_engine, mak
 def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_wide_task):
     """A task with other linears, of a higher rank, and with more moments."""
     few = make_wide_task("few", targets=("q_proj",), rank=2, optimizer=SGD(0.1))
-    engine = make_engine(few, model=make_backbone(), modules=(), **MESHES["dp2,fsdp2,tp2"])
+    engine = make_engine(few, model=make_backbone(), modules=(), **LARGEST)
     engine.register_tasks([make_wide_task("more", rank=16)])
     stored = engine._slots.stored
     (state,), (layout,), (home,) = stored.states, stored.layouts, stored.homes
@@ -391,7 +386,7 @@ def test_a_state_grows_where_it_lies(make_backbone, make_engine, make_wide_task)
 
 def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, make_wide_task):
     task = make_wide_task("a")
-    engine = make_engine(task, model=make_backbone(), **MESHES["dp2,fsdp2,tp2"])
+    engine = make_engine(task, model=make_backbone(), **LARGEST)
     layers = engine.backbone.weights[0]["layers"]
     for path, divided in (("self_attn.q_proj", 4), ("mlp.down_proj", 4)):
         block, name = path.split(".")
@@ -404,12 +399,20 @@ def test_each_device_holds_its_part_of_the_weights(make_backbone, make_engine, m
     assert of_query.b.addressable_shards[0].data.size * 2 == of_query.b.size
 
 
-@pytest.mark.parametrize("remat", ["norms", "dots", "full"])
 @pytest.mark.parametrize(
-    "mesh",
+    ("mesh", "remat"),
     [
-        pytest.param(MORE_MESHES["pp2,tp2 + tp1"], id="pp2,tp2 + tp1"),
-        pytest.param(MESHES["dp2,fsdp2,tp2"], id="dp2,fsdp2,tp2"),
+        pytest.param(
+            mesh,
+            remat,
+            id=f"{name}-{remat}",
+            marks=[] if remat == usual else pytest.mark.slow,
+        )
+        for name, mesh, usual in (
+            ("pp2,tp2 + tp1", MORE_MESHES["pp2,tp2 + tp1"], "norms"),
+            ("dp2,fsdp2,tp2", LARGEST, "dots"),
+        )
+        for remat in ("norms", "dots", "full")
     ],
 )
 def test_the_backward_pass_is_given_no_weights_or_adapters(

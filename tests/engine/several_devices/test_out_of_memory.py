@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import time
 
 import jax
@@ -11,7 +12,10 @@ import pytest
 from jaxmux.engine import EngineSize
 from jaxmux.engine.devices import compiled_stages, programs
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.optimizers import SGD
+from jaxmux.planner.costs.memory_model import exchanged_bytes
 from jaxmux.planner.devices import Stage
+from jaxmux.sharding import StageMesh
 
 MESH = {"layers": (3, 1), "remat": "dots"}
 TWO_REPLICAS = {"layers": (4,), "others": (((4,), Stage()),)}
@@ -94,7 +98,7 @@ def test_gradients_of_all_replicas_begin_again(replica, fail_if, make_engine, ma
     """The round began before a checkpoint; a replica runs out of memory after it."""
 
     def task():
-        return make_task("a", steps=2, batch_size=12, lengths=(50, 90))
+        return make_task("a", steps=2, batch_size=12, lengths=(50, 90), optimizer=SGD(0.1))
 
     expected = make_engine(task(), **TWO_REPLICAS)
     expected_updates = train(expected)
@@ -164,9 +168,41 @@ def test_a_size_whose_programs_were_compiled_ahead_recomputes_more(
     assert_close(engine, updates, expected, expected_updates)
 
 
+@pytest.mark.slow
 def test_only_the_leanest_policy_is_the_end(fail_if, make_engine, make_task, train):
     fail_if(lambda *_: True)
     engine = make_engine(make_task("a"), **MESH)
     with pytest.raises(OutOfDeviceMemory, match="256 tokens does not fit .* try .*=128"):
         train(engine)
     assert engine.remat is None
+
+
+@pytest.mark.parametrize(
+    "stage", [Stage(), pytest.param(Stage(tp=2), marks=pytest.mark.slow)], ids=str
+)
+def test_the_memory_model_counts_what_replicas_exchange(make_engine, make_task, monkeypatch, stage):
+    """The compiled programs take arrays that arrive, results and temporaries beside the state."""
+    run, needed, exchange = StageMesh.run, {}, ("_taken", "_added", "_cut", "_joined")
+
+    def measured(home, program, *arguments):
+        name = getattr(program, "__name__", "")
+        if name in exchange:
+            found = program.lower(*arguments).compile().memory_analysis()
+            new = found.output_size_in_bytes - found.alias_size_in_bytes
+            # Arguments that are not the state, which is donated.
+            arrived = found.argument_size_in_bytes - found.alias_size_in_bytes
+            arrived *= name in ("_added", "_joined")
+            needed[name] = max(new + found.temp_size_in_bytes + arrived, needed.get(name, 0))
+        return run(home, program, *arguments)
+
+    monkeypatch.setattr(StageMesh, "run", measured)
+    replica = {"layers": (4,), "stage": stage, "others": (((4,), stage),)}
+    engine = make_engine(make_task("a", steps=1), **replica)
+    engine.train_round()
+    engine.drain()
+    whole = engine._slots.layout.tree.accumulators
+    whole = sum(4 * math.prod(spec.shape) for spec in jax.tree.leaves(whole))
+    assert needed.keys() == {*exchange}
+    counted = exchanged_bytes(whole, 2)
+    assert counted / 2 < max(needed.values()) < counted
+    assert exchanged_bytes(whole, 1) == 0

@@ -1,6 +1,7 @@
 """A pipeline of several devices trains to the bits of one device."""
 
 import dataclasses
+from functools import partial
 
 import jax
 import numpy as np
@@ -14,18 +15,19 @@ from jaxmux.planner.devices import SCHEDULES, Stage
 from jaxmux.planner.pipeline.pipeline_plan import PipelineCosts, grouping_of_tasks, plan_pipeline
 from jaxmux.planner.pipeline.schedules import Pass, walk
 
+slow = partial(pytest.param, marks=pytest.mark.slow)
 PIPELINES = {
     "uneven stages": {"layers": (3, 1)},
-    "1f1b": {"layers": (3, 1), "schedule": "1f1b"},
-    "lorapp": {"layers": (3, 1), "schedule": "lorapp"},
-    "template": {"layers": (3, 1), "schedule": "template"},
     "gpipe": {"layers": (3, 1), "schedule": "gpipe"},
     "interleaved": {"layers": (1, 1, 1, 1), "stages": 2, "schedule": "interleaved"},
 }
 
 
-# The interleaved pipeline has the same parts on fewer stages.
 MORE_PIPELINES = {
+    "1f1b": {"layers": (3, 1), "schedule": "1f1b"},
+    "lorapp": {"layers": (3, 1), "schedule": "lorapp"},
+    "template": {"layers": (3, 1), "schedule": "template"},
+    # The interleaved pipeline has the same parts on fewer stages.
     "four stages": {"layers": (1, 1, 1, 1)},
     "four stages of gpipe": {"layers": (1, 1, 1, 1), "schedule": "gpipe"},
     "recomputing": {"layers": (3, 1), "remat": "dots"},
@@ -43,7 +45,7 @@ def on_one_device(make_engine, different_tasks, train):
     "pipeline",
     [
         *(pytest.param(mesh, id=name) for name, mesh in PIPELINES.items()),
-        *(pytest.param(mesh, id=n, marks=pytest.mark.slow) for n, mesh in MORE_PIPELINES.items()),
+        *(slow(mesh, id=name) for name, mesh in MORE_PIPELINES.items()),
     ],
 )
 def test_a_pipeline_trains_to_the_bits_of_one_device(
@@ -59,9 +61,7 @@ def test_a_pipeline_trains_to_the_bits_of_one_device(
     assert_same_training(found, updates, expected, expected_updates)
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("uneven stages", marks=pytest.mark.slow), "interleaved"]
-)
+@pytest.mark.parametrize("name", [slow("uneven stages"), "interleaved"])
 def test_every_pass_of_a_round_is_recorded_once(name, make_engine, different_tasks):
     layers = PIPELINES[name]["layers"]
     engine, records = make_engine(*different_tasks, **PIPELINES[name]), []
@@ -82,7 +82,13 @@ def test_every_pass_of_a_round_is_recorded_once(name, make_engine, different_tas
     assert [p.seconds for p in passes] == sorted(p.seconds for p in passes)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        schedule if schedule in ("auto", "gpipe", "interleaved") else slow(schedule)
+        for schedule in SCHEDULES
+    ],
+)
 def test_stages_run_their_passes_in_the_order_of_the_plan(schedule, make_engine, make_task):
     """Plan and engine pack the rounds by themselves, and divide the tasks into groups."""
     tasks = [
@@ -188,12 +194,8 @@ def test_one_bad_layer_skips_the_update_in_all_stages(
     "moves",
     [
         pytest.param(({"layers": (3, 1)}, PIPELINES["interleaved"]), id="to more parts"),
-        pytest.param(({}, {"layers": (3, 1)}), id="to more devices"),
-        pytest.param(
-            ({"layers": (3, 1)}, {"layers": (1, 1, 1, 1)}),
-            id="to four stages",
-            marks=pytest.mark.slow,
-        ),
+        slow(({}, {"layers": (3, 1)}), id="to more devices"),
+        slow(({"layers": (3, 1)}, {"layers": (1, 1, 1, 1)}), id="to four stages"),
     ],
 )
 def test_training_moves_to_other_devices_in_the_middle_of_a_round(
@@ -230,29 +232,26 @@ def test_rounds_follow_each_other_without_a_gap(make_engine, different_tasks):
     assert any(engine.accumulated(name) for name in engine.names)
 
 
+@pytest.mark.parametrize("stop_after", [slow(1), 7])
 def test_training_can_stop_after_every_microbatch(
-    make_engine, different_tasks, train, on_one_device, assert_same_training
+    stop_after, make_engine, different_tasks, train, on_one_device, assert_same_training
 ):
     """A pipeline is stopped after k microbatches, in which rounds overlap; one device goes on."""
     expected = on_one_device[0]
     expected_updates = without_rounds(on_one_device[1])
 
-    def stopped(stop_after: int):
-        engine, calls, updates = make_engine(*different_tasks, layers=(3, 1)), [], []
-        while len(calls) < stop_after:
-            updates += engine.train_round(lambda: calls.append(1) or len(calls) >= stop_after)
-        return engine, updates + engine.drain()
-
-    for stop_after in (1, 7):
-        before, updates = stopped(stop_after)
-        after = make_engine(*different_tasks)
-        for name in before.names:
-            state = before.task_arrays(name), before.progress(name), before.accumulated(name)
-            after.restore_task(name, *state)
-        after.rounds = before.rounds
-        rest = train(after)
-        joined = {n: [u for u in updates if u.task == n] + rest[n] for n in before.names}
-        assert_same_training(after, without_rounds(joined), expected, expected_updates)
+    before, calls, updates = make_engine(*different_tasks, layers=(3, 1)), [], []
+    while len(calls) < stop_after:
+        updates += before.train_round(lambda: calls.append(1) or len(calls) >= stop_after)
+    updates += before.drain()
+    after = make_engine(*different_tasks)
+    for name in before.names:
+        state = before.task_arrays(name), before.progress(name), before.accumulated(name)
+        after.restore_task(name, *state)
+    after.rounds = before.rounds
+    rest = train(after)
+    joined = {n: [u for u in updates if u.task == n] + rest[n] for n in before.names}
+    assert_same_training(after, without_rounds(joined), expected, expected_updates)
 
 
 def without_rounds(updates):
@@ -261,6 +260,7 @@ def without_rounds(updates):
     return {name: [u._replace(round=0) for u in own] for name, own in updates.items()}
 
 
+@pytest.mark.slow
 def test_draining_after_every_round_changes_nothing(
     make_engine, different_tasks, on_one_device, assert_same_training
 ):

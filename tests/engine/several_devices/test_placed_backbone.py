@@ -46,7 +46,8 @@ def test_a_folder_is_loaded_like_a_whole_backbone_that_is_divided(folder):
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("backbone_format", ["nf4", pytest.param("float8", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backbone_format", ["nf4", "float8"])
 def test_linears_are_encoded_before_they_are_divided(config, tmp_path, backbone_format):
     sizes = dict(hidden_size=128, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=32)
     config = dataclasses.replace(config, **sizes, num_layers=2)

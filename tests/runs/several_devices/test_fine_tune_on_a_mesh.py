@@ -17,11 +17,15 @@ from jaxmux.engine.devices import compiled_stages
 from jaxmux.errors import OutOfDeviceMemory
 from jaxmux.models import Backbone, BackboneConfig, save_backbone
 from jaxmux.runs import checkpoints
+from jaxmux.server.server import ServerOptions, tuning_server
+from jaxmux.server.task import ENDED
+
+from ..conftest import SERVER
 
 
 @pytest.fixture(scope="module")
 def tasks(make_task, data):
-    adapter = LoRA(rank=4, target_modules=("v_proj", "down_proj"), dropout=0.1)
+    adapter = LoRA(rank=4, target_modules=("down_proj",), dropout=0.1)
     return (
         make_task("a", steps=5, batch_size=14, eval_data=data["short.eval"]),
         make_task("b", steps=3, batch_size=8, adapter=adapter, optimizer=SGD(1e-2)),
@@ -29,7 +33,7 @@ def tasks(make_task, data):
 
 
 OPTIONS = {"tokens_per_microbatch": 64, "max_sequences": 4, "checkpoint_every": 2}
-OPTIONS |= {"reserved_dropout": True, "reserved_targets": ("q_proj", "v_proj", "down_proj")}
+OPTIONS |= {"reserved_dropout": True, "reserved_targets": ("q_proj", "down_proj")}
 
 
 @pytest.fixture(scope="module")
@@ -84,27 +88,31 @@ def test_a_mesh_gives_the_results_of_one_device(
     assert two.tasks == one.tasks
 
 
-def test_the_schedule_of_the_options_is_the_one_that_runs(tasks, train, backbone, tmp_path, capsys):
+@pytest.mark.parametrize(
+    ("schedule", "layers"),
+    [("gpipe", 2), pytest.param("interleaved", 4, marks=pytest.mark.slow)],
+)
+def test_the_schedule_of_the_options_is_the_one_that_runs(
+    schedule, layers, tasks, train, backbone, tmp_path, capsys
+):
     """With GPipe, all forward passes of a round come before the backward passes; an interleaved
     pipeline has two parts of the backbone on each stage."""
-    deep = tmp_path / "backbone"
-    shutil.copytree(backbone, deep)
-    config = dataclasses.replace(BackboneConfig.from_folder(backbone), num_layers=4)
-    save_backbone(Backbone.random(config, seed=7), deep)
+    folder, run_dir = tmp_path / "backbone", tmp_path / "run"
+    shutil.copytree(backbone, folder)
+    config = dataclasses.replace(BackboneConfig.from_folder(backbone), num_layers=layers)
+    save_backbone(Backbone.random(config, seed=7), folder)
     tasks = [dataclasses.replace(task, steps=1, eval_data=None) for task in tasks]
-    for schedule, model in {"gpipe": backbone, "interleaved": deep}.items():
-        run_dir = tmp_path / schedule
-        train(run_dir, *tasks, backbone=model, mesh="pp2", schedule=schedule, **OPTIONS)
-        shown = capsys.readouterr().out
-        assert f" layers, 1 data shard, schedule {schedule}\n" in shown
-        lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
-        first = next(line["passes"] for line in lines if line.get("passes"))
-        passes = [(letter, part) for _, _, stage, part, _, _, letter in first if stage == 0]
-        if schedule == "gpipe":
-            count = len(passes) // 2
-            assert count > 1 and passes == [("F", 0)] * count + [("B", 0)] * count
-        else:
-            assert {part for _, part in passes} == {0, 2}
+    train(run_dir, *tasks, backbone=folder, mesh="pp2", schedule=schedule, **OPTIONS)
+    shown = capsys.readouterr().out
+    assert f" layers, 1 data shard, schedule {schedule}\n" in shown
+    lines = map(json.loads, (run_dir / "rounds.jsonl").read_text().splitlines())
+    first = next(line["passes"] for line in lines if line.get("passes"))
+    passes = [(letter, part) for _, _, stage, part, _, _, letter in first if stage == 0]
+    if schedule == "gpipe":
+        count = len(passes) // 2
+        assert count > 1 and passes == [("F", 0)] * count + [("B", 0)] * count
+    else:
+        assert {part for _, part in passes} == {0, 2}
 
 
 def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
@@ -124,12 +132,13 @@ def test_a_run_that_is_stopped_within_a_round_goes_on_with_other_devices(
     assert found == adapter_bytes(whole / "adapters")
 
 
+@pytest.mark.parametrize("mesh", ["pp2", pytest.param("dp2,pp2,tp2", marks=pytest.mark.slow)])
 def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
-    tasks, on_one_device, train, tmp_path, adapter_bytes, monkeypatch
+    mesh, tasks, on_one_device, train, tmp_path, adapter_bytes, monkeypatch
 ):
     """The checkpoint is one between two rounds, as after a kill."""
     _, one, _ = on_one_device
-    whole = train(tmp_path / "whole", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+    whole = train(tmp_path / "whole", *tasks, mesh=mesh, **OPTIONS)
     expected = one.tasks["a"]["eval_loss"]
     assert whole.tasks["a"]["eval_loss"] == pytest.approx(expected, rel=1e-4)
     for name, task in one.tasks.items():
@@ -146,13 +155,13 @@ def test_a_run_on_a_mesh_is_close_to_one_device_and_resumes_to_the_same_bits(
 
     monkeypatch.setattr(checkpoints.Checkpoints, "save", save_and_die)
     with pytest.raises(KeyboardInterrupt):
-        train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+        train(tmp_path / "killed", *tasks, mesh=mesh, **OPTIONS)
     monkeypatch.undo()
     # The sum of gradients would be divided otherwise among the devices that add to it.
     for saved in (tmp_path / "killed" / "checkpoints").glob("*/run/metadata"):
         found = json.loads(saved.read_text())["tasks"].values()
         assert not any(task["accumulated"] for task in found)
-    train(tmp_path / "killed", *tasks, mesh="dp2,pp2,tp2", **OPTIONS)
+    train(tmp_path / "killed", *tasks, mesh=mesh, **OPTIONS)
     assert losses(tmp_path / "killed") == losses(tmp_path / "whole")
     found = adapter_bytes(tmp_path / "killed" / "adapters")
     assert found == adapter_bytes(tmp_path / "whole" / "adapters")
@@ -212,6 +221,7 @@ def first_mesh_is_full(monkeypatch):
     monkeypatch.setattr(compiled_stages, "backward", failing)
 
 
+@pytest.mark.slow
 def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
     tasks, train, tmp_path, first_mesh_is_full, monkeypatch, capsys
 ):
@@ -230,6 +240,7 @@ def test_a_chosen_mesh_that_does_not_fit_gives_way_to_the_next_one(
     assert record["shape"] == other["shape"]
 
 
+@pytest.mark.slow
 def test_a_named_mesh_that_does_not_fit_is_an_error(tasks, train, tmp_path, first_mesh_is_full):
     with pytest.raises(OutOfDeviceMemory, match="does not fit into the device's memory"):
         train(tmp_path / "named", *tasks, mesh="pp2", remat="full", **OPTIONS)
@@ -274,6 +285,36 @@ def test_unlike_replicas_are_close_to_one_device_also_after_a_stop_within_a_roun
         for folder in ("stopped", "whole")
     )
     assert found == pytest.approx(expected, rel=1e-5)
+
+
+def test_tasks_of_a_server_move_between_one_device_and_a_pipeline_and_keep_their_bits(
+    backbone, data, make_task, adapter_bytes, tmp_path
+):
+    """Batches of "large" take several rounds, and servers end in the middle of one."""
+    tasks = [
+        make_task("large", data=data["long"], batch_size=9, steps=3),
+        make_task("short", steps=5),
+    ]
+
+    def adapters(folder, *servers):
+        """Each server has a mesh and ends after a step of "short"; the last one ends later."""
+        for mesh, last in servers:
+            options = ServerOptions(mesh=mesh, round_tokens=64, **SERVER | OPTIONS)
+            with tuning_server(backbone, folder, options, say=lambda line: None) as server:
+                for task in () if server.statuses() else tasks:
+                    server.register(task)
+                server.step()
+                while server.status("short").step < last:
+                    server.step()
+                if last < 5:
+                    assert server.status("short").step == last
+                    continue
+                while any(status.state not in ENDED for status in server.statuses()):
+                    server.step()
+        return adapter_bytes(folder / "adapters")
+
+    moved = adapters(tmp_path / "moved", (None, 1), ("pp2", 3), (None, 5))
+    assert moved == adapters(tmp_path / "calm", (None, 5))
 
 
 @pytest.mark.slow

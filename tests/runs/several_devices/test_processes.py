@@ -18,7 +18,6 @@ from jaxmux.cli.main import run_command
 
 TASKS = """
 fine_tune.checkpoint_every = 2
-fine_tune.memory_gib = 4
 fine_tune.sample_tokens = 2
 fine_tune.tokens_per_microbatch = 64
 fine_tune.max_sequences = 4
@@ -34,9 +33,9 @@ other/Task.steps = 3
 other/Task.batch_size = 8
 other/Task.adapter = @other/LoRA()
 other/LoRA.rank = 3
-other/LoRA.target_modules = ("v_proj", "down_proj")
-other/Task.optimizer = @other/SGD()
-other/SGD.learning_rate = 1e-2
+other/LoRA.target_modules = ("down_proj",)
+other/Task.optimizer = @other/AdamW()
+other/AdamW.learning_rate = 1e-2
 """
 LINES = 7 + 3
 
@@ -118,15 +117,28 @@ def config(write_config, data) -> str:
     return write_config(TASKS, *own)
 
 
+@pytest.fixture(scope="module")
+def on_one_device(config, tmp_path_factory) -> Path:
+    """Folder of a run in this process, on one device."""
+    run_dir = tmp_path_factory.mktemp("runs") / "one"
+    arguments = [f"--gin_file={config}", f"--run_dir={run_dir}"]
+    assert run_command("train", arguments, prog="jaxmux train") == 0
+    return run_dir
+
+
+def test_two_processes_end_like_one_device(pair, on_one_device):
+    """With a stage in each process."""
+    pair.devices = 1
+    pair.start("pp2")
+    check_end(pair, on_one_device)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("devices", "first", "then"),
-    [
-        (1, "pp2", "2*(tp1)"),
-        pytest.param(2, "pp2,tp2", "2*(tp2)", marks=pytest.mark.slow),
-    ],
+    ("devices", "first", "then"), [(1, "pp2", "2*(tp1)"), (2, "pp2,tp2", "2*(tp2)")]
 )
 def test_two_processes_stop_go_on_and_end_like_one_device(
-    devices, first, then, pair, config, tmp_path
+    devices, first, then, pair, on_one_device
 ):
     """A signal reaches only the second process, within a round. The run goes on with two replicas,
     one in each process."""
@@ -139,23 +151,27 @@ def test_two_processes_stop_go_on_and_end_like_one_device(
         assert "state saved, the same command continues from here" in errors
     assert 2 <= pair.lines() < LINES
     pair.start(then)
+    assert "going on from the checkpoint after round" in check_end(pair, on_one_device)
+
+
+def check_end(pair: Pair, on_one_device: Path) -> str:
+    """Waits for the end of a run, compares it with that of one device, and returns what the first
+    process has printed."""
     (code, printed, errors), (other_code, silent, _) = pair.ended()
     assert (code, other_code) == (0, 0), errors
-    assert "going on from the checkpoint after round" in printed
     assert "tiny: red" in printed
     assert "tiny" not in silent
-    one = [f"--gin_file={config}", f"--run_dir={tmp_path / 'one'}"]
-    assert run_command("train", one, prog="jaxmux train") == 0
-    expected, found = losses(tmp_path / "one"), losses(pair.run_dir)
+    expected, found = losses(on_one_device), losses(pair.run_dir)
     assert len(found) == LINES
     assert found == pytest.approx(expected, rel=1e-5)
     summaries = [
         json.loads((folder / "summary.json").read_text())["tasks"]["tiny"]["eval_loss"]
-        for folder in (tmp_path / "one", pair.run_dir)
+        for folder in (on_one_device, pair.run_dir)
     ]
     assert summaries[1] == pytest.approx(summaries[0], rel=1e-5)
     for name in ("tiny", "other"):
         assert (pair.run_dir / "adapters" / name / "adapter_model.safetensors").exists()
+    return printed
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +199,7 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
     assert adapter_bytes(pair.run_dir / "adapters") == adapter_bytes(left_alone / "adapters")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
@@ -195,15 +212,9 @@ def test_after_a_kill_the_run_goes_on_to_the_same_bits(killed, pair, left_alone,
             "--gin.tiny/AdamW.learning_rate=1",
             "process 1 differs from process 0 in the settings of task 'tiny'",
             id="task",
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
-            "--gin.other/Task.data='missing.jsonl'",
-            "missing.jsonl",
-            id="file",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin", marks=pytest.mark.slow),
+        pytest.param("--gin.other/Task.data='missing.jsonl'", "missing.jsonl", id="file"),
+        pytest.param("--gin.other/Task.data=", "process 1: ", id="gin"),
     ],
 )
 def test_what_one_process_cannot_do_ends_all(argument, message, pair, data):

@@ -41,13 +41,9 @@ def simulate(backbone, data, calm, adapter_bytes, tmp_path, monkeypatch):
 MOVES = WEIGHTS | {"crash": 6, "restart": 6}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("seed", "operations", "pools"),
-    [
-        (14, 20, ONE_POOL),
-        pytest.param(1, 60, POOLS, marks=pytest.mark.slow),
-        pytest.param(14, 60, POOLS, marks=pytest.mark.slow),
-    ],
+    ("seed", "operations", "pools"), [(14, 20, ONE_POOL), (1, 60, POOLS), (14, 60, POOLS)]
 )
 def test_random_operations_on_pipelines_lose_nothing_and_change_no_bit(
     seed, operations, pools, simulate
@@ -56,13 +52,8 @@ def test_random_operations_on_pipelines_lose_nothing_and_change_no_bit(
     assert simulate(seed, operations, MOVES, meshes=meshes, pools=pools) == set(meshes)
 
 
-@pytest.mark.parametrize(
-    ("seed", "operations"),
-    [
-        pytest.param(2, 60, marks=pytest.mark.slow),
-        pytest.param(3, 600, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("seed", "operations"), [(2, 60), (3, 600)])
 def test_random_operations_on_all_kinds_of_meshes_lose_nothing(seed, operations, simulate):
     """Devices that share a microbatch add in another order, so adapters and held-out losses are
     those of a calm task on one device up to `TOLERANCE`. States, steps, tokens and the step with
