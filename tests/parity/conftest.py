@@ -26,6 +26,7 @@ torch.set_num_threads(1)
 
 from backbones import random_prompts  # noqa: E402
 from scenarios import (  # noqa: E402
+    FAST_KINDS,
     KIND_TASKS,
     MORE_KIND_TASKS,
     MORE_KINDS,
@@ -123,7 +124,25 @@ def trained_by_other_optimizers(tmp_path_factory, jaxmux) -> Trained:
 @pytest.fixture(scope="session")
 def trained_kinds(tmp_path_factory, jaxmux) -> Trained:
     """Tasks with different kinds of adapters, trained together."""
-    return train_together(jaxmux, tmp_path_factory.mktemp("kinds"), "qwen2", KIND_TASKS)
+    tasks = [task for task in KIND_TASKS if task["name"] in FAST_KINDS]
+    return train_together(jaxmux, tmp_path_factory.mktemp("kinds"), "qwen2", tasks)
+
+
+@pytest.fixture(scope="session")
+def trained_all_kinds(tmp_path_factory, jaxmux) -> Trained:
+    """The same and all others, trained together."""
+    return train_together(jaxmux, tmp_path_factory.mktemp("all-kinds"), "qwen2", KIND_TASKS)
+
+
+@pytest.fixture(scope="session")
+def trained_with(request) -> Callable[[str], Trained]:
+    """A function that returns the results of a run in which a task of `KIND_TASKS` was trained."""
+
+    def found(task: str) -> Trained:
+        fixture = "trained_kinds" if task in FAST_KINDS else "trained_all_kinds"
+        return request.getfixturevalue(fixture)
+
+    return found
 
 
 @pytest.fixture(scope="session")

@@ -143,8 +143,8 @@ def test_an_exported_adapter_of_another_kind_has_the_same_logits_in_peft(
 
 
 @pytest.mark.slow
-def test_the_projections_of_vera_are_those_of_peft(trained_more_kinds):
-    folder = trained_more_kinds.folder
+def test_the_projections_of_vera_are_those_of_peft(trained_all_kinds):
+    folder = trained_all_kinds.folder
     ours = folder / "initial" / "vera"
     config = VeraConfig.from_pretrained(ours)
     model = get_peft_model(load_model(folder / "backbone"), config)

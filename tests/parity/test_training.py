@@ -12,12 +12,12 @@ from backbones import load_model
 from peft_training import PeftTraining, train_alone
 from safetensors.torch import load_file
 from scenarios import (
+    FAST_KINDS,
     FROM_PEFT,
     FROM_WEIGHTS,
-    KIND_TASKS,
-    MORE_KINDS,
     OTHER_OPTIMIZER_TASKS,
     PARITY_TASKS,
+    SLOW_KINDS,
 )
 
 PARITY = [task["name"] for task in PARITY_TASKS]
@@ -117,8 +117,8 @@ def test_sgd_and_loraplus_train_like_torch_and_peft(other, at_most):
 @pytest.fixture(
     scope="module",
     params=[
-        *(task["name"] for task in KIND_TASKS),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in MORE_KINDS),
+        *FAST_KINDS,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_KINDS),
     ],
 )
 def kind(request, trained_with) -> Pair:
