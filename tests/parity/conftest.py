@@ -28,8 +28,6 @@ from backbones import random_prompts  # noqa: E402
 from scenarios import (  # noqa: E402
     FAST_KINDS,
     KIND_TASKS,
-    MORE_KIND_TASKS,
-    MORE_KINDS,
     OTHER_OPTIMIZER_TASKS,
     PARITY_TASKS,
     make_backbone,
@@ -140,22 +138,6 @@ def trained_with(request) -> Callable[[str], Trained]:
 
     def found(task: str) -> Trained:
         fixture = "trained_kinds" if task in FAST_KINDS else "trained_all_kinds"
-        return request.getfixturevalue(fixture)
-
-    return found
-
-
-@pytest.fixture(scope="session")
-def trained_more_kinds(tmp_path_factory, jaxmux) -> Trained:
-    return train_together(jaxmux, tmp_path_factory.mktemp("more-kinds"), "qwen2", MORE_KIND_TASKS)
-
-
-@pytest.fixture(scope="session")
-def trained_with(request) -> Callable[[str], Trained]:
-    """A function that returns the results among which those of a task of any kind are."""
-
-    def found(task: str) -> Trained:
-        fixture = "trained_more_kinds" if task in MORE_KINDS else "trained_kinds"
         return request.getfixturevalue(fixture)
 
     return found
