@@ -97,6 +97,7 @@ def test_held_out_samples_fit_a_row_too(plan_of, tasks):
     assert plan_of([tasks[0]._replace(held_out=[4000])]).shape.row_len >= 4000
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("replica", [ONE_DEVICE, Replica.uniform(2, 1)])
 def test_forward_passes_for_objectives_take_time(replica, plan_of, tasks):
     scored = [task._replace(scored=True) for task in tasks[:2]]
