@@ -305,10 +305,9 @@ def taken(samples: Sequence[Sample], indices: Int[np.ndarray, " taken"]) -> Sequ
 
 def chained(parts: Sequence[Sequence[Sample]]) -> Sequence[Sample]:
     """Concatenates samples that may be in different files."""
-    if not all(isinstance(part, StoredSamples) for part in parts):
-        return [sample for part in parts for sample in part]
     whole = [part for part in parts if len(part)]
-    if len({id(part._tokens) for part in whole}) == 1:
+    are_stored = all(isinstance(part, StoredSamples) for part in whole)
+    if are_stored and len({id(part._tokens) for part in whole}) == 1:
         return joined(whole)
     return [sample for part in whole for sample in part]
 

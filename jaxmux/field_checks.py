@@ -408,10 +408,7 @@ def in_words(schema: Mapping[str, Any], show: Callable[[Any], str] = repr) -> st
     if words := schema.get("$comment"):
         return words
     if "anyOf" in schema:
-        some = schema["anyOf"]
-        lists = {n for n, each in enumerate(some) if each.get("items") in some}
-        words = (in_words(each, show) for n, each in enumerate(some) if n not in lists)
-        return " or ".join([*words, *["a list of them"] * len(lists)])
+        return " or ".join(in_words(each, show) for each in schema["anyOf"])
     if "enum" in schema or "const" in schema:
         known = schema.get("enum", [schema.get("const")])
         return f"one of {', '.join(map(show, known))}"
@@ -427,6 +424,8 @@ def in_words(schema: Mapping[str, Any], show: Callable[[Any], str] = repr) -> st
             return " ".join(["an integer", " and ".join(bounds)]).rstrip()
         case "number":
             return _number_in_words(schema)
+        case "array" if "enum" in schema["items"]:
+            return "a list of them"
         case "array":
             return f"a list of {_plural(in_words(schema['items'], show))}"
         case "object":

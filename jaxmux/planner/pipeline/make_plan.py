@@ -9,6 +9,7 @@ below:
    "backbone": "LlamaForCausalLM",
    "replica": "pp4,tp2",
    "tasks": [{"name": "mood", "rank": 4, "batch_size": 16, "steps": 80, "samples": 400,
+              "members": 1,
               "tokens": 9000, "longest": 31}, …],
    "shape": {"rows": 20, "row_len": 128, "chunk_len": 128, "max_sequences": 8},
    "remat": ["dots", …],
