@@ -12,7 +12,7 @@ from .chat import chat_of
 from .chat_templates import ChatTemplate, TimeLimit
 from .conversations import ASSISTANT, SPEAKERS
 from .errors import DataError
-from .record_forms import Columns, field_names, valid_text
+from .record_forms import Columns, field_names, history_of, valid_text
 from .sources import PREFERENCE, Record, Source, read_records
 
 if TYPE_CHECKING:
@@ -138,6 +138,8 @@ def _pair_of(record: Record) -> _Pair:
     elif "instruction" in fields:
         pair = _of_alpaca(record, fields["chosen"], fields["rejected"])
     elif isinstance(fields["chosen"], Mapping):
+        if not isinstance(fields["rejected"], Mapping):
+            raise DataError(f"{record.where}: chosen is a message, and rejected is none")
         answers = [[_message(record, fields[name])] for name in _ANSWERS[0]]
         prompt = [_message(record, each) for each in _list(record, "conversations")]
         pair = _Pair(prompt, *answers, tools=fields.get("tools"))
@@ -164,7 +166,7 @@ def _of_trl(record: Record) -> _Pair:
             f"found {type(chosen).__name__} and {type(rejected).__name__}"
         )
     # A prompt that is a text repeats the first message of answers that are messages.
-    if prompt is None or isinstance(prompt, str) != isinstance(chosen, str):
+    if prompt is None or (isinstance(prompt, str) and isinstance(chosen, list)):
         return _implicit(record, chosen, rejected)._replace(tools=tools)
     return _Pair(prompt, chosen, rejected, tools)
 
@@ -203,8 +205,8 @@ def _of_alpaca(record: Record, chosen: Any, rejected: Any) -> _Pair:
     text = "\n".join(valid_text(record, "instruction and input", part) for part in given if part)
     history = [
         {"role": role, "content": part}
-        for turn in record.fields.get("history") or ()
-        for role, part in zip(("user", ASSISTANT), turn, strict=False)
+        for turn in history_of(record)
+        for role, part in zip(("user", ASSISTANT), turn, strict=True)
     ]
     answers = (
         [{"role": ASSISTANT, "content": valid_text(record, name, part)}]

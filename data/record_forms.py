@@ -154,7 +154,7 @@ def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
     text, ranges = "", []
     if record.fields.get("system") not in (None, ""):
         text = string_field(record, "alpaca", "system") + "\n\n"
-    for instruction, answer in _history(record):
+    for instruction, answer in history_of(record):
         text += f"### Instruction:\n{instruction}\n\n### Response:\n"
         ranges.append(TextRange(len(text), len(text) + len(answer + eos)))
         text += answer + eos + "\n\n"
@@ -169,7 +169,7 @@ def _render_alpaca(record: Record, loss_on: LossOn, eos: str) -> RenderedText:
     return RenderedText(text, (last,) if loss_on == "last_turn" else (*ranges, last))
 
 
-def _history(record: Record) -> Iterator[tuple[str, str]]:
+def history_of(record: Record) -> Iterator[tuple[str, str]]:
     """Yields the earlier instructions of an Alpaca record, and their answers."""
     history = record.fields.get("history") or ()
     if isinstance(history, str | Mapping) or not isinstance(history, Sequence):

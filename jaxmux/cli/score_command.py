@@ -64,8 +64,10 @@ def _held_out_data(
     """The data of each held-out source. Prints what is cut or left out, unless it is in `said`.
     `are_named` tells whether the user has named the file, which may then hold other records than
     those of the task's objective."""
-    if are_named and (pairs := holds_pairs(task.eval_data)) != (task.objective.members == 2):
-        task = dataclasses.replace(task, objective=DPO() if pairs else SFT())
+    if are_named:
+        pairs, of_task = holds_pairs(task.eval_data), task.objective
+        if pairs != (of_task.members == 2) or of_task.rollouts:
+            task = dataclasses.replace(task, objective=DPO() if pairs else SFT())
     for source, samples in read_held_out_by_source(task, config, tokenizer, loaded):
         for text in _left_out(samples, task.max_length):
             if (line := f"{source.path}: {text}") not in said:

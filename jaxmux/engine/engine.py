@@ -8,6 +8,7 @@ import jax
 
 from jaxmux.data import Sample
 from jaxmux.data.batches import GivenBatches
+from jaxmux.data.rollouts import ADVANTAGES, LOGPROBS
 from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
 from jaxmux.models import Backbone, device_peak, planned_remat
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
@@ -31,6 +32,9 @@ from .state.slots import (
 from .state.train_state import SlotState, TrainState
 from .tasks.prepared_task import PreparedTask
 from .tasks.progress import TaskProgress, TaskUpdate
+
+# What samples of rollouts say of their tokens.
+_VALUES = LOGPROBS, ADVANTAGES
 
 
 class Engine(RoundLoop):
@@ -236,6 +240,15 @@ class Engine(RoundLoop):
         if slot.progress.status == "failed":
             raise TaskError(f"task {name!r}: has failed: {slot.progress.error}")
         batch = self._fitting(name, slot.prepared, samples)
+        objective = slot.prepared.task.objective
+        if len(batch) % objective.members or not all(sample.target_tokens for sample in batch):
+            raise TaskError(
+                f"task {name!r}: a batch needs whole {objective.unit}s, and target tokens in each "
+                "sample"
+            )
+        if objective.rollouts and not all({*_VALUES} <= sample.values.keys() for sample in batch):
+            raise TaskError(f"task {name!r}: samples need the values {' and '.join(_VALUES)}")
+        slot.weighted = None
         updates = self.drain()
         step = slot.steps_dispatched
         batches = GivenBatches(step, batch)

@@ -13,7 +13,7 @@ from jaxtyping import Int
 
 from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths
-from jaxmux.errors import OutOfDeviceMemory, ran_out_of_memory
+from jaxmux.errors import OutOfDeviceMemory, microbatch_too_large, ran_out_of_memory
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -303,7 +303,13 @@ class RoundLoop:
         while True:
             current = position.begin(self._live())
             begun = begun or time.monotonic()
-            current = position.current = self._with_weights(current)
+            try:
+                current = position.current = self._with_weights(current)
+            except Exception:
+                if not position.done:
+                    # Tasks may change, although the round cannot begin.
+                    position.discard_plans()
+                raise
             done, before = position.done, len(position.done)
             compiles = self._executor.remat is None
             try:
@@ -420,7 +426,12 @@ class RoundLoop:
             dispatched = self._executor.log_probs(
                 prepared, batches, all_samples(batches), steps, dropout
             )
-            log_probs = dispatched.log_probs()
+            try:
+                log_probs = dispatched.log_probs()
+            except jax.errors.JaxRuntimeError as e:
+                if not ran_out_of_memory(e):
+                    raise
+                raise microbatch_too_large(self.options.shape.tokens) from None
             for n, slot in missing.items():
                 slot.weighted = _weighted(slot, steps[n], batches[n], log_probs[n])
                 computed[n] += dispatched.tokens[n]

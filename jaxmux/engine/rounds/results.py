@@ -3,6 +3,7 @@ computed, the order of the passes in each stage of a pipeline, and the use of th
 
 import dataclasses
 import math
+import sys
 import threading
 import time
 from collections import Counter, deque
@@ -16,6 +17,7 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmux.data import Sample
+from jaxmux.data.batches import GivenBatches
 from jaxmux.objectives import Graded, Objective, Recorded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
@@ -452,7 +454,10 @@ class RoundResults:
                 metrics=graded.metrics if graded else {},
             )
             slot.count_seconds(begins=True)
-            record_update(slot.progress, done, slot.steps, self._max_bad_steps)
+            # A task that gets its batches one by one may get another one.
+            is_driven = isinstance(slot.prepared.batches, GivenBatches)
+            steps = sys.maxsize if is_driven else slot.steps
+            record_update(slot.progress, done, steps, self._max_bad_steps)
             if not slot.prepared.eval_samples:
                 _succeed_after(done.task_step, slot)
             self._fetched.append(done)

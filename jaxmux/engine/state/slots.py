@@ -113,7 +113,9 @@ class Reference(NamedTuple):
         trained = np.zeros(len(sizes), bool)
         trained[prepared.trained_samples] = True
         all_training = np.full(sizes.sum(), np.nan)
-        all_training[np.repeat(trained, sizes)] = _joined(training)
+        known = _joined(training)
+        # NaN stands for what is unknown. With an infinite number, the update is skipped too.
+        all_training[np.repeat(trained, sizes)] = np.where(np.isnan(known), -np.inf, known)
         return cls(all_training, _joined(of_held_out))
 
     def of_training(self, prepared: PreparedTask, indices: Sequence[int]) -> Known:

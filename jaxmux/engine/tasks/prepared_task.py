@@ -542,13 +542,20 @@ def driven_task(
       config, base: as for `prepare_task`.
 
     Raises:
-      TaskError: the task cannot be trained, has held-out data, or its objective has a reference.
+      TaskError: the task cannot be trained, has held-out data, an objective with a reference, or
+        what depends on the number of its steps.
     """
     kind, held_out = kind_of(task.adapter), task.eval_data or task.validation_fraction
     if held_out or task.objective.needs_reference:
         raise TaskError(
             f"task {task.name!r}: a task without data of its own has no held-out data, and no "
             "objective with a reference"
+        )
+    schedule = task.optimizer.schedule
+    if schedule.kind != "constant" or schedule.warmup_ratio or task.max_seconds:
+        raise TaskError(
+            f"task {task.name!r}: a task without data of its own does not know its length, so it "
+            "has no schedule but a constant one, no warmup_ratio and no max_seconds"
         )
     try:
         targets = dict(kind.targets(task.adapter, config))
