@@ -39,6 +39,10 @@ class PairText(NamedTuple):
     rejected: str
     has_special_tokens: bool
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return self.prompt, self.chosen, self.rejected
+
 
 class _Pair(NamedTuple):
     """A prompt and its answers: three texts, or three lists of messages."""

@@ -80,6 +80,10 @@ class RenderedText(NamedTuple):
     target_ranges: tuple[TextRange, ...] | None
     has_special_tokens: bool = False
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        return (self.text,)
+
 
 def detect_form(record: Record, forms: Sequence[Form] = ANSWER_FORMS) -> Form:
     """The first of these forms whose required fields the record has; DataError if there is none."""

@@ -560,7 +560,7 @@ def _tokenize(
                     rendered.append((read, render_record(read)))
                     if source.special_tokens == "escape":
                         read = special.treated(read)
-                    text = "".join(filter(_is_text, rendered[-1][1]))
+                    text = "".join(rendered[-1][1].texts)
                     unread.update({*unread_fields(read, form, text)} - renamed)
                 except DataError as error:
                     refuse(error)
@@ -568,7 +568,7 @@ def _tokenize(
                     refuse(DataError(f"{record.where}: rendering the record takes too long"))
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
-        parts = _groups(rendered, lambda each: sum(map(len, filter(_is_text, each[1]))))
+        parts = _groups(rendered, lambda each: sum(map(len, each[1].texts)))
         tokenize = _tokenize_pairs if pairs else _tokenize_group
         tokenized = (tokenize(group, tokenizer) for group in parts)
         for record, members in chain.from_iterable(tokenized):
@@ -632,15 +632,11 @@ def _rendered_pair(record: Record, in_chats: bool, *arguments: Any, **options: A
     return rendered
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, str)
-
-
 def _tokenize_pairs(
     rendered: Sequence[tuple[Record, PairText]], tokenizer: "PreTrainedTokenizerBase"
 ) -> Iterator[tuple[Record, Sequence[Sample]]]:
     """The two untruncated samples of each pair; none if an answer has no target token."""
-    texts = [text for _, pair in rendered for text in filter(_is_text, pair)]
+    texts = [text for _, pair in rendered for text in pair.texts]
     encoded = encode(tokenizer, texts, is_rendered=rendered[0][1].has_special_tokens)
     for (record, _), (prompt, *answers) in zip(rendered, batched(encoded, 3), strict=True):
         begin = max(1, answers_begin(prompt.ids, [answer.ids for answer in answers]))

@@ -230,8 +230,9 @@ class Engine(RoundLoop):
           task.
 
         Raises:
-          TaskError: the task has failed, has data of its own, or a sample does not fit into a row.
-          The rest is as for `train_round`.
+          TaskError: the task has failed or has data of its own; or a sample does not fit into a
+            row, has no target token, or lacks values.
+          RuntimeError, PlanningError, ValueError, OutOfDeviceMemory: as for `train_round`.
         """
         self._refuse_unfinished_round()
         slot = self._slots.named(name)

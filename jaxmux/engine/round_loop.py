@@ -666,4 +666,4 @@ def _weighted(
         of_sample = np.zeros(sample.read_tokens, np.float32)
         of_sample[sample.target_mask[1:]] = -slopes
         weights.append(of_sample)
-    return Weighted(step, weights, graded)
+    return Weighted(weights, graded)

@@ -63,6 +63,15 @@ class _Slopes(NamedTuple):
     rejected: Pairs
 
 
+class _Scores(NamedTuple):
+    """Scores of the chosen or of the rejected answers. The derivative of a score by S is that in
+    `derivatives`, divided by `lengths`."""
+
+    values: Pairs
+    derivatives: Pairs
+    lengths: Pairs
+
+
 # A function of a difference u between chosen and rejected answers: its value and its derivative.
 _OfDifference = Callable[[Pairs], tuple[Pairs, Pairs]]
 
@@ -268,7 +277,12 @@ class DPO(_Paired):
     def _rewards(self, answers):
         return self.beta * answers.ratio
 
-    def score(self, x: Pairs) -> tuple[Pairs, Pairs]:
+    def scores(self, answers: _Answers, by_length: bool) -> _Scores:
+        values, derivatives = self._score(answers.ratio)
+        lengths = answers.tokens if by_length else np.ones_like(answers.tokens)
+        return _Scores(values / lengths, derivatives, lengths)
+
+    def _score(self, x: Pairs) -> tuple[Pairs, Pairs]:
         """What `f_divergence` puts in the place of x, and its derivative by x."""
         match self.f_divergence:
             case "forward_kl":
@@ -286,15 +300,44 @@ class DPO(_Paired):
 _DPOLoss = Callable[[DPO, _Answers, _Answers], _Slopes]
 
 
-def _by_difference(of_difference: Callable[[DPO, Pairs], tuple[Pairs, Pairs]]) -> _DPOLoss:
-    """A loss of u = beta (score of the chosen answer - score of the rejected answer)."""
+def _by_difference(
+    of_difference: Callable[[DPO, Pairs], tuple[Pairs, Pairs]], by_length: bool = False
+) -> _DPOLoss:
+    """A loss of u = beta (score of the chosen answer - score of the rejected answer), each divided
+    by its tokens if `by_length`."""
 
     def slopes(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-        (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
-        loss, slope = of_difference(dpo, dpo.beta * (s_w - s_l))
-        return _Slopes(loss, _product(dpo.beta * slope, d_w), _product(-dpo.beta * slope, d_l))
+        of_u = _scaled(dpo.beta, lambda u: of_difference(dpo, u))
+        return _of_scores(of_u, dpo.scores(chosen, by_length), dpo.scores(rejected, by_length))
 
     return slopes
+
+
+def _scaled(beta: float, of_difference: _OfDifference) -> _OfDifference:
+    """The same function of a difference that is multiplied by `beta`."""
+
+    def scaled(difference: Pairs) -> tuple[Pairs, Pairs]:
+        value, slope = of_difference(beta * difference)
+        return value, beta * slope
+
+    return scaled
+
+
+def _squared(beta: float) -> _OfDifference:
+    """The square of the distance of a difference from 1 / (2 beta) (IPO)."""
+
+    def squared(difference: Pairs) -> tuple[Pairs, Pairs]:
+        distance = difference - 1 / (2 * beta)
+        return distance**2, 2 * distance
+
+    return squared
+
+
+def _of_scores(of_difference: _OfDifference, chosen: _Scores, rejected: _Scores) -> _Slopes:
+    """A loss of the difference between the scores of chosen and rejected answers."""
+    loss, slope = of_difference(chosen.values - rejected.values)
+    of_chosen = _product(slope / chosen.lengths, chosen.derivatives)
+    return _Slopes(loss, of_chosen, _product(-slope / rejected.lengths, rejected.derivatives))
 
 
 def _product(slope: Pairs, derivative: Pairs) -> Pairs:
@@ -303,19 +346,8 @@ def _product(slope: Pairs, derivative: Pairs) -> Pairs:
     return np.where(slope == 0, 0, slope * derivative)
 
 
-def _sigmoid_norm(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-    (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
-    n_w, n_l = chosen.tokens, rejected.tokens
-    loss, slope = _logistic(dpo.beta * (s_w / n_w - s_l / n_l))
-    slope = dpo.beta * slope
-    return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
-
-
 def _ipo(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-    (s_w, d_w), (s_l, d_l) = dpo.score(chosen.ratio), dpo.score(rejected.ratio)
-    n_w, n_l = chosen.tokens, rejected.tokens
-    distance = s_w / n_w - s_l / n_l - 1 / (2 * dpo.beta)
-    return _Slopes(distance**2, 2 * distance * d_w / n_w, -2 * distance * d_l / n_l)
+    return _of_scores(_squared(dpo.beta), dpo.scores(chosen, True), dpo.scores(rejected, True))
 
 
 def _exo_pair(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
@@ -395,7 +427,7 @@ def _sorted(dpo: DPO, one: Pairs, other: Pairs) -> tuple[Pairs, Pairs, Pairs]:
 
 _DPO_LOSSES: Mapping[str, _DPOLoss] = {
     "sigmoid": _by_difference(lambda dpo, u: _logistic(u)),
-    "sigmoid_norm": _sigmoid_norm,
+    "sigmoid_norm": _by_difference(lambda dpo, u: _logistic(u), by_length=True),
     "hinge": _by_difference(lambda dpo, u: _hinge(u)),
     "ipo": _ipo,
     "exo_pair": _by_difference(_exo_pair),
@@ -415,12 +447,14 @@ _OF_RATIOS = frozenset(
 )
 
 
-def _tilted(x: Pairs, alpha: float) -> tuple[Pairs, Pairs]:
-    """The reward (1 - exp(-alpha x)) / alpha of AlphaPO (Gupta et al. 2025), which is x for an
-    alpha of 0, and its derivative."""
+def _tilted(answers: _Answers, by_length: bool, alpha: float) -> _Scores:
+    """The reward (1 - exp(-alpha x)) / alpha of AlphaPO (Gupta et al. 2025), where x is S, or a if
+    `by_length`. For an alpha of 0 it is x."""
+    lengths = answers.tokens if by_length else np.ones_like(answers.tokens)
+    x = answers.sums / lengths
     if not alpha:
-        return x, np.ones_like(x)
-    return -np.expm1(-alpha * x) / alpha, np.exp(-alpha * x)
+        return _Scores(x, np.ones_like(x), lengths)
+    return _Scores(-np.expm1(-alpha * x) / alpha, np.exp(-alpha * x), lengths)
 
 
 @checked_dataclass
@@ -453,20 +487,16 @@ class CPO(_Paired):
         return self.cpo_alpha
 
     def _slopes(self, chosen, rejected):
-        lengths = (chosen.tokens, rejected.tokens) if self.loss == "ipo" else (1.0, 1.0)
-        (s_w, d_w), (s_l, d_l) = (
-            _tilted(answers.sums / n, self.alpha)
-            for answers, n in zip((chosen, rejected), lengths, strict=True)
-        )
-        n_w, n_l = lengths
-        if self.loss == "ipo":
-            distance = s_w - s_l - 1 / (2 * self.beta)
-            loss, slope = distance**2, 2 * distance
-        else:
-            u = self.beta * (s_w - s_l)
-            loss, slope = _hinge(u) if self.loss == "hinge" else _logistic(u, self.label_smoothing)
-            slope = self.beta * slope
-        return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
+        by_length = self.loss == "ipo"
+        match self.loss:
+            case "ipo":
+                of_difference = _squared(self.beta)
+            case "hinge":
+                of_difference = _scaled(self.beta, _hinge)
+            case _:
+                of_difference = _scaled(self.beta, lambda u: _logistic(u, self.label_smoothing))
+        scores = (_tilted(answers, by_length, self.alpha) for answers in (chosen, rejected))
+        return _of_scores(of_difference, *scores)
 
     def _rewards(self, answers):
         return self.beta * (answers.mean if self.loss == "ipo" else answers.sums)
@@ -502,13 +532,11 @@ class SimPO(_Paired):
         return self.cpo_alpha
 
     def _slopes(self, chosen, rejected):
-        (s_w, d_w), (s_l, d_l) = (
-            _tilted(answers.mean, self.alpha) for answers in (chosen, rejected)
+        of_difference = _scaled(
+            self.beta, lambda u: _logistic(u - self.gamma, self.label_smoothing)
         )
-        loss, slope = _logistic(self.beta * (s_w - s_l) - self.gamma, self.label_smoothing)
-        slope = self.beta * slope
-        n_w, n_l = chosen.tokens, rejected.tokens
-        return _Slopes(loss, _product(slope / n_w, d_w), _product(-slope / n_l, d_l))
+        scores = (_tilted(answers, True, self.alpha) for answers in (chosen, rejected))
+        return _of_scores(of_difference, *scores)
 
     def _rewards(self, answers):
         return self.beta * answers.mean

@@ -51,7 +51,8 @@ class ComputedTurn(NamedTuple):
 
 
 class HeldOutTokens(NamedTuple):
-    """Tokens of chunks with held-out samples of a task, with padding.
+    """Tokens of chunks with held-out samples of a task, with padding. They include those of the
+    training samples that are read once for the reference of an objective.
 
     Attributes:
       step: number of steps that the measured adapter has trained.

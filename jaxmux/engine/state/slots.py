@@ -108,14 +108,12 @@ class Reference(NamedTuple):
     ) -> "Reference":
         """The reference of a task, from the log-probabilities of its held-out samples, of which
         there are `held_out`, and behind them of its `trained_samples`."""
-        objective, (sizes, _) = prepared.task.objective, cls._sizes(prepared)
+        objective, is_trained = prepared.task.objective, cls._is_trained(prepared)
         training, of_held_out = map(objective.known, (log_probs[held_out:], log_probs[:held_out]))
-        trained = np.zeros(len(sizes), bool)
-        trained[prepared.trained_samples] = True
-        all_training = np.full(sizes.sum(), np.nan)
+        all_training = np.full(len(is_trained), np.nan)
         known = _joined(training)
         # NaN stands for what is unknown. With an infinite number, the update is skipped too.
-        all_training[np.repeat(trained, sizes)] = np.where(np.isnan(known), -np.inf, known)
+        all_training[is_trained] = np.where(np.isnan(known), -np.inf, known)
         return cls(all_training, _joined(of_held_out))
 
     def of_training(self, prepared: PreparedTask, indices: Sequence[int]) -> Known:
@@ -133,9 +131,7 @@ class Reference(NamedTuple):
 
     def lacks(self, prepared: PreparedTask) -> bool:
         """Whether a sample that the task trains on is unknown."""
-        trained = np.zeros(len(prepared.samples.samples), bool)
-        trained[prepared.trained_samples] = True
-        return bool(np.isnan(self.training[np.repeat(trained, self._sizes(prepared)[0])]).any())
+        return bool(np.isnan(self.training[self._is_trained(prepared)]).any())
 
     @classmethod
     def of_arrays(cls, arrays: SlotArrays) -> "Reference | None":
@@ -162,6 +158,14 @@ class Reference(NamedTuple):
             if total
         }
 
+    @classmethod
+    def _is_trained(cls, prepared: PreparedTask) -> Bool[np.ndarray, " numbers"]:
+        """Which numbers of `training` belong to samples on which the task trains."""
+        sizes = cls._sizes(prepared)[0]
+        trained = np.zeros(len(sizes), bool)
+        trained[prepared.trained_samples] = True
+        return np.repeat(trained, sizes)
+
     @staticmethod
     def _sizes(prepared: PreparedTask) -> list[Int[np.ndarray, " samples"]]:
         """Number of numbers of each training and of each held-out sample."""
@@ -176,14 +180,9 @@ def _joined(known: Known) -> Float[np.ndarray, " numbers"]:
 
 
 class Weighted(NamedTuple):
-    """The objective of a global batch that is trained in two passes.
+    """The objective of a global batch that is trained in two passes. `weights` has, for each
+    sample, the weight of the loss at each of its positions."""
 
-    Attributes:
-      step: index of the global batch.
-      weights: for each sample, the weight of the loss at each of its positions.
-    """
-
-    step: int
     weights: Sequence[Float[np.ndarray, " read_tokens"]]
     graded: Graded
 
