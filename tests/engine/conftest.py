@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxmux.data import GlobalBatches, Sample, Samples, stored
-from jaxmux.engine import Engine, EngineOptions, PreparedTask
+from jaxmux.engine import Engine, EngineOptions, PreparedTask, TaskEvaluation
 from jaxmux.engine.devices import programs
 from jaxmux.engine.tasks.prepared_task import first_epoch, with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig, checkpoint_tensors, save_backbone
@@ -168,6 +168,16 @@ def make_task_with(make_task, config, base_tensor):
         )
 
     return make
+
+
+def measured_to_the_end(engine: Engine) -> list[TaskEvaluation]:
+    """Trains to the end; returns all measurements of held-out data."""
+    found = []
+    while not engine.finished:
+        engine.train_round()
+        found += engine.take_evaluations()
+    engine.drain()
+    return found + engine.take_evaluations()
 
 
 def random_samples(seed: int, count: int, lengths: tuple[int, int]) -> list[Sample]:

@@ -11,7 +11,7 @@ from jaxmux.engine import SuspendedTask, TaskProgress
 from jaxmux.engine.rounds.rounds import divide
 from jaxmux.optimizers import SGD
 from jaxmux.tasks import Task, TaskError
-from tests.engine.conftest import SMALL, random_samples
+from tests.engine.conftest import SMALL, measured_to_the_end, random_samples
 
 STEPS = 6
 
@@ -52,12 +52,7 @@ def tokens_of(parts):
 
 def end(engine):
     """Trains to the end; returns what was measured of the task "a" after steps."""
-    found = []
-    while not engine.finished:
-        engine.train_round()
-        found += engine.take_evaluations()
-    engine.drain()
-    found += engine.take_evaluations()
+    found = measured_to_the_end(engine)
     return [done for done in found if done.task == "a" and done.task_step]
 
 

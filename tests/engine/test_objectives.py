@@ -15,7 +15,7 @@ from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
 from jaxmux.tasks import TaskError
-from tests.engine.conftest import SMALL, random_samples
+from tests.engine.conftest import SMALL, measured_to_the_end, random_samples
 
 from .reference_llama import logits_of
 
@@ -68,17 +68,24 @@ def plain_step(plain_log_probs):
     return step
 
 
+def step_by_step(engine, name):
+    """Trains the only task to the end; returns the adapters before each step and after the last
+    one, and the updates."""
+    adapters, updates = [engine.adapter(name)], []
+    while not engine.finished:
+        updates += engine.train_round()
+        updates += engine.drain()
+        if len(updates) == len(adapters):
+            adapters.append(engine.adapter(name))
+    return adapters, updates
+
+
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_updates_are_those_of_a_plain_model(name, make_paired, make_engine, plain_step):
     objective = OBJECTIVES[name]
     prepared = make_paired("pairs", objective)
     engine = make_engine(prepared, shape=SMALL)
-    adapters, updates = [engine.adapter("pairs")], []
-    while not engine.finished:
-        updates += engine.train_round()
-        updates += engine.drain()
-        if len(updates) == len(adapters):
-            adapters.append(engine.adapter("pairs"))
+    adapters, updates = step_by_step(engine, "pairs")
     assert len(updates) == 4 and not updates[-1].skipped
     with jax.enable_x64(True):
         for step, update in enumerate(updates):
@@ -155,12 +162,7 @@ def test_held_out_pairs_are_measured_by_the_objective(make_paired, make_engine):
     engine = make_engine(
         make_paired("pairs", DPO(0.5), eval_data="random.jsonl", eval_every=2), shape=SMALL
     )
-    found = []
-    while not engine.finished:
-        engine.train_round()
-        found += engine.take_evaluations()
-    engine.drain()
-    found += engine.take_evaluations()
+    found = measured_to_the_end(engine)
     assert [done.task_step for done in found] == [0, 2, 4]
     # At the start, policy and reference are the same.
     assert found[0].loss == pytest.approx(np.log(2), rel=1e-12)
@@ -214,12 +216,7 @@ POLICIES = {
 def test_policies_are_updated_as_by_a_plain_model(name, make_rollouts, make_engine, plain_step):
     prepared = make_rollouts("rollouts", POLICIES[name])
     engine = make_engine(prepared, shape=SMALL)
-    adapters, updates = [engine.adapter("rollouts")], []
-    while not engine.finished:
-        updates += engine.train_round()
-        updates += engine.drain()
-        if len(updates) == len(adapters):
-            adapters.append(engine.adapter("rollouts"))
+    adapters, updates = step_by_step(engine, "rollouts")
     assert len(updates) == 3 and not updates[-1].skipped
     with jax.enable_x64(True):
         for step, update in enumerate(updates):

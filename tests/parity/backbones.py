@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -110,6 +111,19 @@ def write_files(folder: Path, tensors: dict[str, torch.Tensor], files: int) -> N
     if files > 1:
         index = {"metadata": {}, "weight_map": weight_map}
         (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def small_llama(vocabulary: int) -> PreTrainedModel:
+    """A model that is never called, for trainers of TRL that only prepare data."""
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=vocabulary,
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+        )
+    )
 
 
 def load_model(folder: Path) -> PreTrainedModel:

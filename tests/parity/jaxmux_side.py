@@ -127,18 +127,9 @@ def train(folder: Path, request: Request) -> None:
         prepare_task(make_task(t, folder), backbone.config, tokenizer, base=base)
         for t in request["tasks"]
     ]
-    engine = Engine(backbone, EngineOptions(SHAPE))
-    engine.register_tasks(tasks)
-    export(engine, tasks, folder / "initial")
-
-    updates = []
-    while not engine.finished:
-        updates += engine.train_round()
-    updates += engine.drain()
-
-    export(engine, tasks, folder / "final")
+    engine, updates = trained(backbone, tasks, folder)
     export(engine, tasks, folder / "serving", serving=True)
-    save_json(folder / "updates.json", [u._asdict() for u in updates])
+    save_json(folder / "updates.json", updates)
     save_json(folder / "batches.json", {p.task.name: dump_batches(p) for p in tasks})
     planned = tasks_by_microbatch(tasks)
     assert engine.microbatches == sum(map(len, planned))
@@ -156,6 +147,14 @@ def train_objectives(folder: Path, request: Request) -> list[dict[str, Any]]:
     tasks = [
         prepare_task(make_task(t, folder), backbone.config, tokenizer) for t in request["tasks"]
     ]
+    return trained(backbone, tasks, folder)[1]
+
+
+def trained(
+    backbone: Backbone, tasks: Sequence[PreparedTask], folder: Path
+) -> tuple[Engine, list[dict[str, Any]]]:
+    """Trains tasks together, and exports their adapters to initial/<task> and final/<task>. Returns
+    the engine and the fields of every update."""
     engine = Engine(backbone, EngineOptions(SHAPE))
     engine.register_tasks(tasks)
     export(engine, tasks, folder / "initial")
@@ -164,7 +163,7 @@ def train_objectives(folder: Path, request: Request) -> list[dict[str, Any]]:
         updates += engine.train_round()
     updates += engine.drain()
     export(engine, tasks, folder / "final")
-    return [u._asdict() for u in updates]
+    return engine, [u._asdict() for u in updates]
 
 
 def pairs(folder: Path, request: Request) -> dict[str, list]:

@@ -11,7 +11,7 @@ import random
 import pytest
 import torch
 import transformers
-from backbones import load_model
+from backbones import load_model, small_llama
 from datasets import Dataset
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
@@ -273,16 +273,9 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     write(tmp_path / file, records)
     found = jaxmux("pairs", tmp_path, {"tokenizer": backbone, "files": {file: most}})[file]
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
     trainer = DPOTrainer(
-        model=transformers.LlamaForCausalLM(config),
-        ref_model=transformers.LlamaForCausalLM(config),
+        model=small_llama(len(tokenizer)),
+        ref_model=small_llama(len(tokenizer)),
         args=DPOConfig(
             output_dir=str(tmp_path), max_length=most, report_to=[], use_cpu=True, bf16=False
         ),

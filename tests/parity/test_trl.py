@@ -5,6 +5,7 @@ import random
 
 import pytest
 import transformers
+from backbones import small_llama
 from datasets import Dataset
 from trl import SFTConfig, SFTTrainer
 
@@ -76,15 +77,8 @@ def shown(records, jaxmux, tmp_path_factory):
 @pytest.mark.parametrize("name", CASES)
 def test_samples_and_masks_are_those_of_trl(name, records, shown, backbone, tmp_path):
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-    )
     trainer = SFTTrainer(
-        model=transformers.LlamaForCausalLM(config),
+        model=small_llama(len(tokenizer)),
         args=SFTConfig(
             output_dir=str(tmp_path),
             max_length=MAX_LENGTH,
