@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -184,15 +185,18 @@ class Microbatch(NamedTuple):
       tokens: int32, the tokens that the model reads; 0 on padding; -1 - i at virtual token i of a
         sample, from 0.
       targets: int32, the token to predict at each position; 0 on padding.
-      loss_weight: float32, the weight of each position's loss: 1 / n where the target counts in the
-        loss, for n such targets in the task's whole global batch (the samples of one optimizer
-        update); 0 elsewhere.
+      loss_weight: float32, the weight of each position's loss, 0 where the target does not count:
+        1 / n for n targets that count in the task's whole global batch (the samples of one
+        optimizer update), unless the task's objective says otherwise.
       positions: int32, position in the sample, from 0; 0 on padding.
       segment_ids: int32, number of the sample within its row, from 0; -1 on padding.
       sample_id: uint32, `Sample.sample_id` of each token's sample; 0 on padding. Dropout masks
         depend on it.
       chunk_slot: int32, the slot of each chunk's task, which is the index of the task's adapter in
         the stacked adapters of all tasks; -1 for a chunk without tokens.
+      sampled, advantage, reference: float32, the other terms of each position's loss
+        (`jaxmux.objectives.token_losses.TokenTerms`); 0 where there are none. None if the
+        microbatch is not for training.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -202,11 +206,21 @@ class Microbatch(NamedTuple):
     segment_ids: Int[Array, "rows row_len"]
     sample_id: UInt32[Array, "rows row_len"]
     chunk_slot: Int[Array, " chunks"]
+    sampled: Float[Array, "rows row_len"] | None = None
+    advantage: Float[Array, "rows row_len"] | None = None
+    reference: Float[Array, "rows row_len"] | None = None
+
+
+# The terms of the losses of a batch's target tokens: loss weight, log-probability under the policy
+# that sampled the token, advantage, and log-probability under the reference. Each has an array for
+# every sample.
+BatchTerms = Sequence[Sequence[Float[np.ndarray, " targets"]]]
 
 
 def fill_microbatch(
     placements: Iterable[tuple[int, int, int, int]],
     batches: Mapping[int, Sequence[Sample]],
+    terms: Mapping[int, BatchTerms] = MappingProxyType({}),
     *,
     rows: int,
     row_len: int,
@@ -225,12 +239,13 @@ def fill_microbatch(
         share a chunk, and samples must not overlap or exceed their row; this is not checked.
       batches: by slot, the whole global batch of the task, even if other microbatches hold a part
         of it. The loss is divided by the number of target tokens in the whole global batch.
+      terms: by slot, what the losses of that batch depend on; other slots have only weights.
       chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
         several whole rows.
     """
     shape = (rows, row_len)
     tokens, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))
-    loss_weight = np.zeros(shape, np.float32)
+    loss_terms = [np.zeros(shape, np.float32) for _ in range(4)]
     segment_ids = np.full(shape, -1, np.int32)
     sample_id = np.zeros(shape, np.uint32)
     chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
@@ -245,11 +260,18 @@ def fill_microbatch(
         text = slice(virtual.stop, span.stop)
         tokens[row, text] = sample.input_ids[:-1]
         targets[row, text] = sample.input_ids[1:]
-        loss_weight[row, text] = np.where(sample.target_mask[1:], weight[slot], 0)
+        if slot in terms:
+            for of_row, of_batch in zip(loss_terms, terms[slot], strict=True):
+                of_row[row, text][sample.target_mask[1:]] = of_batch[index]
+        else:
+            loss_terms[0][row, text] = np.where(sample.target_mask[1:], weight[slot], 0)
         positions[row, span] = np.arange(sample.stream_length)
         segment_ids[row, span] = sequences[row]
         sample_id[row, span] = sample.sample_id
         start, stop = row * row_len + span.start, row * row_len + span.stop
         chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
         sequences[row] += 1
-    return Microbatch(tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot)
+    loss_weight, *others = loss_terms
+    return Microbatch(
+        tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot, *others
+    )

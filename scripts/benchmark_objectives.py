@@ -12,6 +12,8 @@ Figures:
 
   dpo             tokens per second of DPO over those of SFT, the reference being kept
   dpo_first_epoch the same with the time in which the reference is computed
+  ppo             tokens per second of PPO, whose weights the devices compute while they train,
+                  over those of SFT
   simpo           tokens per second of SimPO, which needs no reference, over those of SFT
   memory          peak memory of DPO over that of SFT
   score           the time of the forward passes of a training round over that of log-probabilities
@@ -34,19 +36,20 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from benchmark_records import make_figure, replace_records
 
-from jaxmux.data import GlobalBatches
+from jaxmux.data import GlobalBatches, Sample
 from jaxmux.engine import Engine, EngineOptions
 from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig, device_peak
-from jaxmux.objectives import DPO, SFT, Objective, SimPO
+from jaxmux.objectives import DPO, SFT, Objective, Policy, SimPO
 from jaxmux.planner.packing import smallest_shape_class
 from jaxmux.profiling import in_other_names, random_task
 
 # Forward passes in a step of training with remat "norms", by XLA's counts of an 8B model.
 FORWARD_PASSES = 2.05
-CASES = {"sft": SFT(), "dpo": DPO(), "simpo": SimPO(), "sft again": SFT()}
+CASES = {"sft": SFT(), "dpo": DPO(), "simpo": SimPO(), "ppo": Policy("ppo"), "sft again": SFT()}
 
 
 class Measured(NamedTuple):
@@ -82,6 +85,7 @@ def main() -> None:
     figures = {
         "dpo": (sft / dpo.round, 0.62, "at least"),
         "dpo_first_epoch": (sft / (dpo.round + dpo.reference), 0.47, "at least"),
+        "ppo": (sft / found["ppo"].round, 0.97, "at least"),
         "simpo": (sft / found["simpo"].round, None, "at least"),
         "memory": (dpo.peak / max(1, found["sft"].peak), 1.05, "at most"),
         "score": (sft / FORWARD_PASSES / found["sft again"].score, 0.95, "at least"),
@@ -91,6 +95,7 @@ def main() -> None:
         "sft_tokens_per_second": tokens / sft,
         "sft_seconds": [found["sft"].round, found["sft again"].round],
         "dpo_seconds": dpo.round,
+        "ppo_seconds": found["ppo"].round,
         "reference_seconds": dpo.reference,
         "score_seconds": found["sft again"].score,
         "shape": f"{args.tasks} tasks, {args.pairs} pairs of 2 x {args.length} tokens in a batch, "
@@ -126,10 +131,14 @@ def measure(backbone: Backbone, objective: Objective, args: argparse.Namespace) 
         args.warm_up + args.rounds,
         args.rank,
     )
+    trained = task.samples.samples
+    if objective.rollouts:
+        trained = [with_values(sample) for sample in trained]
     task = dataclasses.replace(
         task,
         task=dataclasses.replace(task.task, objective=objective),
-        batches=GlobalBatches(task.samples.samples, batch, seed=0, members=members),
+        samples=task.samples._replace(samples=trained),
+        batches=GlobalBatches(trained, batch, seed=0, members=members),
     )
     shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
     engine = Engine(backbone, EngineOptions(shape))
@@ -155,6 +164,13 @@ def measure(backbone: Backbone, objective: Objective, args: argparse.Namespace) 
     return Measured(
         statistics.median(rounds), score if objective.needs_reference else 0.0, score, peak
     )
+
+
+def with_values(sample: Sample) -> Sample:
+    """A sample as a rollout, with random values of its tokens."""
+    rng = np.random.default_rng(sample.sample_id)
+    sampled, advantages = rng.normal((-12, 0), 1, (len(sample.input_ids), 2)).T.astype(np.float32)
+    return sample._replace(values={"logprobs": sampled, "advantages": advantages})
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -64,31 +64,33 @@ def forward(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    loss: Float[Array, "D T"],
+    sums: Float[Array, "D T sums"],
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> tuple[Passed, Float[Array, "D T"], Any]:
+) -> tuple[Passed, Float[Array, "D T sums"], Any]:
     """The forward pass of a microbatch through a part of the backbone.
 
     Args:
       adapters: adapters of all slots for the part's layers, as in `TrainState`.
       accumulators: the part's accumulators; only shapes and dtypes are used.
-      loss: float32, losses accumulated so far; used by the last part.
+      sums: float32, losses and metrics accumulated so far; used by the last part.
       microbatch: the microbatches of the data shards, stacked.
       passed: the result of the part before this one; None for the first part.
 
     Returns:
       The arrays for the next part. The last part returns in their `x` the cotangent of each chunk's
-      loss, [D, chunks], with which the backward pass begins.
-      The losses, to which the last part adds those of the microbatch.
+      sums, [D, chunks, sums], with which the backward pass begins.
+      The sums, to which the last part adds those of the microbatch.
       The residuals for `backward`, a tree of arrays with a leading axis over the devices.
     """
 
-    def on_device(weights, adapters, accumulators, loss, microbatch, slots, passed):
+    def on_device(weights, adapters, accumulators, sums, microbatch, slots, passed):
+        of_head = partial(microbatch_losses, rules=slots.rules)
+
         def run(weights, adapters, x, accumulators):
             y, accumulators, finite = _run_part(
-                options, weights, adapters, accumulators, microbatch, slots, x, passed
+                options, weights, adapters, accumulators, microbatch, slots, x, passed, of_head
             )
             return (y, accumulators), finite
 
@@ -105,9 +107,9 @@ def forward(
         if options.part.is_last:
             # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the
             # others.
-            loss = add_to_slots(loss, y, microbatch.chunk_slot)
+            sums = add_to_slots(sums, y, microbatch.chunk_slot)
             y = jnp.ones_like(y)
-        return Passed(y, finite), loss, residuals
+        return Passed(y, finite), sums, residuals
 
     specs = _Specs.of(options, weights)
     program = _per_device(
@@ -117,13 +119,13 @@ def forward(
         (_SHARD, _SHARD, _DEVICE),
         stacked=(2, 3, 4, 6),
     )
-    return program(weights, adapters, accumulators, loss, microbatch, slots, passed)
+    return program(weights, adapters, accumulators, sums, microbatch, slots, passed)
 
 
 @partial(jax.jit, static_argnums=0, donate_argnums=1, keep_unused=True)
 def forward_into(
     options: StageOptions, spent: Sequence[Array], *arguments: Any
-) -> tuple[Passed, Float[Array, "D T"], Any]:
+) -> tuple[Passed, Float[Array, "D T sums"], Any]:
     """`forward`, which writes the residuals into the memory of other arrays.
 
     Residuals are many arrays of different sizes. If those of every microbatch were allocated anew,
@@ -260,7 +262,7 @@ def _run_part(
     slots,
     x,
     passed,
-    of_head=microbatch_losses,
+    of_head,
 ) -> tuple[Array, Any, Bool[Array, " chunks"]]:
     """The part's output (the residual stream, or from the last part what `of_head` returns), the
     accumulators, and which chunks are finite."""

@@ -9,12 +9,13 @@ from functools import partial
 
 import jax
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Float, Int
 
 from jaxmux.data import Sample
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.errors import OutOfDeviceMemory, microbatch_too_large, ran_out_of_memory
 from jaxmux.models import Backbone
+from jaxmux.objectives import Known
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone
@@ -37,9 +38,8 @@ from .rounds.results import (
     RoundRecord,
     RoundResults,
     of_targets,
-    recorded_of,
 )
-from .rounds.rounds import RoundPlan, all_samples, turn_from, with_weights
+from .rounds.rounds import RoundPlan, all_samples, recorded_of, turn_from, with_log_probs
 from .state.slots import Slot, Slots, Weighted
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
@@ -304,7 +304,7 @@ class RoundLoop:
             current = position.begin(self._live())
             begun = begun or time.monotonic()
             try:
-                current = position.current = self._with_weights(current)
+                current = position.current = self._with_log_probs(current)
             except Exception:
                 if not position.done:
                     # Tasks may change, although the round cannot begin.
@@ -402,23 +402,25 @@ class RoundLoop:
         may not begin yet."""
         live = self._live(after=self._position.current)
         if self._slots.are_scored(live):
-            # The weights of its losses depend on the updates of this round.
+            # The terms of its losses may depend on the updates of this round.
             return None
         return self._position.plan_following(live)
 
-    def _with_weights(self, plan: RoundPlan) -> RoundPlan:
-        """Computes the weights of the losses of tasks whose objectives need log-probabilities, with
-        the dropout masks of the step, and puts the microbatches that wait for them onto the
-        devices. The weights of a global batch are computed before its first turn."""
+    def _with_log_probs(self, plan: RoundPlan) -> RoundPlan:
+        """Completes the terms of the losses of tasks whose objectives wait for log-probabilities,
+        and puts their microbatches onto the devices. The present log-probabilities of a global
+        batch are computed before its first turn, with the dropout masks of the step."""
         if not plan.scored:
             return plan
         updated = plan.ends.difference(*(update.slots for update in plan.updates))
-        scored = plan.scored - updated
-        slots = {n: self._slots[n] for n in plan.steps if n in scored and n in self._slots}
+        waiting = plan.scored - updated
+        slots = {n: self._slots[n] for n in plan.steps if n in waiting and n in self._slots}
+        scored = {n: x for n, x in slots.items() if x.prepared.task.objective.needs_log_probs}
         computed = dict(plan.computed_tokens)
-        missing = {n: slot for n, slot in slots.items() if slot.weighted is None}
-        if missing:
+        missing = {n: slot for n, slot in scored.items() if slot.weighted is None}
+        if missing or any(slot.lacks_reference for slot in slots.values()):
             self._fetch()
+        if missing:
             prepared = {n: slot.prepared for n, slot in missing.items()}
             steps = {n: plan.steps[n] for n in missing}
             batches = {n: task.batches[steps[n]] for n, task in prepared.items()}
@@ -433,12 +435,25 @@ class RoundLoop:
                     raise
                 raise microbatch_too_large(self.options.shape.tokens) from None
             for n, slot in missing.items():
-                slot.weighted = _weighted(slot, steps[n], batches[n], log_probs[n])
+                reference = _reference_of(slot, steps[n])
+                targets = of_targets(batches[n], log_probs[n])
+                graded = slot.prepared.task.objective.grade(targets, reference, plan.recorded[n])
+                weights = [-slopes for slopes in graded.slopes]
+                slot.weighted = Weighted(_of_read_tokens(batches[n], weights), graded)
                 computed[n] += dispatched.tokens[n]
-        weights = {n: slot.weighted.weights for n, slot in slots.items()}
+        weights = {n: slot.weighted.weights for n, slot in scored.items()}
+        references = {
+            n: _of_read_tokens(
+                slot.prepared.batches[plan.steps[n]], _reference_of(slot, plan.steps[n])
+            )
+            for n, slot in slots.items()
+            if n not in scored
+        }
         replicas = self._executor.replicas
         microbatches = [
-            each if each.is_placed else with_weights(each, weights, replicas[each.replica])
+            each
+            if each.is_placed
+            else with_log_probs(each, weights, references, replicas[each.replica])
             for each in plan.microbatches
         ]
         return plan._replace(microbatches=microbatches, computed_tokens=computed)
@@ -652,18 +667,20 @@ class RoundLoop:
         self.device_time.close()
 
 
-def _weighted(
-    slot: Slot, step: int, batch: Sequence[Sample], log_probs: Sequence[LogProbs]
-) -> Weighted:
-    objective, reference = slot.prepared.task.objective, None
-    if slot.reference:
-        indices = slot.prepared.batches.indices(step)
-        reference = slot.reference.of_training(slot.prepared, indices)
-    recorded = recorded_of(objective, batch)
-    graded = objective.grade(of_targets(batch, log_probs), reference, recorded)
-    weights = []
-    for sample, slopes in zip(batch, graded.slopes, strict=True):
+def _reference_of(slot: Slot, step: int) -> Known | None:
+    """The reference of a task's global batch; None if its objective needs none."""
+    if not slot.reference:
+        return None
+    return slot.reference.of_training(slot.prepared, slot.prepared.batches.indices(step))
+
+
+def _of_read_tokens(
+    batch: Sequence[Sample], of_targets: Sequence[Float[np.ndarray, " targets"]]
+) -> list[Float[np.ndarray, " read_tokens"]]:
+    """The numbers of target tokens at the positions where these are predicted, and 0 elsewhere."""
+    found = []
+    for sample, numbers in zip(batch, of_targets, strict=True):
         of_sample = np.zeros(sample.read_tokens, np.float32)
-        of_sample[sample.target_mask[1:]] = -slopes
-        weights.append(of_sample)
-    return Weighted(weights, graded)
+        of_sample[sample.target_mask[1:]] = numbers
+        found.append(of_sample)
+    return found

@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.rounds.results import of_targets, recorded_of
+from jaxmux.engine.rounds.results import of_targets
+from jaxmux.engine.rounds.rounds import recorded_of
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.objectives import SFT, Objective
@@ -128,7 +129,7 @@ def losses_of(
     options = EngineOptions(best_shape(prepared, backbone, tokens_per_microbatch))
     with closing(Engine(backbone, options)) as engine:
         engine.register_tasks(prepared)
-        of_losses = {n for n, case in enumerate(cases) if not case.objective.needs_log_probs}
+        of_losses = {n for n, case in enumerate(cases) if isinstance(case.objective, SFT)}
         engine.begin_evaluation([x for x in engine.names if int(x.split(".")[1]) in of_losses])
         engine.drain()
         losses = {x.task: Measured(x.loss, {}) for x in engine.take_evaluations()}
@@ -141,8 +142,8 @@ def losses_of(
 
 
 def _graded(engine: Engine, case: EvalCase, number: int, first: int) -> Losses:
-    """Measures a case whose objective depends on the log-probabilities of all its samples; `first`
-    is the first case with the same samples."""
+    """Measures a case by the log-probabilities of all its samples; `first` is the first case with
+    the same samples."""
 
     def targets(name: str) -> list[TargetLogProbs]:
         return of_targets(case.samples, engine.log_probs(name, case.samples))

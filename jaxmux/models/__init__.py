@@ -29,7 +29,7 @@ from .errors import BackboneError
 from .fingerprint import backbone_fingerprint, may_be_the_same
 from .forward import ForwardOptions, SlotTable, hidden_states, kept_bytes
 from .head import head_kernel, logits_of, microbatch_log_probs, microbatch_losses
-from .loss import block_bytes, chunk_losses
+from .loss import TokenLosses, block_bytes, chunk_losses
 from .modules import Weights, compute_dtype
 from .quantised.writing import cached_checkpoint, write_quantised
 from .remat_policies import NAMED_POLICIES, REMAT_POLICIES, planned_remat
@@ -51,6 +51,7 @@ __all__ = [
     "DeviceBytes",
     "ForwardOptions",
     "SlotTable",
+    "TokenLosses",
     "Weights",
     "backbone_dtype",
     "backbone_fingerprint",

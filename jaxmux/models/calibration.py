@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.batches import Microbatch, fill_microbatch
 from jaxmux.data.stored_samples import Sample
+from jaxmux.objectives.token_losses import TokenRule
 
 from .adapter_ops import EMBEDDING_TENSOR, LOW_RANK_KIND, AdapterOp
 from .architectures import MODULES, BackboneConfig, linear_sizes
@@ -248,7 +249,14 @@ def _gradient_of_hidden(
             microbatch=microbatch,
             options=_options(row_len),
         )
-        return microbatch_losses(weights, hidden, finite, microbatch).sum()
+        sums = microbatch_losses(
+            weights,
+            hidden,
+            finite,
+            microbatch,
+            rules=jax.tree.map(jnp.asarray, TokenRule.table({}, rows)),
+        )
+        return sums[:, 0].sum()
 
     return jax.grad(loss)(x)
 

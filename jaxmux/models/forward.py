@@ -15,6 +15,7 @@ from jax.extend.core import Var
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from jaxmux.data.batches import Microbatch
+from jaxmux.objectives.token_losses import TokenRule
 from jaxmux.pallas_kernels.collectives import sums_run_beside_kernels
 from jaxmux.pallas_kernels.counter_dropout import Dropout
 from jaxmux.pallas_kernels.grouped_lora import IN_ORDER, Routing
@@ -46,11 +47,14 @@ class SlotTable(NamedTuple):
       scale: float32 [T], factor of the low-rank product, alpha / rank (rsLoRA: alpha / sqrt(rank)).
       dropout_rate: float32 [T], probability in [0, 1) that an adapter's input feature is dropped.
       dropout_key: uint32 [T], seed of the dropout masks; it differs in every optimizer step.
+      rules: float32 [T] each, the token losses of the tasks' objectives; None if nothing is
+        trained.
     """
 
     scale: Float[Array, " T"]
     dropout_rate: Float[Array, " T"]
     dropout_key: UInt32[Array, " T"]
+    rules: TokenRule | None = None
 
 
 class ForwardOptions(NamedTuple):
@@ -281,10 +285,10 @@ def _parts(microbatch: Microbatch, sharding: WeightSharding) -> list[Microbatch]
     if whole == 1 or not sums_run_beside_kernels(sharding.tp):
         return [microbatch]
 
-    def cut(leaf: Array) -> list[Array]:
-        return jnp.split(leaf, [len(leaf) * (whole // 2) // whole])
+    def cut(leaf: Array, half: int) -> Array:
+        return jnp.split(leaf, [len(leaf) * (whole // 2) // whole])[half]
 
-    return [Microbatch(*part) for part in zip(*map(cut, microbatch), strict=True)]
+    return [jax.tree.map(partial(cut, half=half), microbatch) for half in (0, 1)]
 
 
 def dropout_of(

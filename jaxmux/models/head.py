@@ -2,15 +2,17 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.batches import Microbatch
+from jaxmux.objectives.token_losses import TokenRule, TokenTerms
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .adapter_ops import AdapterOps, LayerAdapters
 from .head_adapters import changed_logits, enter_head
-from .loss import chunk_losses, log_probs
+from .loss import TokenLosses, chunk_losses, log_probs
 from .modules import Weights
 from .weight_sharding import TP, UNDIVIDED, WeightSharding, enter, gathered
 
@@ -22,22 +24,35 @@ def microbatch_losses(
     microbatch: Microbatch,
     sharding: WeightSharding = UNDIVIDED,
     at_head: LayerAdapters | None = None,
-) -> Float[Array, " chunks"]:
-    """The loss of every chunk, from the results of `hidden_states` or `finish`: the results of
-    `chunk_losses`, and NaN for chunks that are not `finite`. Of the weights of the backbone, only
-    the head is read. `at_head` are the adapters of the head; None if there are none."""
+    *,
+    rules: TokenRule,
+) -> Float[Array, "chunks sums"]:
+    """The loss of every chunk and the other sums of `TOKEN_SUMS`, from the results of
+    `hidden_states` or `finish`: the results of `chunk_losses`, and NaN for chunks that are not
+    `finite`.
+
+    Args:
+      weights: those of the backbone, of which only the head is read.
+      at_head: the adapters of the head; None if there are none.
+      rules: `SlotTable.rules`.
+    """
     hidden, axis, ops, arrays = _at_head(hidden, sharding, at_head)
-    losses = chunk_losses(
+    m = microbatch
+    terms = TokenTerms(m.loss_weight, m.sampled, m.advantage, m.reference)
+    slots = jnp.repeat(microbatch.chunk_slot, len(hidden) // len(microbatch.chunk_slot))
+    sums = chunk_losses(
         hidden,
         head_kernel(weights, sharding),
         microbatch.targets.reshape(-1),
-        microbatch.loss_weight.reshape(-1),
+        TokenLosses(
+            jax.tree.map(lambda x: x.reshape(-1), terms), jax.tree.map(lambda x: x[slots], rules)
+        ),
         microbatch.chunk_slot,
         axis,
         ops,
         arrays,
     )
-    return jnp.where(finite, losses, jnp.nan)
+    return jnp.where(finite[:, None], sums, jnp.nan)
 
 
 def microbatch_log_probs(

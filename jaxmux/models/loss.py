@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from jaxmux.objectives.token_losses import TOKEN_SUMS, TokenRule, TokenTerms, token_losses
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .adapter_ops import AdapterOps
@@ -44,31 +45,49 @@ def _pieces(chunk_len: int) -> int:
     return 1
 
 
+class TokenLosses(NamedTuple):
+    """The losses of tokens in the place of their cross entropy.
+
+    Attributes:
+      terms: arrays [N].
+      rules: arrays [N], the numbers of each token's task.
+    """
+
+    terms: TokenTerms
+    rules: TokenRule
+
+    @classmethod
+    def cross_entropy(cls, weight: Float[Array, " N"]) -> "TokenLosses":
+        """The cross entropy with this weight of each token."""
+        zeros = jnp.zeros_like(weight)
+        return cls(TokenTerms(weight, zeros, zeros, zeros), TokenRule.table({}, len(weight)))
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def chunk_losses(
     hidden: Float[Array, "N d"],
     head: FrozenWeight,
     targets: Int[Array, " N"],
-    loss_weight: Float[Array, " N"],
+    losses: TokenLosses,
     chunk_slot: Int[Array, " chunks"],
     vocabulary_axis: str | None = None,
     ops: AdapterOps = (),
     own: Any = None,
-) -> Float[Array, " chunks"]:
-    """Weighted cross entropy of every chunk: Σ loss_weight · (log Σ exp(logits) − logit of the
-    target).
+) -> Float[Array, "chunks sums"]:
+    """The sums of `TOKEN_SUMS` over the tokens of every chunk. The first is the loss: for cross
+    entropy, Σ weight · (log Σ exp(logits) − logit of the target).
 
     A chunk is a number of consecutive tokens that belong to one task; N tokens are divided into
     chunks of equal length. The logits are computed in blocks, so they are never all in memory. The
-    function is differentiable only with respect to `hidden` and `own`. A token of weight 0 adds
-    exactly 0, even if its hidden state is not finite.
+    function is differentiable only with respect to `hidden` and `own`, and only the loss has a
+    gradient. A token of weight 0 adds exactly 0, even if its hidden state is not finite.
 
     Args:
       hidden: [N, d], hidden states after the final norm, from `hidden_states`.
       head: the language-model head [d, vocab], from `head_kernel`.
       targets: int32 [N], the token to predict at each position.
-      loss_weight: float32 [N], weight of each position's loss, of any sign. A negative one makes
-        the target less probable. NaN reaches the loss and the gradient of its chunk.
+      losses: a negative weight makes the target less probable. NaN reaches the loss and the
+        gradient of its chunk.
       chunk_slot: `Microbatch.chunk_slot`. Only its length is used, the number of chunks.
       vocabulary_axis: name of a mesh axis, inside `jax.shard_map`: each device along it has the
         head for some tokens of the vocabulary, in order, and computes a summand of the gradient of
@@ -77,28 +96,30 @@ def chunk_losses(
       own: `LayerAdapters.own` of the head, arrays [chunks, ...]; None without `ops`.
 
     Returns:
-      The losses, float32 [chunks], in nats times weight.
+      float32 [chunks, sums]; the loss is in nats times weight.
     """
     chunks = len(chunk_slot)
 
     def block_losses(*block):
         return _block_losses(vocabulary_axis, ops, head, *block)[0]
 
-    losses = _per_block(block_losses, (hidden, targets, loss_weight), chunks, own)
-    return losses.reshape(chunks, -1).sum(axis=1)
+    sums = _per_block(block_losses, (hidden, targets, losses), chunks, own)
+    return _of_chunks(sums, chunks)
 
 
-def _forward(hidden, head, targets, loss_weight, chunk_slot, vocabulary_axis, ops, arrays):
+def _of_chunks(sums: Float[Array, "pieces sums"], chunks: int) -> Float[Array, "chunks sums"]:
+    return sums.reshape(chunks, -1, len(TOKEN_SUMS)).sum(axis=1)
+
+
+def _forward(hidden, head, targets, losses, chunk_slot, vocabulary_axis, ops, arrays):
     block_losses, chunks = partial(_block_losses, vocabulary_axis, ops, head), len(chunk_slot)
-    losses, d_hidden, d_arrays = _per_block(
-        block_losses, (hidden, targets, loss_weight), chunks, arrays
-    )
-    losses = losses.reshape(chunks, -1).sum(axis=1)
-    return losses, (d_hidden.reshape(hidden.shape), d_arrays)
+    sums, d_hidden, d_arrays = _per_block(block_losses, (hidden, targets, losses), chunks, arrays)
+    return _of_chunks(sums, chunks), (d_hidden.reshape(hidden.shape), d_arrays)
 
 
 def _backward(vocabulary_axis, ops, gradients, cotangent):
     d_hidden, d_arrays = gradients
+    cotangent = cotangent[:, 0]
     per_token = jnp.repeat(cotangent, len(d_hidden) // len(cotangent))
     d_hidden *= per_token[:, None].astype(d_hidden.dtype)
     d_arrays = jax.tree.map(lambda x: x * cotangent.reshape(-1, *[1] * (x.ndim - 1)), d_arrays)
@@ -136,7 +157,7 @@ def _per_block(block_function, streams, whole_chunks, arrays):
     Args:
       block_function: gets the arrays [chunks, chunk_len, ...] of `streams` and the arrays [chunks,
         ...] of `arrays`.
-      streams: arrays [N, ...], the hidden states first.
+      streams: trees of arrays [N, ...], the hidden states first.
     """
     tokens = len(streams[0])
     # Adapters at the head have arrays for whole chunks.
@@ -155,7 +176,7 @@ def _per_block(block_function, streams, whole_chunks, arrays):
 
     result = jax.lax.map(
         lambda block: block_function(*block),
-        [*map(blocks, streams), jax.tree.map(blocks_of_chunks, arrays)],
+        [*jax.tree.map(blocks, streams), jax.tree.map(blocks_of_chunks, arrays)],
     )
     return jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:])[:chunks], result)
 
@@ -186,23 +207,23 @@ def _logits(vocabulary_axis, ops, head, hidden, targets, arrays) -> _Logits:
     return _Logits(logits, log_total, of_target, target, change_backward)
 
 
-def _block_losses(vocabulary_axis, ops, head, hidden, targets, weight, arrays):
-    """Losses [chunks] of a block of hidden states [chunks, chunk_len, d], and the gradients of
-    their sum with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
+def _block_losses(vocabulary_axis, ops, head, hidden, targets, losses, arrays):
+    """Sums [chunks, sums] of a block of hidden states [chunks, chunk_len, d], and the gradients of
+    the loss with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
     found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
-    loss = (found.log_total - found.of_target)[:, 0]
-    weight = weight.reshape(-1)
-    counted = weight != 0
-    losses = jnp.where(counted, weight * loss, 0).reshape(targets.shape).sum(axis=1)
+    terms, rules = jax.tree.map(lambda x: x.reshape(-1), losses)
+    log_probs = (found.of_target - found.log_total)[:, 0]
+    of_tokens, weight = token_losses(jnp, rules, log_probs, terms)
+    sums = of_tokens.reshape(*targets.shape, -1).sum(axis=1)
 
     is_target = jnp.arange(found.logits.shape[1]) == found.target
     d_logits = weight[:, None] * (jnp.exp(found.logits - found.log_total) - is_target)
-    d_logits = jnp.where(counted[:, None], d_logits, 0)
+    d_logits = jnp.where(weight[:, None] != 0, d_logits, 0)
     d_arrays, d_added = None, 0
     if ops:
         d_arrays, d_added, d_logits = found.change_backward(d_logits)
     d_hidden = head.matmul_transposed(d_logits.astype(hidden.dtype)).reshape(hidden.shape)
-    return losses, d_hidden + d_added if ops else d_hidden, d_arrays
+    return sums, d_hidden + d_added if ops else d_hidden, d_arrays
 
 
 def _changed(vocabulary_axis, ops, arrays, hidden, logits):

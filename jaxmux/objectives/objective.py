@@ -16,6 +16,8 @@ from jaxtyping import Float
 
 from jaxmux.field_checks import checked_dataclass
 
+from .token_losses import CROSS_ENTROPY, TokenRule, TokenTerms
+
 # The log-probabilities of a sample's target tokens, in nats.
 TargetLogProbs = Float[np.ndarray, " targets"]
 
@@ -60,8 +62,9 @@ class Objective:
       members: number of samples that a record becomes, which follow each other: 2 for a pair of a
         chosen and a rejected answer.
       unit: what such a record is called where records are counted.
-      needs_log_probs: whether the weights of tokens depend on their log-probabilities, so that a
-        forward pass precedes the training of each global batch.
+      needs_log_probs: whether the weight of a token depends on log-probabilities of other tokens
+        or in another way than `rule` says, so that a forward pass precedes the training of each
+        global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
         task begins.
       by_token: whether the objective knows its reference by token; otherwise it knows `sums`.
@@ -98,6 +101,37 @@ class Objective:
     def known(self, log_probs: Sequence[TargetLogProbs]) -> Known:
         """What the objective knows of its reference, from the log-probabilities under it."""
         return log_probs if self.by_token else self.sums(log_probs)
+
+    @property
+    def waits(self) -> bool:
+        """Whether a global batch can be trained only when the host knows log-probabilities."""
+        return self.needs_log_probs or self.needs_reference
+
+    @property
+    def rule(self) -> TokenRule:
+        """The losses of tokens that the devices compute."""
+        return CROSS_ENTROPY
+
+    def terms(
+        self, lengths: Sequence[int], recorded: Recorded | None, reference: Known | None
+    ) -> TokenTerms | None:
+        """What `rule` reads of a global batch: in each field, for each sample an array with a
+        number for each target token. None if all tokens of the batch have the same weight. Not
+        called if the objective needs log-probabilities.
+
+        Args:
+          lengths: number of target tokens of each sample.
+          recorded: as for `grade`.
+          reference: for each sample the log-probabilities under the reference.
+        """
+        return None
+
+    def metrics(
+        self, sums: Sequence[float], targets: int, recorded: Recorded | None
+    ) -> Mapping[str, float]:
+        """The metrics of a global batch with this number of target tokens, from what the devices
+        have added up for it (`TOKEN_SUMS`)."""
+        return {}
 
     def count(self, samples: Sized) -> int:
         """The number of records that have become these samples."""

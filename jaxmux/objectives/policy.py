@@ -5,24 +5,33 @@ In the formulas lp is the log-probability of a token, q that under the policy th
 advantage, r = exp(lp - q), and sg(·) is a constant for the gradient.
 """
 
-from collections.abc import Mapping
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float
 from pydantic import Field
-from scipy.special import expit
 
 from jaxmux.field_checks import EXACT, Count, Positive, checked_dataclass
 
 from .objective import Graded, Objective
-
-Tokens = Float[np.ndarray, " tokens"]
+from .token_losses import (
+    CROSS_ENTROPY,
+    SURROGATES,
+    TOKEN_SUMS,
+    TokenRule,
+    TokenTerms,
+    divergence,
+    log_ratio,
+    sums_of,
+    surrogate,
+    token_losses,
+)
 
 _NotNegative = Annotated[float, Field(ge=0), EXACT]
 
 # For each loss: how a token's loss depends on its ratio, and how the losses are added up.
 _LOSSES = {
+    "cross_entropy": ("cross_entropy", "tokens"),
     "importance_sampling": ("ratio", "sum"),
     "ppo": ("clipped", "sum"),
     "gspo": ("clipped", "sum"),
@@ -34,23 +43,18 @@ _LOSSES = {
     "bnpo": ("clipped", "tokens"),
     "luspo": ("clipped", "batch"),
     "dr_grpo": ("clipped", "longest"),
+    # A factor of the whole answer takes the place of the ratio.
+    "vespo": ("ratio", "tokens"),
 }
 _REDUCTIONS = "sum", "tokens", "sequences", "batch", "longest"
 _CLIP = {"cispo": (0.0, 4.0)}
 _USUAL_CLIP = (0.8, 1.2)
+# Of VESPO, bounds of the log-ratio of a token and of an answer, and the exponents (k, lambda) for
+# advantages of at least 0 and for others.
+_VESPO_TOKEN, _VESPO_ANSWER = (-20.0, 20.0), (np.log(1e-8), 20.0)
+_VESPO_ABOVE, _VESPO_BELOW = (2.0, 3.0), (3.0, 2.0)
 # What TRL adds to a standard deviation before it divides by it.
 _LEAST_DEVIATION = 1e-4
-# Temperatures of SAPO for advantages above and below 0.
-_SAPO_ABOVE, _SAPO_BELOW = 1.0, 1.05
-
-
-class _Loss(NamedTuple):
-    """Losses of tokens, and their derivatives: `own` by the token's own lp, and `shared` by the
-    logarithm of the ratio of its sequence."""
-
-    loss: Tokens
-    own: Tokens
-    shared: Tokens
 
 
 @checked_dataclass
@@ -61,12 +65,15 @@ class Policy(Objective):
     Advantages are those of the records, or an answer's reward less the mean reward of its group.
 
     Attributes:
-      loss: of Tinker's losses, which are added up over all tokens: "importance_sampling", -r A;
-        "ppo", -min(r A, clip(r) A); "cispo", -sg(clip(r)) A lp; "dro",
+      loss: "cross_entropy", -A lp, where A may also be a reward as it is (reward-weighted
+        fine-tuning). Of Tinker's losses, which are added up over all tokens:
+        "importance_sampling", -r A; "ppo", -min(r A, clip(r) A); "cispo", -sg(clip(r)) A lp; "dro",
         -(A lp - dro_beta (lp - q)² / 2); and "gspo", as "ppo" with r = sg(exp(mean of lp - q over
         the answer)). Of the losses of TRL's GRPO: "grpo" (Shao et al. 2024), "dapo" (Yu et al.
         2025), "dr_grpo" (Liu et al. 2025), "bnpo" and "luspo", which differ in `reduction`; and
-        "sapo", -4/t σ(t (r - 1)) A with t = 1, or 1.05 where A is not above 0.
+        "sapo", -4/t σ(t (r - 1)) A with t = 1, or 1.05 where A is not above 0; and "vespo",
+        -sg(exp(λ + k w - λ exp(w))) A lp with the log-ratio w of the answer, (k, λ) = (2, 3), or
+        (3, 2) where A is below 0.
       clip_low: lower bound of r, TRL's 1 - epsilon. None for 0.8, for "cispo" 0.
       clip_high: upper bound of r, TRL's 1 + epsilon_high. None for 1.2, for "cispo" 4. For "cispo",
         TRL takes epsilon_high itself as this bound, and the reduction "tokens".
@@ -82,8 +89,8 @@ class Policy(Objective):
         mean over answers of their means; "batch", divided by the number of answers; "longest",
         divided by that number and `max_completion_length`. None for the one of the loss.
       max_completion_length: for the reduction "longest".
-      scale_rewards: whether advantages from rewards are divided by the standard deviation of the
-        group, plus 1e-4.
+      scale_rewards: "group" if advantages from rewards are divided by the standard deviation of the
+        rewards of the group, plus 1e-4; "batch" if by that of the global batch; or "none".
       leave_one_out: whether the mean is that of the other answers of the group (RLOO, Ahmadian et
         al. 2024).
 
@@ -102,7 +109,7 @@ class Policy(Objective):
     reduction: Literal[*_REDUCTIONS] | None = None
     max_completion_length: Count | None = None
 
-    scale_rewards: bool = True
+    scale_rewards: Literal["group", "batch", "none"] = "group"
     leave_one_out: bool = False
 
     kind: ClassVar[str] = "policy"
@@ -116,12 +123,33 @@ class Policy(Objective):
         of_grpo = self._surrogate in ("clipped", "sapo") and self.loss not in ("ppo", "gspo")
         if self.level == "sequence" and not of_grpo:
             raise ValueError(f"level 'sequence' is not defined for the loss {self.loss!r}")
+        if self.loss == "cross_entropy" and self.kl_coef:
+            raise ValueError("kl_coef is not defined for the loss 'cross_entropy'")
         if self._reduction == "longest" and self.max_completion_length is None:
             raise ValueError("the reduction 'longest' needs max_completion_length")
 
     @property
+    def needs_log_probs(self) -> bool:
+        return self.level == "sequence" or self.loss in ("gspo", "vespo")
+
+    @property
     def needs_reference(self) -> bool:
         return self.kl_coef > 0
+
+    @property
+    def rule(self) -> TokenRule:
+        return CROSS_ENTROPY if self.needs_log_probs else self._rule
+
+    @property
+    def _rule(self) -> TokenRule:
+        return TokenRule(
+            SURROGATES.index(self._surrogate),
+            *self._clip,
+            np.inf if self.delta is None else self.delta,
+            self.kl_coef,
+            float(self.unbiased_kl),
+            self.dro_beta,
+        )
 
     @property
     def _surrogate(self) -> str:
@@ -143,7 +171,10 @@ class Policy(Objective):
         self, rewards: Float[np.ndarray, " samples"], groups: Float[np.ndarray, " samples"]
     ) -> Float[np.ndarray, " samples"]:
         """The advantage of each answer in its group. An answer that is alone, or as good as all
-        others of its group, has 0, and one without a reward has NaN."""
+        others of its group, has 0, and one without a reward has NaN. With the loss "cross_entropy",
+        rewards are weights as they are."""
+        if self.loss == "cross_entropy":
+            return rewards
         found = np.full(len(rewards), np.nan)
         there = ~np.isnan(rewards)
         rewards = rewards[there]
@@ -152,7 +183,7 @@ class Policy(Objective):
         others = np.maximum(sizes - 1, 1)
         differences = rewards - (np.bincount(numbers, rewards) / np.bincount(numbers))[numbers]
         result = differences * sizes / others if self.leave_one_out else differences
-        if self.scale_rewards:
+        if self.scale_rewards == "group":
             deviations = np.sqrt(np.bincount(numbers, differences**2)[numbers] / others)
             result = result / (deviations + _LEAST_DEVIATION)
         found[there] = result
@@ -160,36 +191,77 @@ class Policy(Objective):
 
     def grade(self, log_probs, reference=None, recorded=None):
         lengths = np.array([len(each) for each in log_probs])
-        sequence = np.repeat(np.arange(len(lengths)), lengths)
-        lp, sampled, given = map(
-            np.concatenate,
-            (log_probs, recorded.values["logprobs"], recorded.values["advantages"]),
-        )
-        q = np.where(np.isnan(sampled), lp, sampled)
-        from_rewards = recorded.numbers.get("advantage", np.full(len(lengths), np.nan))
-        advantages = np.where(np.isnan(given), from_rewards[sequence], given)
-        weight = self._weights(lengths)[sequence]
-        # Tokens without an advantage take part in the mean ratio of their answer only.
-        with np.errstate(all="ignore"):
-            log_ratio = lp - q
-            means = np.bincount(sequence, log_ratio) / lengths
-            by_sequence = self.level == "sequence" or self.loss == "gspo"
-            ratio = np.exp(means[sequence] if by_sequence else log_ratio)
-            found = self._of_tokens(lp, log_ratio, ratio, advantages)
-            divergence = np.zeros_like(lp)
-            if reference is not None and self.kl_coef:
-                difference = np.concatenate(reference) - lp
-                divergence = np.exp(difference) - difference - 1
-                found = self._with_divergence(found, difference, divergence, ratio)
-            loss, slopes = weight * found.loss, weight * found.own
-            if self.level == "sequence":
-                through_mean = np.bincount(sequence, weight * found.shared) / lengths
-                slopes = slopes + through_mean[sequence]
-        counted = (advantages != 0) | (self.kl_coef > 0) | (self.level == "sequence")
-        loss, slopes = np.where(counted, loss, 0), np.where(counted, slopes, 0)
-        metrics = self._metrics(ratio, advantages, divergence, recorded.numbers)
         ends = np.cumsum(lengths)[:-1]
-        return Graded(float(loss.sum()), np.split(slopes, ends), metrics)
+        known = [np.zeros(n) for n in lengths] if reference is None else reference
+        terms = TokenTerms(*map(np.concatenate, self.terms(lengths, recorded, known)))
+        lp = np.concatenate(log_probs)
+        # Ratios of tokens without an advantage may be infinite.
+        with np.errstate(all="ignore"):
+            grade = self._by_sequence if self.needs_log_probs else self._by_token
+            sums, slopes = grade(lp, terms, lengths)
+        metrics = self.metrics(sums, len(lp), recorded)
+        return Graded(float(sums[0]), np.split(slopes, ends), metrics)
+
+    def terms(self, lengths, recorded, reference):
+        weights = self._weights(np.asarray(lengths))
+        given = recorded.values["advantages"]
+        unknown = np.full(len(lengths), np.nan)
+        from_rewards = recorded.numbers.get("advantage", unknown)
+        if self.scale_rewards == "batch" and self.loss != "cross_entropy":
+            rewards = recorded.numbers.get("reward", unknown)
+            rewards = rewards[~np.isnan(rewards)]
+            deviation = np.std(rewards, ddof=1) if len(rewards) > 1 else 0.0
+            from_rewards = from_rewards / (deviation + _LEAST_DEVIATION)
+        advantages = [
+            np.where(np.isnan(of_sample), of_answer, of_sample)
+            for of_sample, of_answer in zip(given, from_rewards, strict=True)
+        ]
+        sampled = recorded.values["logprobs"]
+        repeated = [np.full(n, weight) for n, weight in zip(lengths, weights, strict=True)]
+        if self.loss == "cross_entropy":
+            # The advantages are the weights.
+            repeated = [w * a for w, a in zip(repeated, advantages, strict=True)]
+        return TokenTerms(repeated, sampled, advantages, reference)
+
+    def metrics(self, sums, targets, recorded):
+        means = dict(zip(TOKEN_SUMS[1:], np.asarray(sums[1:], float) / targets, strict=True))
+        if self.loss == "cross_entropy":
+            means = {}
+        elif not self.kl_coef:
+            del means["kl"]
+        if not np.isnan(rewards := recorded.numbers.get("reward", np.array(np.nan))).all():
+            means["reward"] = np.nanmean(rewards)
+        return {name: float(value) for name, value in means.items()}
+
+    def _by_token(self, lp, terms, lengths):
+        sums, weights = token_losses(np, self._rule, lp, terms)
+        return sums.sum(axis=0), -weights
+
+    def _by_sequence(self, lp, terms, lengths):
+        """What the tokens of an answer have in common is computed from all of them, also from those
+        without an advantage."""
+        sequence, a = np.repeat(np.arange(len(lengths)), lengths), terms.advantage
+        difference = log_ratio(np, lp, terms.sampled)
+        ratio = np.exp(difference)
+        if self.loss == "vespo":
+            of_answers = np.bincount(sequence, np.clip(difference, *_VESPO_TOKEN))
+            slope = -_vespo(of_answers[sequence], a) * a
+            loss = slope * lp
+        else:
+            ratio = np.exp((np.bincount(sequence, difference) / lengths)[sequence])
+            loss, slope = surrogate(np, self._rule, lp, difference, ratio, a)
+        loss, slope = np.where(a != 0, loss, 0.0), np.where(a != 0, slope, 0.0)
+        k, (of_divergence, own), through_ratio = divergence(
+            np, self._rule, lp, ratio, terms.reference
+        )
+        loss, slope = loss + of_divergence, slope + through_ratio
+        if self.level == "sequence":
+            through_mean = np.bincount(sequence, terms.weight * slope) / lengths
+            slopes = terms.weight * own + through_mean[sequence]
+        else:
+            slopes = terms.weight * (own + slope)
+        sums = [each.sum() for each in sums_of(np, self._rule, ratio, a, k)]
+        return np.array([(terms.weight * loss).sum(), *sums]), slopes
 
     def _weights(self, lengths: Float[np.ndarray, " samples"]) -> Float[np.ndarray, " samples"]:
         """The factor of the tokens of each answer in the loss."""
@@ -205,60 +277,9 @@ class Policy(Objective):
                 return np.full(count, 1 / (count * self.max_completion_length))
         return np.ones(count)
 
-    def _of_tokens(self, lp: Tokens, log_ratio: Tokens, ratio: Tokens, a: Tokens) -> _Loss:
-        low, high = self._clip
-        none = np.zeros_like(lp)
-        match self._surrogate:
-            case "ratio":
-                return _Loss(-ratio * a, -ratio * a, none)
-            case "dro":
-                penalty = self.dro_beta * log_ratio
-                return _Loss(-(lp * a - penalty * log_ratio / 2), penalty - a, none)
-            case "cispo":
-                factor = np.clip(ratio, low, high) * a
-                return _Loss(-factor * lp, -factor, none)
-            case "sapo":
-                t = np.where(a > 0, _SAPO_ABOVE, _SAPO_BELOW)
-                share = expit(t * (ratio - 1))
-                loss, slope = -4 / t * share * a, -4 * share * (1 - share) * ratio * a
-            case _:
-                bounded = ratio if self.delta is None else np.minimum(ratio, self.delta)
-                free, clipped = bounded * a, np.clip(ratio, low, high) * a
-                loss, slope = -np.minimum(free, clipped), -ratio * a
-                moves = np.where(free < clipped, bounded == ratio, (ratio >= low) & (ratio <= high))
-                # Where both are the same number, half of the gradient flows through each.
-                both = (bounded == ratio) / 2 + ((ratio >= low) & (ratio <= high)) / 2
-                slope = slope * np.where(free == clipped, both, moves)
-        if self.level == "sequence":
-            return _Loss(loss, none, slope)
-        return _Loss(loss, slope, none)
 
-    def _with_divergence(
-        self, found: _Loss, difference: Tokens, divergence: Tokens, ratio: Tokens
-    ) -> _Loss:
-        factor = ratio if self.unbiased_kl else np.ones_like(ratio)
-        own = self.kl_coef * (1 - np.exp(difference)) * factor
-        through_ratio = self.kl_coef * divergence * ratio if self.unbiased_kl else 0.0
-        loss = found.loss + self.kl_coef * divergence * factor
-        if self.level == "sequence":
-            return _Loss(loss, found.own + own, found.shared + through_ratio)
-        return _Loss(loss, found.own + own + through_ratio, found.shared)
-
-    def _metrics(
-        self,
-        ratio: Tokens,
-        a: Tokens,
-        divergence: Tokens,
-        numbers: Mapping[str, Float[np.ndarray, " samples"]],
-    ) -> dict[str, float]:
-        low, high = self._clip
-        metrics = {
-            "clip_ratio/low_mean": np.mean((ratio < low) & (a < 0)),
-            "clip_ratio/high_mean": np.mean((ratio > high) & (a > 0)),
-            "ratio/mean": np.mean(ratio),
-        }
-        if self.kl_coef:
-            metrics["kl"] = np.mean(divergence)
-        if not np.isnan(rewards := numbers.get("reward", np.array(np.nan))).all():
-            metrics["reward"] = np.nanmean(rewards)
-        return {name: float(value) for name, value in metrics.items()}
+def _vespo(log_ratio: Float[np.ndarray, " tokens"], a: Float[np.ndarray, " tokens"]):
+    """The factor of tokens whose answers have this logarithm of their ratio."""
+    w = np.clip(log_ratio, *_VESPO_ANSWER)
+    k, scale = (np.where(a >= 0, *x) for x in zip(_VESPO_ABOVE, _VESPO_BELOW, strict=True))
+    return np.exp(scale + k * w - scale * np.exp(w))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-AXES = ("copy", "layer", "first", "last", "slot", "rank", "input", "output")
+AXES = ("copy", "layer", "first", "last", "slot", "rank", "input", "output", "sum")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +36,7 @@ class LeafSpec:
         - "slot": the tasks.
         - "rank": the rank of the pool, or of one task.
         - "input", "output": the width of the adapted linear.
+        - "sum": the sums that are kept of a global batch.
         - "copy": summands on several devices; the array means their sum.
 
         No name occurs twice. An array has at most one of "layer", "first" and "last".

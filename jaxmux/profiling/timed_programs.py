@@ -15,6 +15,7 @@ from jaxmux.models import (
     MODULES,
     Backbone,
     BackboneConfig,
+    TokenLosses,
     chunk_losses,
     head_kernel,
     pick_implementation,
@@ -155,7 +156,7 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
     """Last norm, head and loss, with their gradient with respect to the stream."""
     weights = {name: w for name, w in backbone.weights.items() if name != "layers"}
     targets = np.arange(point.tokens, dtype=np.int32) % backbone.config.vocab_size
-    loss_weight = np.full(point.tokens, 1 / point.tokens, np.float32)
+    losses_of = TokenLosses.cross_entropy(np.full(point.tokens, 1 / point.tokens, np.float32))
     # One entry per chunk; the shortest chunks make the loss work in blocks, as in training.
     chunks = np.zeros(max(1, point.tokens // MIN_CHUNK_LEN), np.int32)
 
@@ -173,7 +174,7 @@ def _head(backbone: Backbone, point: HeadPoint) -> Program:
         jax.jit(run, donate_argnums=0),
         (),
         _random((point.tokens, backbone.config.hidden_size), backbone.compute_dtype),
-        (weights, *map(jnp.asarray, (targets, loss_weight, chunks))),
+        (weights, *jax.tree.map(jnp.asarray, (targets, losses_of, chunks))),
         1,
         point,
     )

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.engine import BEST, REFERENCE, Engine, Reference, TaskProgress, train_on
+from jaxmux.objectives.token_losses import TOKEN_SUMS
 from jaxmux.peft import LeafSpec, SlotArrays
 from jaxmux.peft.leaves import named_leaves
 
@@ -279,6 +280,7 @@ def _read(folder: Path, number: int, wanted: Wanted) -> Found:
     for name, leaves in arrays.items():
         if _checksum(leaves) != run["tasks"][name]["checksum"]:
             raise ValueError(f"the checksum of task {name!r} differs")
+        _rename(leaves)
         if specs[name] is not None and (path := _other_array(leaves, specs[name])):
             raise ValueError(f"array {path!r} of task {name!r} is not what this version expects")
     return Found(number, run, arrays)
@@ -294,6 +296,14 @@ def _other_array(arrays: SlotArrays, specs: Mapping[str, LeafSpec]) -> str | Non
         if (array.shape, array.dtype) != (tuple(spec.shape), np.dtype(spec.dtype)):
             return path
     return None
+
+
+def _rename(arrays: SlotArrays) -> None:
+    """Gives the arrays of a checkpoint that an earlier version has written their present names and
+    shapes."""
+    if "loss" in arrays:
+        arrays["sums"] = np.zeros(len(TOKEN_SUMS), np.float32)
+        arrays["sums"][0] = arrays.pop("loss")
 
 
 def _checksum(arrays: SlotArrays) -> int:

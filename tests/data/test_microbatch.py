@@ -53,6 +53,9 @@ def test_shapes_and_dtypes_are_those_of_the_docstring(microbatch):
         "positions": np.int32,
         "segment_ids": np.int32,
         "sample_id": np.uint32,
+        "sampled": np.float32,
+        "advantage": np.float32,
+        "reference": np.float32,
     }
     for name, dtype in expected.items():
         array = getattr(microbatch, name)
@@ -142,6 +145,19 @@ def test_virtual_tokens_stand_before_those_of_the_sample(batches):
     for name in ("targets", "loss_weight"):
         np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
     assert (found.segment_ids[0, 40:74] == 0).all() and (found.segment_ids >= 0).sum() == 34
+
+
+def test_given_terms_stand_where_targets_are_predicted(batches):
+    rng = np.random.default_rng(4)
+    batch, sample = batches[3], batches[3][1]
+    terms = [[rng.normal(size=each.target_tokens) for each in batch] for _ in range(4)]
+    found = fill_microbatch([(3, 1, 0, 40)], batches, {3: terms}, rows=1, row_len=128, chunk_len=64)
+    predicted = 40 + np.flatnonzero(sample.target_mask[1:])
+    names = ("loss_weight", "sampled", "advantage", "reference")
+    for name, of_batch in zip(names, terms, strict=True):
+        expected = np.zeros(128, np.float32)
+        expected[predicted] = of_batch[1]
+        np.testing.assert_array_equal(getattr(found, name)[0], expected)
 
 
 def test_no_placements_give_an_empty_microbatch():

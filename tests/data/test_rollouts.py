@@ -65,7 +65,7 @@ def test_groups_are_named_or_are_the_answers_to_one_prompt(load):
     assert kept[0].numbers == {"reward": 3, "group": 0}
 
 
-@pytest.mark.parametrize("scale", [True, False])
+@pytest.mark.parametrize("scale", ["group", "none"])
 @pytest.mark.parametrize("leave_one_out", [True, False])
 def test_advantages_compare_an_answer_with_its_group(scale, leave_one_out):
     rewards, groups = np.array([1.0, 4.0, 2.0, 7.0, 3.0, 3.0]), np.array([0, 1, 0, 0, 2, 2])
@@ -77,7 +77,7 @@ def test_advantages_compare_an_answer_with_its_group(scale, leave_one_out):
             others = np.delete(own, own.tolist().index(reward)) if leave_one_out else own
             expected = reward - others.mean() if len(others) else 0
             deviation = own.std(ddof=1) if len(own) > 1 else 0
-            expected /= deviation + 1e-4 if scale else 1
+            expected /= deviation + 1e-4 if scale == "group" else 1
             assert advantage == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from jaxmux.data import GlobalBatches
 from jaxmux.engine import TaskProgress, driven_task
-from jaxmux.engine.rounds.results import recorded_of
+from jaxmux.engine.rounds.rounds import recorded_of
 from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.models import chunk_losses
+from jaxmux.models import TokenLosses, chunk_losses
 from jaxmux.models.loss import log_probs
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
@@ -26,7 +26,8 @@ def case(tokens: int, seed=0):
 @jax.jit
 def losses_and_gradient(hidden, head, targets, weight, chunk_slot, cotangent):
     def function(hidden):
-        return chunk_losses(hidden, FrozenWeight.of(head), targets, weight, chunk_slot)
+        losses = TokenLosses.cross_entropy(weight)
+        return chunk_losses(hidden, FrozenWeight.of(head), targets, losses, chunk_slot)[:, 0]
 
     losses, vjp = jax.vjp(function, hidden)
     return losses, *vjp(cotangent)

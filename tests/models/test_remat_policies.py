@@ -15,6 +15,7 @@ from jaxmux.models import (
     BackboneConfig,
     ForwardOptions,
     SlotTable,
+    TokenLosses,
     chunk_losses,
     head_kernel,
     hidden_states,
@@ -74,7 +75,7 @@ def compiled(inputs):
                     hidden,
                     head_kernel(weights),
                     microbatch.targets.reshape(-1),
-                    microbatch.loss_weight.reshape(-1),
+                    TokenLosses.cross_entropy(microbatch.loss_weight.reshape(-1)),
                     microbatch.chunk_slot,
                 )
                 return losses, sums

@@ -4,6 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jaxmux.objectives.token_losses import TOKEN_SUMS
 from jaxmux.peft import LeafSpec
 from jaxmux.runs.checkpoints import Checkpoints
 
@@ -32,7 +33,7 @@ def arrays():
         drawn = {
             f"adapter/mlp.{i}": rng.integers(0, 2, (3, 4)).astype(d) for i, d in enumerate(DTYPES)
         }
-        return drawn | {"loss": np.asarray(rng.random()), "optimizer/mu": rng.random((4, 3)).T}
+        return drawn | {"count": np.asarray(rng.random()), "optimizer/mu": rng.random((4, 3)).T}
 
     return {name: own() for name in NAMES}
 
@@ -51,6 +52,13 @@ def assert_equal(found, expected):
     for path, array in expected.items():
         assert type(found[path]) is np.ndarray and found[path].dtype == array.dtype
         np.testing.assert_array_equal(found[path], array)
+
+
+def test_the_loss_of_an_earlier_version_is_the_first_of_the_sums(checkpoints, save):
+    save(1, {"a": {"loss": np.asarray(np.float32(2.5))}})
+    spec = LeafSpec((len(TOKEN_SUMS),), ("sum",))
+    found = checkpoints.newest(lambda record: {"a": {"sums": spec}})
+    assert_equal(found.arrays["a"], {"sums": np.array([2.5, 0, 0, 0, 0], np.float32)})
 
 
 @pytest.mark.parametrize("wanted", [NAMES, NAMES[:1], NAMES[1:3], ()])

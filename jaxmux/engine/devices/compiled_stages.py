@@ -88,7 +88,7 @@ class CompiledStages:
 
     @property
     def slots(self) -> int:
-        return self._stored.layout.tree.loss.shape[0]
+        return self._stored.layout.tree.count.shape[0]
 
     def place(self, microbatches: Sequence[Microbatch]) -> list[Microbatch]:
         stacked = _stacked(microbatches)
@@ -101,13 +101,13 @@ class CompiledStages:
         the values for the next part and the residuals for `backward`. All arrays are on the part's
         stage. `passed` comes from the part before; the first part gets None."""
         spent, programs = self._spent[part], self.programs
-        out, loss, residuals = self._backbone.homes[part].run(
+        out, sums, residuals = self._backbone.homes[part].run(
             forward_into,
             programs.options[part],
             spent.pop() if spent else programs.residuals[part](),
             *self.forward_arguments(part, microbatch, slots, passed),
         )
-        self._stored.states[part] = self._stored.states[part]._replace(loss=loss)
+        self._stored.states[part] = self._stored.states[part]._replace(sums=sums)
         return out, residuals
 
     def backward(self, part: int, residuals: Any, gradient: jax.Array) -> jax.Array | None:
@@ -132,7 +132,7 @@ class CompiledStages:
             self._backbone.weights[part],
             state.adapters,
             state.accumulators,
-            state.loss,
+            state.sums,
             microbatch,
             slots,
             passed,

@@ -334,7 +334,7 @@ class Executor:
         if not (self._alone and self._alone.compiled.trial_rounds):
             return True
         try:
-            jax.block_until_ready(self._stored.states[-1].loss)
+            jax.block_until_ready(self._stored.states[-1].sums)
         except jax.errors.JaxRuntimeError as e:
             self._note_full(e)
             return False
@@ -401,7 +401,7 @@ class Executor:
         Later sums then have another order."""
         for copy in [] if self._collected else self._copies:
             copy.refresh()
-            slots = np.arange(*self._stored.layout.tree.loss.shape, dtype=np.int32)
+            slots = np.arange(self._stored.layout.tree.count.shape[0], dtype=np.int32)
             copy.send_gradients(slots)
         self._collected = True
 
@@ -460,7 +460,7 @@ class Executor:
 
     def warm_up_evaluation(self) -> None:
         """Runs the programs of `log_probs` once, with an empty microbatch."""
-        table = slot_table({}, None, *self._stored.layout.tree.loss.shape)
+        table = slot_table({}, None, self._stored.layout.tree.count.shape[0])
         for i, replica in enumerate(self._replicas):
             empty = [empty_microbatch(replica.input.shape)] * replica.input.replica.shards
             packed = PackedMicrobatch(i, empty, {}, {})
@@ -500,7 +500,7 @@ class Executor:
                 # While stages exchange arrays nothing may be compiled.
                 self._wait()
             self._measured_for.add(made_for)
-        table = slot_table(tasks, steps, *self._stored.layout.tree.loss.shape)
+        table = slot_table(tasks, steps, self._stored.layout.tree.count.shape[0])
         shares = shares_of_replicas(batches, samples, self.dispatch)
         tokens: Counter[int] = Counter()
         texts: list[Sequence[Text]] = []

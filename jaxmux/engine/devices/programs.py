@@ -176,26 +176,26 @@ def accumulate(
     weights: Weights,
     adapters: Any,
     accumulators: Any,
-    loss: Float[Array, " T"],
+    sums: Float[Array, "T sums"],
     microbatch: Microbatch,
     slots: SlotTable,
-) -> tuple[Any, Float[Array, " T"]]:
+) -> tuple[Any, Float[Array, "T sums"]]:
     """Runs the forward and backward pass of one microbatch, and returns the accumulators and
-    losses, float32 [T], with its gradients and losses added; both are donated. `adapters` and
-    `accumulators` are as in `TrainState`, and `slots` has scale and dropout of every slot."""
+    sums with its gradients, losses and metrics added; both are donated. `adapters`, `accumulators`
+    and `sums` are as in `TrainState`, and `slots` has the numbers of every slot."""
 
     def forward(accumulators):
-        of_head = microbatch_losses
+        of_head = partial(microbatch_losses, rules=slots.rules)
         return _forward(
             of_head, config, options, weights, adapters, accumulators, microbatch, slots
         )
 
-    (losses, _), backward = jax.vjp(forward, accumulators)
+    (of_chunks, _), backward = jax.vjp(forward, accumulators)
     # The cotangent of every chunk is 1, so a NaN in one task's loss does not reach the others. The
     # accumulators are passed in as their own cotangents, and the next accumulators come out: see
     # `grouped_lora_linear`.
-    (new_accumulators,) = backward((jnp.ones_like(losses), accumulators))
-    return new_accumulators, add_to_slots(loss, losses, microbatch.chunk_slot)
+    (new_accumulators,) = backward((jnp.ones_like(of_chunks), accumulators))
+    return new_accumulators, add_to_slots(sums, of_chunks, microbatch.chunk_slot)
 
 
 def accumulate_arguments(
@@ -211,7 +211,7 @@ def accumulate_arguments(
         backbone.weights,
         state.adapters,
         state.accumulators,
-        state.loss,
+        state.sums,
         microbatch,
         slots,
     )
@@ -281,7 +281,7 @@ def refuse_implementations(
     cannot serve it on this device, with these dtypes and sizes."""
     forward = forward_options(backbone, options, state.adapters, dropout)
     microbatch = empty_microbatch(options.shape)
-    slots = slot_table({}, None, len(state.loss))
+    slots = slot_table({}, None, len(state.sums))
     try:
         accumulate.trace(*accumulate_arguments(backbone, forward, state, microbatch, slots))
     except ValueError as e:
@@ -409,13 +409,13 @@ def _read_step(path: Path, arguments: tuple[Any, ...]) -> TrainingStep | None:
     import jax.experimental.mosaic.gpu  # noqa: F401
 
     _, forward, *arrays = arguments
-    _, _, accumulators, loss, *_ = arrays
+    _, _, accumulators, sums, *_ = arrays
     try:
         remat, content = pickle.loads(path.read_bytes())
         program = serialize_executable.deserialize_and_load(
             content,
             in_tree=jax.tree.structure((tuple(arrays), {})),
-            out_tree=jax.tree.structure((accumulators, loss)),
+            out_tree=jax.tree.structure((accumulators, sums)),
             execution_devices=jax.devices()[:1],
         )
         os.utime(path)
@@ -528,7 +528,7 @@ class CompiledStep:
         )
 
     def _empty_inputs(self) -> tuple[Microbatch, SlotTable]:
-        table = slot_table({}, None, *self._stored.layout.tree.loss.shape)
+        table = slot_table({}, None, self._stored.layout.tree.count.shape[0])
         microbatch = empty_microbatch(self._options.shape)
         return self._home.put(microbatch, P()), self._home.put(table, P())
 
@@ -539,10 +539,10 @@ class CompiledStep:
         arguments = accumulate_arguments(self._backbone, step.forward, state, microbatch, slots)
         if step.is_read:
             _, _, *arrays = arguments
-            accumulators, loss = step.program(*arrays)
+            accumulators, sums = step.program(*arrays)
         else:
-            accumulators, loss = self._home.run(accumulate, *arguments)
-        self._stored.states = [state._replace(accumulators=accumulators, loss=loss)]
+            accumulators, sums = self._home.run(accumulate, *arguments)
+        self._stored.states = [state._replace(accumulators=accumulators, sums=sums)]
 
     def try_memory(self) -> None:
         """Allocates as much memory as the step needs, and frees it again. Raises JaxRuntimeError if

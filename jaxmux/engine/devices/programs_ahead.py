@@ -82,7 +82,7 @@ class ProgramsAhead:
                 ahead._rounds += [ahead._submit(programs), ahead._submit(updates)]
 
         ahead._start_rounds = start_rounds
-        if any(task.eval_samples or task.task.objective.needs_log_probs for task in tasks):
+        if any(task.eval_samples or task.task.objective.waits for task in tasks):
             ahead._evaluation.append(ahead._submit(executor.warm_up_evaluation))
         if jax.default_backend() == "gpu" or not ahead._evaluation:
             start_rounds()
@@ -109,7 +109,7 @@ class ProgramsAhead:
     def _compile_size(self, pool: PoolSpec, kinds: Sequence[str]) -> None:
         config, stored, executor = self._backbones[0].config, self._stored, self._executor
         _, specs = pool_of(config, [], pool, keep_moments=True)
-        (slots,) = stored.layout.tree.loss.shape
+        (slots,) = stored.layout.tree.count.shape
         stored.resize(specs, np.full(pool.slots, slots, np.int32))
         stored.warm_up(kinds, 0)
         executor.warm_up(no_updates(stored.layout, config.num_layers, kinds), pool.dropout)

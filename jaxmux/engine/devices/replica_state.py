@@ -78,7 +78,7 @@ class ReplicaState:
         other, first = self.own, self._first
         before = self._change if other.states else -1
         other.make_room(first.layout.tree._replace(moments=()))
-        capacity = first.layout.tree.loss.shape[0]
+        capacity = first.layout.tree.count.shape[0]
         changed = [slot for slot in range(capacity) if first.changes.get(slot, 0) > before]
         self._change = max(first.changes.values(), default=0)
         if changed:
@@ -87,7 +87,7 @@ class ReplicaState:
     def warm_up(self) -> None:
         """Runs every program without a slot, because nothing may be compiled or loaded while stages
         exchange arrays."""
-        capacity = self._first.layout.tree.loss.shape[0]
+        capacity = self._first.layout.tree.count.shape[0]
         for size in {len(filled_up(range(n), capacity)) for n in (1, capacity)}:
             none = np.full(size, capacity, np.int32)
             self._renew(none)
@@ -195,8 +195,8 @@ def _taken(
 ) -> tuple[TrainState, list[Any]]:
     """The state without the gradients and losses of the slots; and these, summed over the copies,
     in pieces."""
-    specs = layout.tree.accumulators, layout.tree.loss
-    held = state.accumulators, state.loss
+    specs = layout.tree.accumulators, layout.tree.sums
+    held = state.accumulators, state.sums
 
     def total(spec: LeafSpec, copies: Array) -> Array:
         values = _of_slots(spec, copies, slots)
@@ -204,7 +204,7 @@ def _taken(
 
     totals = jax.tree.map(total, specs, held)
     state = _like(home, layout, _without_gradients(layout, state, slots))
-    sum_specs = summed.tree.accumulators, summed.tree.loss
+    sum_specs = summed.tree.accumulators, summed.tree.sums
     pieces = (_layers(sum_specs, totals, c.begin, c.layers, c.to_end) for c in cuts)
     return state, [_everywhere(home, piece) for piece in pieces]
 
@@ -219,7 +219,7 @@ def _added(
 ) -> TrainState:
     """The state with pieces, in the order of the layers, added to the first copy of accumulators
     and losses."""
-    specs = layout.tree.accumulators, layout.tree.loss
+    specs = layout.tree.accumulators, layout.tree.sums
 
     def add(spec: LeafSpec, copies: Array, *arrived: Array) -> Array:
         has_copies, of_pieces = "copy" in spec.axes, spec
@@ -236,9 +236,9 @@ def _added(
         new = _of_slots(spec, copies, slots) + piece
         return copies.at[_at(spec, slots)].set(new, mode="drop")
 
-    held = state.accumulators, state.loss
-    accumulators, loss = jax.tree.map(add, specs, held, *pieces)
-    return _like(home, layout, state._replace(accumulators=accumulators, loss=loss))
+    held = state.accumulators, state.sums
+    accumulators, sums = jax.tree.map(add, specs, held, *pieces)
+    return _like(home, layout, state._replace(accumulators=accumulators, sums=sums))
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
@@ -284,9 +284,9 @@ def _without_gradients(layout: Layout, state: TrainState, slots: Int[Array, " K"
     def rest(spec: LeafSpec, copies: Array) -> Array:
         return copies.at[_at(spec, slots)].set(0, mode="drop")
 
-    specs = layout.tree.accumulators, layout.tree.loss
-    accumulators, loss = jax.tree.map(rest, specs, (state.accumulators, state.loss))
-    return state._replace(accumulators=accumulators, loss=loss)
+    specs = layout.tree.accumulators, layout.tree.sums
+    accumulators, sums = jax.tree.map(rest, specs, (state.accumulators, state.sums))
+    return state._replace(accumulators=accumulators, sums=sums)
 
 
 def _layers(specs: Any, values: Any, first: int, layers: int, to_end: bool) -> Any:

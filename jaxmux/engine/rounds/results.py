@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxmux.data import Sample
 from jaxmux.data.batches import GivenBatches
-from jaxmux.objectives import Graded, Objective, Recorded
+from jaxmux.objectives import Graded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -31,7 +31,7 @@ from ..tasks.progress import (
     record_update,
     stop_in_time,
 )
-from .rounds import ReplicaInput, RoundPlan
+from .rounds import ReplicaInput, RoundPlan, recorded_of
 
 
 class ComputedTurn(NamedTuple):
@@ -445,14 +445,14 @@ class RoundResults:
                 round=update.index,
                 task=slot.name,
                 task_step=update.plan.steps[number] + 1,
-                loss=graded.loss if graded else float(stats.loss[number]),
+                loss=graded.loss if graded else float(stats.sums[number, 0]),
                 lr=update.learning_rates[number],
                 grad_norm=float(stats.grad_norm[number]),
                 target_tokens=update.plan.target_tokens[number],
                 tokens=update.plan.tokens[number],
                 computed_tokens=slot.computed.pop(update.plan.steps[number]),
                 skipped=not stats.applied[number],
-                metrics=graded.metrics if graded else {},
+                metrics=graded.metrics if graded else _metrics(update.plan, number, slot, stats),
             )
             slot.count_seconds(begins=True)
             # A task that gets its batches one by one may get another one.
@@ -535,19 +535,10 @@ def of_targets(
     return [found[sample.target_mask[1:]].astype(np.float64) for sample, found in pairs]
 
 
-def recorded_of(objective: Objective, samples: Sequence[Sample]) -> Recorded | None:
-    """What the records of samples say, if the objective reads it."""
-    if not objective.rollouts:
-        return None
-    samples = list(samples)
-    values = {
-        name: [each.values[name][1:][each.target_mask[1:]].astype(np.float64) for each in samples]
-        for name in samples[0].values
-    }
-    numbers = {
-        name: np.array([each.numbers[name] for each in samples]) for name in samples[0].numbers
-    }
-    return Recorded(values, numbers)
+def _metrics(plan: RoundPlan, number: int, slot: Slot, stats: UpdateStats) -> Mapping[str, float]:
+    return slot.prepared.task.objective.metrics(
+        stats.sums[number], plan.target_tokens[number], plan.recorded[number]
+    )
 
 
 def _succeed_after(step: int, slot: Slot) -> None:

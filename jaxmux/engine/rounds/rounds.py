@@ -13,8 +13,10 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxmux.data import Sample, fill_microbatch
-from jaxmux.data.batches import Microbatch
+from jaxmux.data.batches import BatchTerms, Microbatch
 from jaxmux.models import SlotTable
+from jaxmux.objectives import Objective, Recorded
+from jaxmux.objectives.token_losses import TokenRule
 from jaxmux.peft import dropout_of, scale_of
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
@@ -91,7 +93,7 @@ class PackedMicrobatch(NamedTuple):
       read_tokens: by slot, the tokens of `samples` that the model reads, without padding.
       texts: where the samples lie.
       is_placed: whether `arrays` are on the devices. The others wait on the host, because the
-        weights of their losses are not known yet; see `with_weights`.
+        terms of their losses are not known yet; see `with_log_probs`.
     """
 
     replica: int
@@ -125,7 +127,9 @@ class RoundPlan(NamedTuple):
       tokens, target_tokens: by slot, number of tokens in the task's global batch, without padding
         and virtual tokens, and number of those that count in the loss.
       computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
-      scored: the slots whose objectives need log-probabilities.
+      recorded: by slot, what the records of the task's global batch say.
+      scored: the slots whose losses depend on log-probabilities, of the task's present adapter or
+        of its reference, that the host must know.
     """
 
     steps: dict[int, int]
@@ -138,6 +142,7 @@ class RoundPlan(NamedTuple):
     tokens: dict[int, int]
     target_tokens: dict[int, int]
     computed_tokens: dict[int, int]
+    recorded: Mapping[int, Recorded | None]
     scored: frozenset[int] = frozenset()
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
@@ -292,7 +297,7 @@ def training_rounds(
     least_tokens = replicas[0].shape.least_tokens
     turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
     groups_of = groups_of or TaskGroups(replicas)
-    waiting = frozenset(n for n, task in tasks.items() if task.task.objective.needs_log_probs)
+    waiting = frozenset(n for n, task in tasks.items() if task.task.objective.waits)
     done = dict(accumulated or {})
     while turns := turns_of.next():
         live = {slot: tasks[slot] for slot in turns}
@@ -301,12 +306,16 @@ def training_rounds(
         batches = {slot: turn.batch for slot, turn in turns.items()}
         samples_of = {slot: turn.samples for slot, turn in turns.items()}
         shares = shares_of_replicas(batches, samples_of, dispatch)
+        recorded = {n: recorded_of(task.task.objective, batches[n]) for n, task in live.items()}
+        terms = terms_of_batches(live, batches, recorded)
         groups, microbatches, computed = groups_of(live), [], Counter()
         # Groups that share no microbatch are packed by themselves.
         apart = groups_of.task_by_task or packing
         for together in [[group] for group in groups] if apart else [groups]:
             samples = {slot: batches[slot] for group in together for slot in group}
-            for packed in fill_microbatches(samples, replicas, shares, packing, done, together):
+            for packed in fill_microbatches(
+                samples, replicas, shares, packing, done, together, terms
+            ):
                 computed.update(packed.tokens)
                 if packed.samples:
                     is_placed = waiting.isdisjoint(packed.samples)
@@ -324,23 +333,59 @@ def training_rounds(
             {slot: sum(s.read_tokens for s in batch) for slot, batch in batches.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
             dict(computed),
+            recorded,
             waiting & live.keys(),
         )
         done = {slot: samples for slot, samples in done.items() if slot not in ends}
 
 
-def with_weights(
-    packed: PackedMicrobatch,
-    weights: Mapping[int, Sequence[Float[np.ndarray, " read_tokens"]]],
-    replica: ReplicaInput,
+def terms_of_batches(
+    tasks: Mapping[int, PreparedTask],
+    batches: Mapping[int, Sequence[Sample]],
+    recorded: Mapping[int, Recorded | None],
+) -> dict[int, BatchTerms]:
+    """By slot, the terms of the losses of global batches (`Objective.terms`), with a reference of
+    zeros; only slots that have such terms. `recorded` has the results of `recorded_of`."""
+    found = {}
+    for slot, batch in batches.items():
+        objective = tasks[slot].task.objective
+        if not objective.needs_log_probs:
+            targets = [sample.target_tokens for sample in batch]
+            unknown = [np.zeros(n) for n in targets]
+            found[slot] = objective.terms(targets, recorded[slot], unknown)
+    return {slot: terms for slot, terms in found.items() if terms is not None}
+
+
+def recorded_of(objective: Objective, samples: Sequence[Sample]) -> Recorded | None:
+    """What the records of samples say, if the objective reads it."""
+    if not objective.rollouts:
+        return None
+    samples = list(samples)
+    values = {
+        name: [each.values[name][1:][each.target_mask[1:]].astype(np.float64) for each in samples]
+        for name in samples[0].values
+    }
+    numbers = {
+        name: np.array([each.numbers[name] for each in samples]) for name in samples[0].numbers
+    }
+    return Recorded(values, numbers)
+
+
+# By slot and sample of the global batch, a number for each token that the model reads.
+OfTokens = Mapping[int, Sequence[Float[np.ndarray, " read_tokens"]]]
+
+
+def with_log_probs(
+    packed: PackedMicrobatch, weights: OfTokens, references: OfTokens, replica: ReplicaInput
 ) -> PackedMicrobatch:
-    """Puts a microbatch that waits on the host onto the devices of its replica. `weights` has, by
-    slot and sample of the global batch, the weights of the losses; other slots keep theirs."""
+    """Puts a microbatch that waits on the host onto the devices of its replica, with the loss
+    weights and the references of these slots; other slots keep theirs."""
     arrays = packed.arrays
     for text in packed.texts:
-        if text.slot in weights:
-            of_row = arrays[text.shard].loss_weight[text.row]
-            of_row[text.begin : text.end] = weights[text.slot][text.sample]
+        of_shard = arrays[text.shard]
+        for known, of_rows in ((weights, of_shard.loss_weight), (references, of_shard.reference)):
+            if text.slot in known:
+                of_rows[text.row, text.begin : text.end] = known[text.slot][text.sample]
     return packed._replace(arrays=replica.place(arrays), is_placed=True)
 
 
@@ -384,6 +429,7 @@ def fill_microbatches(
     packing: Packing | None = None,
     left_out: SampleIndices | None = None,
     groups: Groups = (),
+    terms: Mapping[int, BatchTerms] = MappingProxyType({}),
 ) -> Iterator[PackedMicrobatch]:
     """Packs global batches and yields their microbatches, replica after replica. `arrays` is a list
     with one `Microbatch` of NumPy arrays for each data shard. Every sample occurs once.
@@ -391,7 +437,7 @@ def fill_microbatches(
     A replica's samples, its share, go to its data shards in turn. With one replica, the sum of a
     task's gradients on a shard therefore does not depend on the other tasks. Samples in `left_out`
     are packed like the others but left out of the arrays. `packing` and `groups` are as for
-    `training_rounds` and `pack_tightly`.
+    `training_rounds` and `pack_tightly`, `terms` as for `fill_microbatch`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
@@ -414,7 +460,7 @@ def fill_microbatches(
                     read[p.slot] += sample.read_tokens
                     begin, end = p.offset + sample.virtual_tokens, p.offset + sample.stream_length
                     texts.append(Text(p.slot, p.sample, shard, p.row, begin, end))
-            arrays = [fill_microbatch(placements, batches, **sizes) for placements in kept]
+            arrays = [fill_microbatch(placements, batches, terms, **sizes) for placements in kept]
             tokens = _tokens(of_shards, batches, shape)
             trained = _tokens(kept, batches, shape) if absent else tokens
             yield PackedMicrobatch(i, arrays, samples, tokens, trained, dict(read), texts)
@@ -470,8 +516,9 @@ def empty_microbatch(shape: ShapeClass) -> Microbatch:
 def slot_table(
     tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
 ) -> SlotTable:
-    """Scales, dropout rates and dropout keys of all slots; zeros in slots without a task. A dropout
-    key depends on the index of the global batch in `steps`; without `steps`, dropout is off."""
+    """Scales, dropout rates, dropout keys and token losses of all slots; zeros, and the cross
+    entropy, in slots without a task. A dropout key depends on the index of the global batch in
+    `steps`; without `steps`, dropout is off."""
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     key = np.zeros(slots, np.uint32)
     for slot, prepared in tasks.items():
@@ -479,7 +526,8 @@ def slot_table(
         if steps is not None:
             rate[slot] = dropout_of(prepared.task.adapter)
             key[slot] = prepared.dropout_key(steps[slot])
-    return SlotTable(scale, rate, key)
+    rules = {slot: prepared.task.objective.rule for slot, prepared in tasks.items()}
+    return SlotTable(scale, rate, key, TokenRule.table(rules, slots))
 
 
 class Turn(NamedTuple):

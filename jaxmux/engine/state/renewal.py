@@ -53,7 +53,7 @@ def slots_with_pairs(layout: Layout, kinds: Mapping[int, str]) -> Bool[np.ndarra
 
     if not any(map(has_pairs, layout.tree.adapters)):
         return None
-    paired = np.zeros(layout.tree.loss.shape, bool)
+    paired = np.zeros(layout.tree.count.shape, bool)
     paired[[number for number, name in kinds.items() if has_pairs(name)]] = True
     return paired
 
@@ -205,7 +205,7 @@ _ROWS = 512
 def slots_to_renew(layout: Layout, kinds: Mapping[int, str]) -> dict[str, Int[np.ndarray, " T"]]:
     """For each adapter kind with derived arrays, the numbers of the slots that have it in `kinds`,
     padded with T to T numbers. Kinds for which the state has no room are left out."""
-    (capacity,) = layout.tree.loss.shape
+    (capacity,) = layout.tree.count.shape
     slots = {}
     for name in layout.tree.adapters:
         if _renews(name):

@@ -188,7 +188,7 @@ class StoredState:
         """
         if Layout(specs) == self.layout:
             return
-        capacity = self.layout.tree.loss.shape[0]
+        capacity = self.layout.tree.count.shape[0]
         kept = sources < capacity
         back = np.full(capacity, len(sources), np.int32)
         back[sources[kept]] = np.flatnonzero(kept)
@@ -270,7 +270,7 @@ class StoredState:
     def marker(self) -> jax.Array:
         """A small array that is ready when the devices of the last part have finished all
         dispatched microbatches."""
-        return self.homes[-1].run(copied, self.states[-1].loss)
+        return self.homes[-1].run(copied, self.states[-1].sums)
 
     def empty_accumulators(self) -> None:
         """Replaces accumulators and losses by zeros, even if they were donated to a program that
@@ -280,8 +280,8 @@ class StoredState:
             return jnp.zeros(array.shape, array.dtype, device=array.sharding)
 
         for i, state in enumerate(self.states):
-            accumulators, loss = jax.tree.map(zeros, (state.accumulators, state.loss))
-            self.states[i] = state._replace(accumulators=accumulators, loss=loss)
+            accumulators, sums = jax.tree.map(zeros, (state.accumulators, state.sums))
+            self.states[i] = state._replace(accumulators=accumulators, sums=sums)
 
     def copy_to_host(
         self, kind: SlotKind, slot: int, specs: SlotState, fields: tuple[str, ...]
@@ -299,8 +299,8 @@ class StoredState:
             of_parts = copy.wait()
             described = {field: getattr(specs, field) for field in fields}
             arrays = jax.tree.map(joined, described, *of_parts)
-            if "loss" in fields:
-                arrays["loss"] = np.asarray(of_parts[-1]["loss"])
+            if "sums" in fields:
+                arrays["sums"] = np.asarray(of_parts[-1]["sums"])
             return arrays
 
         return wait
@@ -384,8 +384,8 @@ def _layers_of(specs: Any, values: Any, part: Part) -> Any:
 def with_copies(specs: TrainState, home: StageMesh) -> TrainState:
     """The description of a part's state on the devices of its mesh, where accumulators and losses
     have an axis of copies."""
-    accumulators, loss = home.with_copies((specs.accumulators, specs.loss))
-    return specs._replace(accumulators=accumulators, loss=loss)
+    accumulators, sums = home.with_copies((specs.accumulators, specs.sums))
+    return specs._replace(accumulators=accumulators, sums=sums)
 
 
 @cache

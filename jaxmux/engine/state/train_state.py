@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
+from jaxmux.objectives.token_losses import TOKEN_SUMS
 from jaxmux.optimizers import OPTIMIZERS, optimizer_class
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves, trained
@@ -30,7 +31,8 @@ class TrainState(NamedTuple):
       adapters: by adapter kind, the pool of its arrays, float32.
       accumulators: gradients of the current global batches, of the shapes of the trained arrays;
         None in place of arrays that are not trained.
-      loss: loss accumulated over the task's current global batch, float32.
+      sums: `TOKEN_SUMS` over the task's current global batch, float32. The first is the loss: the
+        value of the task's objective, or the loss whose gradient is that of the objective.
       moments: trees like `accumulators`. Their number is that of the optimizer kind with the most
         moments; a slot whose kind has fewer uses the first of them.
       count: updates so far, for optimizer kinds that count, int32.
@@ -38,19 +40,19 @@ class TrainState(NamedTuple):
 
     adapters: Any
     accumulators: Any
-    loss: Float[Array, " T"]
+    sums: Float[Array, "T sums"]
     moments: tuple[Any, ...]
     count: Int[Array, " T"]
 
 
 class SlotState(NamedTuple):
     """The arrays of one slot, without the slot axis: those of its adapter kind, the gradients and
-    the loss accumulated over the current global batch, and the optax state of its optimizer
+    the sums over the current global batch, and the optax state of its optimizer
     kind."""
 
     adapter: Any
     accumulators: Any
-    loss: Float[Array, ""]
+    sums: Float[Array, " sums"]
     optimizer: Any
 
 
@@ -68,7 +70,7 @@ def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> Trai
     return TrainState(
         dict(adapters),
         accumulators,
-        LeafSpec((slots,), ("slot",)),
+        LeafSpec((slots, len(TOKEN_SUMS)), ("slot", "sum")),
         (accumulators,) * OPTIMIZERS[optimizer].moments,
         LeafSpec((slots,), ("slot",), dtype="int32"),
     )
@@ -155,7 +157,7 @@ def slot_view(state: TrainState, kind: SlotKind) -> SlotState:
     from_pools = KINDS[kind.adapter].from_pools
     optimizer = optax_state(kind.optimizer, list(map(from_pools, state.moments)), state.count)
     return SlotState(
-        from_pools(state.adapters), from_pools(state.accumulators), state.loss, optimizer
+        from_pools(state.adapters), from_pools(state.accumulators), state.sums, optimizer
     )
 
 
@@ -166,7 +168,7 @@ def with_slot_view(state: TrainState, kind: SlotKind, view: SlotState) -> TrainS
     state = state._replace(
         adapters=state.adapters | pools(view.adapter),
         accumulators=state.accumulators | pools(view.accumulators),
-        loss=view.loss,
+        sums=view.sums,
     )
     return replace_moments(state, moments, count)
 

@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmux.models import Weights
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.models.weight_sharding import TP
+from jaxmux.objectives.token_losses import TOKEN_SUMS
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
@@ -51,14 +52,13 @@ class UpdateStats(NamedTuple):
     meaning.
 
     Attributes:
-      loss: mean cross entropy of the task's global batch in nats per target token, float32; NaN if
-        a value in the task's forward pass was not finite.
+      sums: `TrainState.sums`. The loss is NaN if a value in the task's forward pass was not finite.
       grad_norm: global L2 norm of the task's gradient before clipping, float32.
       applied: False if the loss, the norm or the updated parameters were not finite, so that the
         update was skipped.
     """
 
-    loss: Float[Array, " T"]
+    sums: Float[Array, "T sums"]
     grad_norm: Float[Array, " T"]
     applied: Bool[Array, " T"]
 
@@ -109,7 +109,7 @@ class DueUpdates(NamedTuple):
 def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpdates:
     """Arrays for the compiled programs with which nothing is updated. `layers` is the number of
     layers of the backbone, and `optimizers` the optimizer kinds that tasks may have."""
-    none, (slots,) = np.zeros(0, np.int32), layout.tree.loss.shape
+    none, (slots,) = np.zeros(0, np.int32), layout.tree.count.shape
     hyper = {
         kind: dict.fromkeys(optimizer_class(kind)().hyperparameters(), none.astype(np.float32))
         for kind in optimizers
@@ -129,7 +129,7 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
 
 def no_stats(slots: int) -> UpdateStats:
     none = np.zeros(slots, np.float32)
-    return UpdateStats(none, none, none > 0)
+    return UpdateStats(np.zeros((slots, len(TOKEN_SUMS)), np.float32), none, none > 0)
 
 
 def update(
@@ -226,7 +226,7 @@ def update_kind(
     finite = finite_candidates(
         kind, layout, state, rates, jax.lax.optimization_barrier(hyper), paired, norm
     )
-    stats = decide(stats, due, state.loss, norm, [finite])
+    stats = decide(stats, due, state.sums, norm, [finite])
     return apply_updates(kind, layout, state, due, stats.applied, rates, hyper, paired, norm), stats
 
 
@@ -317,14 +317,14 @@ def _finite_in(kind, specs: TrainState, state, rates, hyper, paired, norm) -> Bo
 
 
 @jax.jit
-def decide(stats: UpdateStats, due, loss, norm, finite: Sequence[Bool[Array, " T"]]) -> UpdateStats:
+def decide(stats: UpdateStats, due, sums, norm, finite: Sequence[Bool[Array, " T"]]) -> UpdateStats:
     """The results of the due slots; other slots keep theirs. `finite` tells, for each part of the
     layers, whether the new parameters are finite. An update is applied if they are finite in all
     parts, and its loss and norm are finite."""
-    applied = due & jnp.isfinite(norm) & jnp.isfinite(loss)
+    applied = due & jnp.isfinite(norm) & jnp.isfinite(sums[:, 0])
     for part in finite:
         applied &= part
-    return jax.tree.map(partial(select_slots, due), UpdateStats(loss, norm, applied), stats)
+    return jax.tree.map(partial(select_slots, due), UpdateStats(sums, norm, applied), stats)
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -375,7 +375,7 @@ def _apply_in(
             specs.accumulators,
             state.accumulators,
         ),
-        loss=select_slots(due, 0, state.loss),
+        sums=select_slots(due, 0, state.sums),
     )
     return replace_moments(cleared, *optax_parts(kind, optimizer))
 
@@ -531,10 +531,10 @@ def _per_device(
     device."""
 
     def on_device(state: TrainState, *others: Any) -> Any:
-        accumulators, loss = jax.tree.map(
-            lambda copies: jnp.squeeze(copies, 0), (state.accumulators, state.loss)
+        accumulators, sums = jax.tree.map(
+            lambda copies: jnp.squeeze(copies, 0), (state.accumulators, state.sums)
         )
-        return function(state._replace(accumulators=accumulators, loss=loss), *others)
+        return function(state._replace(accumulators=accumulators, sums=sums), *others)
 
     return jax.shard_map(
         on_device,
@@ -556,8 +556,8 @@ def _new_state(
 
     def with_copy_axis(*arguments: Any) -> TrainState:
         new = function(*arguments)
-        accumulators, loss = jax.tree.map(lambda x: x[None], (new.accumulators, new.loss))
-        return new._replace(accumulators=accumulators, loss=loss)
+        accumulators, sums = jax.tree.map(lambda x: x[None], (new.accumulators, new.sums))
+        return new._replace(accumulators=accumulators, sums=sums)
 
     out_specs = home.leaf_specs(with_copies(summed.tree, home))
     return _per_device(with_copy_axis, home, summed, state, *others, out_specs=out_specs)
@@ -576,7 +576,7 @@ def _sum_copies(
 def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> TrainState:
     specs = summed.tree
 
-    described = specs.accumulators, specs.loss
+    described = specs.accumulators, specs.sums
     # The first axis of an array with copies is divided among the devices whose copies are summed.
     divided = home.leaf_specs(home.with_copies(described))
 
@@ -584,9 +584,9 @@ def _sum_due_copies(home: StageMesh, summed: Layout, state: TrainState, due) -> 
         def total(spec: LeafSpec, copies: P, x: Array) -> Array:
             return select_slots(due, jax.lax.psum(x, copies[0]), x, spec.slot_axis)
 
-        held = state.accumulators, state.loss
-        accumulators, loss = jax.tree.map(total, described, divided, held)
-        return state._replace(accumulators=accumulators, loss=loss)
+        held = state.accumulators, state.sums
+        accumulators, sums = jax.tree.map(total, described, divided, held)
+        return state._replace(accumulators=accumulators, sums=sums)
 
     return _new_state(on_device, home, summed, state, due)
 
@@ -607,8 +607,8 @@ def _stage_squares(
                 home.leaf_specs(summed.tree.accumulators),
                 accumulators,
             )
-            return jax.lax.psum(layer_squares(summed, accumulators), TP), state.loss
-        return layer_squares(summed, accumulators), state.loss
+            return jax.lax.psum(layer_squares(summed, accumulators), TP), state.sums
+        return layer_squares(summed, accumulators), state.sums
 
     return _per_device(on_device, home, summed, state, out_specs=P())
 
