@@ -184,7 +184,7 @@ def log_probs(
     microbatch: Microbatch,
     slots: SlotTable,
     passed: Passed | None,
-) -> Passed | Float[Array, "D rows row_len"]:
+) -> Passed | Float[Array, "D rows row_len 2"]:
     """The forward pass without gradients; arguments are those of `forward`. Returns the arrays for
     the next part; from the last part, the log-probabilities of `microbatch_log_probs`."""
 

@@ -37,9 +37,11 @@ from .rounds.results import (
     LogProbs,
     RoundRecord,
     RoundResults,
+    Scores,
+    grade,
     of_targets,
 )
-from .rounds.rounds import RoundPlan, all_samples, recorded_of, turn_from, with_log_probs
+from .rounds.rounds import RoundPlan, all_samples, turn_from, with_log_probs
 from .state.slots import Slot, Slots, Weighted
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
@@ -128,7 +130,7 @@ class HeldOut:
         begun = time.monotonic()
         batches = {n: measuring.batch for n, measuring in measured.items()}
         dispatched = self._executor.log_probs(prepared, batches, turns)
-        log_probs = self._device_time.add(EVALUATION, begun, dispatched.log_probs).result
+        scores = self._device_time.add(EVALUATION, begun, dispatched.scores).result
         ended, adapters = [], {}
         for n, slot in tasks.items():
             slot.measuring.samples = turns[n].stop
@@ -141,7 +143,7 @@ class HeldOut:
             slot.measuring = None
         self._results.add_evaluation(
             DispatchedEvaluation(
-                rounds, tasks, measured, frozenset(ended), adapters, log_probs, dispatched.tokens
+                rounds, tasks, measured, frozenset(ended), adapters, scores, dispatched.tokens
             )
         )
 
@@ -429,15 +431,14 @@ class RoundLoop:
                 prepared, batches, all_samples(batches), steps, dropout
             )
             try:
-                log_probs = dispatched.log_probs()
+                scores = dispatched.scores()
             except jax.errors.JaxRuntimeError as e:
                 if not ran_out_of_memory(e):
                     raise
                 raise microbatch_too_large(self.options.shape.tokens) from None
             for n, slot in missing.items():
-                reference = _reference_of(slot, steps[n])
-                targets = of_targets(batches[n], log_probs[n])
-                graded = slot.prepared.task.objective.grade(targets, reference, plan.recorded[n])
+                objective, reference = slot.prepared.task.objective, _reference_of(slot, steps[n])
+                graded = grade(objective, batches[n], scores[n], reference, plan.recorded[n])
                 weights = [-slopes for slopes in graded.slopes]
                 slot.weighted = Weighted(_of_read_tokens(batches[n], weights), graded)
                 computed[n] += dispatched.tokens[n]
@@ -588,16 +589,15 @@ class RoundLoop:
             return {}
         batches = {slot: task.eval_samples for slot, task in tasks.items()}
         dispatched = self._executor.log_probs(tasks, batches, all_samples(batches))
-        found, losses = dispatched.log_probs(), {}
+        found, losses = dispatched.scores(), {}
         for number, task in tasks.items():
             objective, reference = task.task.objective, self._slots[number].reference
-            targets = of_targets(task.eval_samples, found[number])
             known = reference.of_held_out(task) if reference else None
             if objective.needs_reference and known is None:
                 # Before its first step, a task is its own reference.
-                known = objective.known(targets)
-            recorded = recorded_of(objective, task.eval_samples)
-            losses[task.task.name] = objective.grade(targets, known, recorded).loss
+                known = objective.known(of_targets(task.eval_samples, found[number]))
+            graded = grade(objective, task.eval_samples, found[number], known)
+            losses[task.task.name] = graded.loss
         return losses
 
     def log_probs(self, name: str, samples: Sequence[Sample]) -> list[LogProbs]:
@@ -617,13 +617,17 @@ class RoundLoop:
           RuntimeError: a round is unfinished.
           PlanningError, ValueError: as for `evaluate`.
         """
+        return [of_sample[:, 0] for of_sample in self.scores(name, samples)]
+
+    def scores(self, name: str, samples: Sequence[Sample]) -> list[Scores]:
+        """Like `log_probs`, with all scores of the tokens."""
         self._refuse_unfinished_round()
         number, prepared = self._slots.number(name), self._slots.named(name).prepared
         batch = self._fitting(name, prepared, samples)
         dispatched = self._executor.log_probs(
             {number: prepared}, {number: batch}, all_samples({number: batch})
         )
-        return dispatched.log_probs()[number]
+        return dispatched.scores()[number]
 
     def _fitting(
         self, name: str, prepared: PreparedTask, samples: Sequence[Sample]

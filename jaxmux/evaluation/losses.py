@@ -8,12 +8,10 @@ from typing import Any, NamedTuple
 from jaxmux.data import GlobalBatches, Samples, StoredSamples
 from jaxmux.data.stored_samples import target_tokens
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.rounds.results import of_targets
-from jaxmux.engine.rounds.rounds import recorded_of
+from jaxmux.engine.rounds.results import Scores, grade, of_targets
 from jaxmux.engine.tasks.prepared_task import with_virtual_tokens
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.objectives import SFT, Objective
-from jaxmux.objectives.objective import TargetLogProbs
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA, initial_adapter, kind_of, size_of_adapter
 from jaxmux.runs import best_shape
@@ -145,16 +143,16 @@ def _graded(engine: Engine, case: EvalCase, number: int, first: int) -> Losses:
     """Measures a case by the log-probabilities of all its samples; `first` is the first case with
     the same samples."""
 
-    def targets(name: str) -> list[TargetLogProbs]:
-        return of_targets(case.samples, engine.log_probs(name, case.samples))
+    def scores(name: str) -> list[Scores]:
+        return engine.scores(name, case.samples)
 
-    of_adapter, of_backbone = targets(f"adapter.{number}"), targets(f"backbone.{first}")
+    of_adapter, of_backbone = scores(f"adapter.{number}"), scores(f"backbone.{first}")
     reference = None
     if case.objective.needs_reference:
-        of_reference = targets(f"reference.{number}") if case.reference else of_backbone
-        reference = case.objective.known(of_reference)
-    recorded = recorded_of(case.objective, case.samples)
-    graded = [case.objective.grade(x, reference, recorded) for x in (of_adapter, of_backbone)]
+        of_reference = scores(f"reference.{number}") if case.reference else of_backbone
+        reference = case.objective.known(of_targets(case.samples, of_reference))
+    of_both = of_adapter, of_backbone
+    graded = [grade(case.objective, case.samples, scores, reference) for scores in of_both]
     return Losses(*(Measured(each.loss, each.metrics) for each in graded))
 
 

@@ -62,10 +62,9 @@ def microbatch_log_probs(
     microbatch: Microbatch,
     sharding: WeightSharding = UNDIVIDED,
     at_head: LayerAdapters | None = None,
-) -> Float[Array, "rows row_len"]:
-    """The log-probability of the target at every position, float32, in nats; NaN in chunks that are
-    not `finite`. On padding, the values mean nothing. Arguments are those of
-    `microbatch_losses`."""
+) -> Float[Array, "rows row_len 2"]:
+    """The results of `log_probs` at every position, and NaN in chunks that are not `finite`. On
+    padding, the values mean nothing. Arguments are those of `microbatch_losses`."""
     hidden, axis, ops, arrays = _at_head(hidden, sharding, at_head)
     found = log_probs(
         hidden,
@@ -77,7 +76,7 @@ def microbatch_log_probs(
         arrays,
     )
     by_chunk = jnp.where(finite[:, None], found.reshape(len(finite), -1), jnp.nan)
-    return by_chunk.reshape(microbatch.targets.shape)
+    return by_chunk.reshape(*microbatch.targets.shape, 2)
 
 
 def _at_head(

@@ -137,16 +137,20 @@ def log_probs(
     vocabulary_axis: str | None = None,
     ops: AdapterOps = (),
     own: Any = None,
-) -> Float[Array, " N"]:
-    """The log-probability of each position's target, float32 [N], in nats, at temperature 1.
-    Arguments are those of `chunk_losses`."""
+) -> Float[Array, "N 2"]:
+    """At each position, the log-probability of the target in nats, at temperature 1, and log Σ p²
+    over the probabilities p of all tokens. Arguments are those of `chunk_losses`."""
 
     def block_log_probs(hidden, targets, arrays):
         found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
-        return (found.of_target - found.log_total).reshape(targets.shape)
+        total = jax.nn.logsumexp(2 * found.logits, axis=-1, keepdims=True)
+        if vocabulary_axis is not None:
+            total = jax.nn.logsumexp(lax.all_gather(total, vocabulary_axis), axis=0)
+        log_probs = found.of_target - found.log_total, total - 2 * found.log_total
+        return jnp.concatenate(log_probs, axis=-1).reshape(*targets.shape, 2)
 
     found = _per_block(block_log_probs, (hidden, targets), len(chunk_slot), own)
-    return found.reshape(targets.shape)
+    return found.reshape(*targets.shape, 2)
 
 
 def _per_block(block_function, streams, whole_chunks, arrays):

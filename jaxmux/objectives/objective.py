@@ -87,6 +87,7 @@ class Objective:
         log_probs: Sequence[TargetLogProbs],
         reference: Known | None = None,
         recorded: Recorded | None = None,
+        log_squares: Sequence[TargetLogProbs] | None = None,
     ) -> Graded:
         """The objective of a global batch, or of all held-out samples, in float64.
 
@@ -95,6 +96,8 @@ class Objective:
           reference: the result of `known` for the same samples under the reference; None if the
             objective needs none.
           recorded: what the records of the samples say; None without `rollouts`.
+          log_squares: for each target token log Σ p² over the probabilities p of all tokens in its
+            place.
         """
         raise NotImplementedError
 
@@ -155,7 +158,7 @@ class SFT(Objective):
     kind: ClassVar[str] = "sft"
     needs_log_probs: ClassVar[bool] = False
 
-    def grade(self, log_probs, reference=None, recorded=None):
+    def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         loss, slopes = token_mean(log_probs)
         return Graded(loss, slopes, {})
 

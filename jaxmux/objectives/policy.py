@@ -189,7 +189,7 @@ class Policy(Objective):
         found[there] = result
         return found
 
-    def grade(self, log_probs, reference=None, recorded=None):
+    def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         lengths = np.array([len(each) for each in log_probs])
         ends = np.cumsum(lengths)[:-1]
         known = [np.zeros(n) for n in lengths] if reference is None else reference

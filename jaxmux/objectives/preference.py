@@ -96,18 +96,28 @@ class _Paired(Objective):
     members: ClassVar[int] = 2
     unit: ClassVar[str] = "pair"
 
-    def grade(self, log_probs, reference=None, recorded=None):
+    def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
         known = np.zeros(len(sums)) if reference is None else reference
         chosen, rejected = (_Answers(*(x[i::2] for x in (sums, known, tokens))) for i in (0, 1))
         pairs, factors = len(chosen.sums), self._factors(tokens)
         # An answer of probability 0 has infinite numbers, which may meet in a difference.
         with np.errstate(all="ignore"):
-            loss, of_chosen, of_rejected = self._slopes(chosen, rejected)
+            slopes = self._slopes(chosen, rejected)
+            weights = self._weights_of_pairs(log_probs, log_squares)
+            loss, of_chosen, of_rejected = (weights * x for x in slopes)
             total, metrics = float(loss.mean()), self._metrics(chosen, rejected)
             of_samples = np.stack([of_chosen, of_rejected], axis=1).ravel() / pairs
             slopes = [g * factor for g, factor in zip(of_samples, factors, strict=True)]
         return self._with_likelihood(Graded(total, slopes, metrics), log_probs)
+
+    def _weights_of_pairs(
+        self,
+        log_probs: Sequence[TargetLogProbs],
+        log_squares: Sequence[TargetLogProbs] | None,
+    ) -> Pairs | float:
+        """Constant factors of the losses of pairs."""
+        return 1.0
 
     def _slopes(self, chosen: _Answers, rejected: _Answers) -> _Slopes:
         raise NotImplementedError
@@ -151,6 +161,7 @@ class _Paired(Objective):
 _F_DIVERGENCES = "reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"
 # The loss types of DPO. The last one is a cross entropy of the chosen answers.
 _SFT = "sft"
+_NOT_OF_PAIRS = _SFT, "aot", "aot_unpaired"
 _DPO_NAMES = (
     "sigmoid",
     "sigmoid_norm",
@@ -204,6 +215,10 @@ class DPO(_Paired):
       ld_alpha: factor of the target tokens of an answer that is longer than the other one, beyond
         the length of the other (LD-DPO, Liu et al. 2024). None for 1.
       discopop_tau: temperature of "discopop".
+      use_weighting: whether the loss of a pair is multiplied by its probability under the present
+        adapter (WPO, Zhou et al. 2024): by exp(mean of lp - log Σ p²) of both answers, where lp is
+        the log-probability of a target token, and p are those of all tokens in its place. Not for
+        "sft", "aot" and "aot_unpaired", which have no losses of pairs.
 
     Raises:
       ValueError: a value is outside its range, or values do not go together.
@@ -217,6 +232,7 @@ class DPO(_Paired):
     f_alpha: Annotated[float, EXACT] = 0.5
     ld_alpha: _Fraction | None = None
     discopop_tau: Positive = 0.05
+    use_weighting: bool = False
 
     kind: ClassVar[str] = "dpo"
     needs_reference: ClassVar[bool] = True
@@ -229,6 +245,8 @@ class DPO(_Paired):
                 raise ValueError(
                     f"loss {name!r} is not defined for f_divergence={self.f_divergence!r}"
                 )
+            if self.use_weighting and name in _NOT_OF_PAIRS:
+                raise ValueError(f"loss {name!r} is not defined for use_weighting")
         if len(set(self.losses)) < len(self.losses):
             raise ValueError(f"loss names a type twice: {', '.join(self.losses)}")
         if self.weights is not None and len(self.weights) != len(self.losses):
@@ -264,6 +282,13 @@ class DPO(_Paired):
 
     def _likelihood(self):
         return self._weights.get(_SFT, 0.0)
+
+    def _weights_of_pairs(self, log_probs, log_squares):
+        if not self.use_weighting:
+            return 1.0
+        both = zip(log_probs, log_squares, strict=True)
+        of_answers = np.exp([np.mean(lp - squares) for lp, squares in both])
+        return of_answers[::2] * of_answers[1::2]
 
     def _slopes(self, chosen, rejected):
         none = np.zeros(len(chosen.sums))

@@ -111,6 +111,34 @@ def make_paired(make_task):
     return make
 
 
+@pytest.fixture(scope="module")
+def make_rollouts(make_task):
+    """Makes a task of random rollouts with values of their tokens, six in a global batch."""
+
+    def make(name, objective, **fields):
+        fields = {"optimizer": SGD(0.05), "steps": 3} | fields
+        prepared = make_task(name, samples=12, lengths=(5, 60), **fields)
+        rng = np.random.default_rng(8)
+        samples = [
+            sample._replace(
+                values={
+                    "logprobs": rng.normal(-5, 1, len(sample.input_ids)).astype(np.float32),
+                    "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
+                }
+            )
+            for sample in prepared.samples.samples
+        ]
+        task = dataclasses.replace(prepared.task, objective=objective)
+        return dataclasses.replace(
+            prepared,
+            task=task,
+            samples=prepared.samples._replace(samples=samples),
+            batches=GlobalBatches(samples, task.batch_size, task.seed),
+        )
+
+    return make
+
+
 @pytest.fixture(scope="session")
 def make_wide_task(make_task):
     """`make_task` with adapters on all linears, for tests of what linears compute together: of

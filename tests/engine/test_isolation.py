@@ -47,7 +47,7 @@ def idle_case(request, make_task, make_engine, train):
         accumulators=jax.tree.map(
             lambda g: g.at[:, 1:].set(fill).at[:, 0].set(0.01), engine.state.accumulators
         ),
-        loss=engine.state.loss.at[1:].set(fill).at[0].set(1.0),
+        sums=engine.state.sums.at[1:].set(fill).at[0].set(1.0),
     )
     before = jax.device_get(state)
     hyper = {kind: hyperparameters([o]) for kind, o in DECAYING.items()}
@@ -268,7 +268,7 @@ def test_a_skipped_update_advances_the_step_but_not_the_optimizer(
     engine = make_engine(poisoned, make_task("neighbour", rank=8), shape=SMALL)
     train(engine, rounds=2)
     before = engine.task_arrays("poisoned")
-    engine._slots.state = engine.state._replace(loss=engine.state.loss.at[0].set(np.nan))
+    engine._slots.state = engine.state._replace(sums=engine.state.sums.at[0].set(np.nan))
     skipped = train(engine, rounds=1)
     after = engine.task_arrays("poisoned")
 

@@ -1,4 +1,5 @@
-"""Log-probabilities of samples under adapters: against a plain model, and alone and in company."""
+"""Log-probabilities of samples, and of all tokens in their place, under adapters: against a plain
+model, and alone and in company."""
 
 import dataclasses
 
@@ -25,17 +26,19 @@ def found(make_engine, make_task, samples):
     engine.train_round()
     engine.train_round()
     engine.drain()
-    return engine.log_probs("a", samples), engine.adapter("a"), engine.prepared("a")
+    return engine.scores("a", samples), engine.adapter("a"), engine.prepared("a")
 
 
 def test_they_are_those_of_a_plain_model(found, config, backbone, samples):
-    log_probs, adapter, prepared = found
+    scores, adapter, prepared = found
     spec = prepared.task.adapter
-    for sample, of_sample in zip(samples, log_probs, strict=True):
+    for sample, of_sample in zip(samples, scores, strict=True):
         ids = sample.input_ids
         with jax.enable_x64(True):
             logits = logits_of(config, backbone.weights, "lora", spec, adapter, ids[:-1])
-            expected = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
+            every = jax.nn.log_softmax(logits)
+            squares = jax.nn.logsumexp(2 * every, axis=-1)
+            expected = np.stack([every[np.arange(len(ids) - 1), ids[1:]], squares], axis=1)
         assert of_sample.dtype == np.float32
         np.testing.assert_allclose(of_sample, expected, rtol=1e-4, atol=1e-4)
 
@@ -47,7 +50,7 @@ def test_neighbours_and_order_change_no_bit(found, make_engine, make_task, sampl
         engine.train_round()
     engine.drain()
     order = np.random.default_rng(0).permutation(len(samples))
-    moved = engine.log_probs("a", [samples[i] for i in order])
+    moved = engine.scores("a", [samples[i] for i in order])
     for i, of_sample in zip(order, moved, strict=True):
         np.testing.assert_array_equal(of_sample, expected[i])
 

@@ -1,14 +1,11 @@
 """Objectives of two passes in the engine: against a plain model with autodiff, alone and in
 company, in several turns, and continued from a checkpoint."""
 
-import dataclasses
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxmux.data import GlobalBatches
 from jaxmux.engine import TaskProgress, driven_task
 from jaxmux.engine.rounds.rounds import recorded_of
 from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
@@ -175,34 +172,6 @@ def test_sft_is_trained_in_one_pass(make_task, make_engine, train):
     engine = make_engine(make_task("sft"), shape=SMALL)
     assert engine.prepared("sft").task.objective == SFT()
     assert train(engine)["sft"][0].metrics == {}
-
-
-@pytest.fixture(scope="module")
-def make_rollouts(make_task):
-    """Makes a task of random rollouts with values of their tokens, six in a global batch."""
-
-    def make(name, objective, **fields):
-        fields = {"optimizer": SGD(0.05), "steps": 3} | fields
-        prepared = make_task(name, samples=12, lengths=(5, 60), **fields)
-        rng = np.random.default_rng(8)
-        samples = [
-            sample._replace(
-                values={
-                    "logprobs": rng.normal(-5, 1, len(sample.input_ids)).astype(np.float32),
-                    "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
-                }
-            )
-            for sample in prepared.samples.samples
-        ]
-        task = dataclasses.replace(prepared.task, objective=objective)
-        return dataclasses.replace(
-            prepared,
-            task=task,
-            samples=prepared.samples._replace(samples=samples),
-            batches=GlobalBatches(samples, task.batch_size, task.seed),
-        )
-
-    return make
 
 
 POLICIES = {

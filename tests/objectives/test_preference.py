@@ -224,6 +224,23 @@ def test_a_mixture_is_the_weighted_sum_of_its_types(log_probs, reference):
         np.testing.assert_allclose(of_sample, expected)
 
 
+def test_a_pair_counts_as_much_as_it_is_probable(log_probs, reference, rng):
+    squares = [-rng.uniform(0.05, 3, n) for n in LENGTHS]
+    plain, weighted = (
+        DPO(BETA, use_weighting=w).grade(log_probs, DPO().sums(reference), None, squares)
+        for w in (False, True)
+    )
+    answers = [np.exp((lp - x).mean()) for lp, x in zip(log_probs, squares, strict=True)]
+    weights = np.repeat(np.prod(np.reshape(answers, (-1, 2)), axis=1), 2)
+    for slopes, of_plain, weight in zip(weighted.slopes, plain.slopes, weights, strict=True):
+        np.testing.assert_allclose(slopes, weight * of_plain)
+    of_pairs = [
+        DPO(BETA).grade(log_probs[i : i + 2], DPO().sums(reference[i : i + 2])).loss
+        for i in range(0, len(LENGTHS), 2)
+    ]
+    assert weighted.loss == pytest.approx(np.mean(weights[::2] * of_pairs))
+
+
 def test_sft_is_the_mean_over_all_tokens(log_probs):
     graded = SFT().grade(log_probs)
     tokens = np.concatenate(log_probs)
@@ -245,6 +262,7 @@ def test_sft_is_the_mean_over_all_tokens(log_probs):
         (lambda: DPO(ld_alpha=1.5), "ld_alpha"),
         (lambda: DPO(f_divergence="kl"), "f_divergence"),
         (lambda: DPO(loss="aot", f_divergence="forward_kl"), "'aot' is not defined for f_diverg"),
+        (lambda: DPO(loss="aot", use_weighting=True), "'aot' is not defined for use_weighting"),
         (lambda: DPO(discopop_tau=0.0), "discopop_tau"),
         (lambda: CPO(loss="simpo"), "loss"),
         (lambda: CPO(cpo_alpha=-1.0), "cpo_alpha"),

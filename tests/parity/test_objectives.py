@@ -62,6 +62,7 @@ CASES = {
         weights=[0.8, 0.2, 1.0],
     ),
     "ld": dpo("sigmoid", ld_alpha=0.4),
+    "wpo": dpo("sigmoid", {"use_weighting": True}, use_weighting=True),
     **{
         name: dpo("sigmoid", {"f_divergence_type": name}, f_divergence=name)
         for name in ("forward_kl", "js_divergence", "alpha_divergence")

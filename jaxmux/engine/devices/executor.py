@@ -22,7 +22,7 @@ from jaxmux.planner import PlanningError
 from jaxmux.sharding import PlacedBackbone, in_threads
 
 from ..engine_options import EngineOptions
-from ..rounds.results import DispatchedPass, LogProbs
+from ..rounds.results import DispatchedPass, Scores
 from ..rounds.rounds import (
     Dispatch,
     PackedMicrobatch,
@@ -72,12 +72,12 @@ class DispatchedLogProbs(NamedTuple):
     """Forward passes without gradients that have been dispatched.
 
     Attributes:
-      log_probs: function that waits for the log-probabilities of the samples' tokens, by slot in
-        the order of the samples.
+      scores: function that waits for the scores of the samples' tokens, by slot in the order of
+        the samples.
       tokens: by slot, number of tokens of the chunks that hold the samples, with padding.
     """
 
-    log_probs: Callable[[], dict[int, list[LogProbs]]]
+    scores: Callable[[], dict[int, list[Scores]]]
     tokens: Mapping[int, int]
 
 
@@ -640,7 +640,7 @@ class FusedReplica:
         self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable, dropout: bool
     ) -> list[jax.Array]:
         """Dispatches the forward passes of microbatches without gradients. Returns for each the
-        log-probabilities of its targets, float32 [rows, row_len], which every process can read."""
+        results of `microbatch_log_probs`, which every process can read."""
         home, backbone, layout = self._home, self._backbone, self.state.layout
         (state,) = self.state.states
         forward = forward_options(backbone, self._options, state.adapters, dropout)
@@ -662,12 +662,12 @@ class FusedReplica:
 
 def _by_sample(
     found: Sequence[jax.Array], texts: Sequence[Sequence[Text]]
-) -> dict[int, list[LogProbs]]:
-    """Waits for the log-probabilities of microbatches, and cuts them into those of samples, by slot
-    in the order of their indices. `texts` tell where in each microbatch its samples lie."""
-    by_slot: dict[int, dict[int, LogProbs]] = {}
+) -> dict[int, list[Scores]]:
+    """Waits for the results of microbatches, and cuts them into those of samples, by slot in the
+    order of their indices. `texts` tell where in each microbatch its samples lie."""
+    by_slot: dict[int, dict[int, Scores]] = {}
     for array, of_microbatch in zip(jax.device_get(list(found)), texts, strict=True):
-        by_shard = array.reshape(-1, *array.shape[-2:])
+        by_shard = array.reshape(-1, *array.shape[-3:])
         for text in of_microbatch:
             of_text = by_shard[text.shard, text.row, text.begin : text.end].copy()
             by_slot.setdefault(text.slot, {})[text.sample] = of_text

@@ -225,9 +225,9 @@ def log_probs(
     adapters: Any,
     microbatch: Microbatch,
     slots: SlotTable,
-) -> Float[Array, "rows row_len"]:
+) -> Float[Array, "rows row_len 2"]:
     """Runs the forward pass of one microbatch without gradients, and returns the log-probability of
-    the target at every position, as `microbatch_log_probs` does. Arguments are as for
+    the target at every position and log Σ p², as `microbatch_log_probs` does. Arguments are as for
     `accumulate`."""
     of_head = microbatch_log_probs
     return _forward(of_head, config, options, weights, adapters, None, microbatch, slots)[0]

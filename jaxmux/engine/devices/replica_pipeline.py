@@ -230,8 +230,7 @@ class ReplicaPipeline:
         self, microbatches: Iterable[PackedMicrobatch], slots: SlotTable, dropout: bool
     ) -> list[jax.Array]:
         """Dispatches the forward passes of microbatches without gradients. Returns for each the
-        log-probabilities of its targets by data shard, float32 [D, rows, row_len], which every
-        process can read."""
+        results of `microbatch_log_probs` by data shard, which every process can read."""
         homes, stages = self._backbone.homes, len(self._stages)
         programs = [self.compiled.program(part, dropout) for part in range(len(homes))]
         tables = [stage.put(slots, P()) for stage in self._stages]

@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxmux.data import Sample
 from jaxmux.data.batches import GivenBatches
-from jaxmux.objectives import Graded
+from jaxmux.objectives import Graded, Known, Objective, Recorded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -204,6 +204,8 @@ class RoundRecord(NamedTuple):
 
 # The log-probability of every token of a sample but the first, in nats.
 LogProbs = Float[np.ndarray, " read_tokens"]
+# The same, and behind it log Σ p² over the probabilities p of all tokens in its place.
+Scores = Float[np.ndarray, "read_tokens 2"]
 
 # Kinds of time in which the devices compute.
 TRAINING, EVALUATION = "training", "evaluation"
@@ -352,7 +354,7 @@ class DispatchedEvaluation:
       ended: the slots whose measurements end with these turns.
       adapters: functions that wait for the measured adapter and return its arrays by path, for
         tasks of `ended` that keep their best adapter.
-      log_probs: function that waits for the log-probabilities of the samples' tokens, by slot.
+      scores: function that waits for the scores of the samples' tokens, by slot.
       tokens: numbers of tokens of the chunks with held-out samples.
     """
 
@@ -361,7 +363,7 @@ class DispatchedEvaluation:
     measured: Mapping[int, Measuring]
     ended: frozenset[int]
     adapters: Mapping[int, Callable[[], SlotArrays]]
-    log_probs: Callable[[], Mapping[int, list[LogProbs]]]
+    scores: Callable[[], Mapping[int, list[Scores]]]
     tokens: Mapping[int, int]
 
 
@@ -416,7 +418,7 @@ class RoundResults:
                 del self._dispatched[0]
                 yield first
         while self._measured:
-            self._record_evaluation(self._measured[0], self._measured[0].log_probs())
+            self._record_evaluation(self._measured[0], self._measured[0].scores())
             del self._measured[0]
 
     def take(self) -> list[TaskUpdate]:
@@ -482,11 +484,11 @@ class RoundResults:
             self.computed.count_in_vain(slot, plan.steps[number], trained(number))
 
     def _record_evaluation(
-        self, evaluation: DispatchedEvaluation, log_probs: Mapping[int, list[LogProbs]]
+        self, evaluation: DispatchedEvaluation, scores: Mapping[int, list[Scores]]
     ) -> None:
         for number, slot in evaluation.tasks.items():
             measured = evaluation.measured[number]
-            measured.log_probs += log_probs[number]
+            measured.scores += scores[number]
             measured.tokens += evaluation.tokens[number]
             self.computed.count_held_out(slot, measured.step, evaluation.tokens[number])
             slot.count_seconds()
@@ -504,14 +506,14 @@ class RoundResults:
         adapter: Callable[[], SlotArrays] | None,
     ) -> None:
         progress, task, step = slot.progress, slot.prepared.task, measured.step
-        targets = of_targets(measured.batch, measured.log_probs)
         if measured.training is not None:
-            slot.reference = Reference.of(slot.prepared, targets, measured.held_out)
+            log_probs = of_targets(measured.batch, measured.scores)
+            slot.reference = Reference.of(slot.prepared, log_probs, measured.held_out)
         if not measured.held_out:
             return
         known = slot.reference.of_held_out(slot.prepared) if slot.reference else None
-        recorded = recorded_of(task.objective, slot.prepared.eval_samples)
-        graded = task.objective.grade(targets[: measured.held_out], known, recorded)
+        held_out = measured.scores[: measured.held_out]
+        graded = grade(task.objective, slot.prepared.eval_samples, held_out, known)
         loss = graded.loss
         finite = math.isfinite(loss)
         best = progress.best_loss is None or loss < progress.best_loss
@@ -528,11 +530,28 @@ class RoundResults:
 
 
 def of_targets(
-    samples: Sequence[Sample], log_probs: Sequence[LogProbs]
+    samples: Sequence[Sample], scores: Sequence[Scores], column: int = 0
 ) -> list[Float[np.ndarray, " targets"]]:
-    """The log-probabilities of the target tokens of samples, float64."""
-    pairs = zip(samples, log_probs, strict=True)
-    return [found[sample.target_mask[1:]].astype(np.float64) for sample, found in pairs]
+    """The log-probabilities of the target tokens of samples, or another column of their scores,
+    float64."""
+    pairs = zip(samples, scores, strict=True)
+    return [found[sample.target_mask[1:], column].astype(np.float64) for sample, found in pairs]
+
+
+def grade(
+    objective: Objective,
+    samples: Sequence[Sample],
+    scores: Sequence[Scores],
+    reference: Known | None,
+    recorded: Recorded | None = None,
+) -> Graded:
+    """The objective of a global batch, or of all held-out samples. `recorded` may be left out."""
+    return objective.grade(
+        of_targets(samples, scores),
+        reference,
+        recorded or recorded_of(objective, samples),
+        of_targets(samples, scores, column=1),
+    )
 
 
 def _metrics(plan: RoundPlan, number: int, slot: Slot, stats: UpdateStats) -> Mapping[str, float]:

@@ -81,8 +81,8 @@ class Measuring:
       training: indices of the training samples that are read; None if the reference is known, or is
         not needed.
       samples: number of samples of `batch` that have been dispatched.
-      log_probs: for each of these samples, the log-probability of every token but the first, as
-        far as results have arrived.
+      scores: for each of these samples, as far as results have arrived, the scores of its tokens
+        (`rounds.results.Scores`).
       tokens: number of tokens in these samples' chunks, padding included.
     """
 
@@ -91,7 +91,7 @@ class Measuring:
     held_out: int
     training: Int[np.ndarray, " read"] | None = None
     samples: int = 0
-    log_probs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    scores: list[np.ndarray] = dataclasses.field(default_factory=list)
     tokens: int = 0
 
 
@@ -739,9 +739,7 @@ class Slots:
     def _refuse_incomplete(self, slot: Slot, arrays: SlotArrays) -> None:
         specs = named_leaves(self.specs_of(slot))
         wanted = {
-            leaf
-            for leaf, spec in specs.items()
-            if leaf.startswith("adapter/") or {*spec.axes} <= {"sum"}
+            leaf for leaf, spec in specs.items() if leaf.startswith("adapter/") or not spec.axes
         }
         if missing := wanted - arrays.keys():
             raise ValueError(f"task {slot.name!r}: {min(missing)} is missing")

@@ -1,22 +1,30 @@
-"""Objectives of two passes on meshes and in replicas train like on one device."""
+"""Objectives of two passes, and of one pass with losses of tokens, train on meshes and in replicas
+like on one device."""
 
 import jax
 import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress
-from jaxmux.objectives import DPO, SimPO
+from jaxmux.objectives import DPO, Policy
 from jaxmux.planner.devices import Stage
 
 TP2, DP2 = Stage(tp=2), Stage(dp=2)
 
 
 @pytest.fixture(scope="module")
-def tasks(make_paired, make_task):
+def tasks(make_paired, make_task, make_rollouts):
+    weighted = DPO(0.5, use_weighting=True)
     return (
-        make_paired("pairs", DPO(0.5), dropout=0.3, eval_data="random.jsonl", eval_every=2),
+        make_paired(
+            "pairs",
+            DPO(0.5, use_weighting=True),
+            dropout=0.3,
+            eval_data="random.jsonl",
+            eval_every=2,
+        ),
         make_task("sft", steps=3),
-        make_paired("more", SimPO(), steps=3),
+        make_rollouts("rollouts", Policy("ppo", kl_coef=0.3)),
     )
 
 
