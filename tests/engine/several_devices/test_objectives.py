@@ -16,13 +16,7 @@ TP2, DP2 = Stage(tp=2), Stage(dp=2)
 def tasks(make_paired, make_task, make_rollouts):
     weighted = DPO(0.5, use_weighting=True)
     return (
-        make_paired(
-            "pairs",
-            DPO(0.5, use_weighting=True),
-            dropout=0.3,
-            eval_data="random.jsonl",
-            eval_every=2,
-        ),
+        make_paired("pairs", weighted, dropout=0.3, eval_data="random.jsonl", eval_every=2),
         make_task("sft", steps=3),
         make_rollouts("rollouts", Policy("ppo", kl_coef=0.3)),
     )
