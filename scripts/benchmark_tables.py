@@ -288,14 +288,16 @@ _OBJECTIVES = {
     "objectives_simpo": "SimPO over SFT, tokens/s",
     "objectives_memory": "DPO over SFT, peak memory",
     "objectives_score": "forward passes of training over log-probabilities, time",
+    "objectives_dpo_over_trl": "DPO over TRL's DPOTrainer with PEFT, tokens/s",
 }
 
 
 def objectives_table(records: Sequence[Record]) -> str:
-    """Objectives of two passes beside SFT."""
+    """Objectives of two passes beside SFT, and beside TRL."""
     rows = [[_OBJECTIVES[r["name"]], f"**{r['value']:.3f}**", limit(r)] for r in records]
     table = figures_table(records, ["figure", "measured", "bound"], rows)
-    return f"{table}\nMeasured with {records[0]['baselines']['shape']}.\n"
+    shapes = dict.fromkeys(r["baselines"]["shape"] for r in records)
+    return f"{table}\nMeasured with {'; with '.join(shapes)}.\n"
 
 
 def prediction_table(records: Sequence[Record]) -> str:
