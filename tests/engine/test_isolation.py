@@ -32,7 +32,7 @@ def same_rates(layout):
 
 def of_slot(state, slot):
     """All leaves of one slot, in order."""
-    return [x[slot] if x.ndim == 1 else x[:, slot] for x in map(np.asarray, jax.tree.leaves(state))]
+    return [x[slot] if x.ndim < 3 else x[:, slot] for x in map(np.asarray, jax.tree.leaves(state))]
 
 
 @pytest.fixture(scope="module", params=["clean", "nan"])
