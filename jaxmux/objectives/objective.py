@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxmux.data.sources import Records
 from jaxmux.field_checks import checked_dataclass
 
 # The log-probabilities of a sample's target tokens, in nats.
@@ -57,27 +58,30 @@ class Objective:
 
     Attributes:
       kind: name in configs and checkpoints.
+      records: what the records of its data are, as in `load_samples`.
       members: number of samples that a record becomes, which follow each other: 2 for a pair of a
-        chosen and a rejected answer.
+        chosen and a rejected answer, and for an answer with a mismatched one.
       unit: what such a record is called where records are counted.
+      needs_mismatched: whether each sample is followed by a mismatched one, the same prompt with
+        the answer to another one, as `load_samples` makes them.
       needs_log_probs: whether the weights of tokens depend on their log-probabilities, so that a
         forward pass precedes the training of each global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
         task begins.
       by_token: whether the objective knows its reference by token; otherwise it knows `sums`.
-      rollouts: whether the records are rollouts, with values and numbers as in `Recorded`.
 
     Raises:
       ValueError: a value is outside its range, or values do not go together.
     """
 
     kind: ClassVar[str]
+    records: ClassVar[Records] = "answers"
     members: ClassVar[int] = 1
     unit: ClassVar[str] = "sample"
+    needs_mismatched: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
-    rollouts: ClassVar[bool] = False
 
     def grade(
         self,
@@ -91,13 +95,18 @@ class Objective:
           log_probs: of each sample, float64.
           reference: the result of `known` for the same samples under the reference; None if the
             objective needs none.
-          recorded: what the records of the samples say; None without `rollouts`.
+          recorded: what the records of the samples say; None for answers and pairs.
         """
         raise NotImplementedError
 
     def known(self, log_probs: Sequence[TargetLogProbs]) -> Known:
         """What the objective knows of its reference, from the log-probabilities under it."""
         return log_probs if self.by_token else self.sums(log_probs)
+
+    def trained[Samples: Sequence](self, samples: Samples) -> Samples:
+        """Those of some records' samples that are trained. The others are only read forward, so
+        their slopes are 0."""
+        return samples[:: self.members] if self.needs_mismatched else samples
 
     def count(self, samples: Sized) -> int:
         """The number of records that have become these samples."""

@@ -20,7 +20,7 @@ def pairs_of(write_jsonl, gpt):
 
     def load(*records, tokenizer=gpt, **fields):
         source = Source(str(write_jsonl(*records)), **fields)
-        samples = load_samples(source, tokenizer, max_length=512, pairs=True).samples
+        samples = load_samples(source, tokenizer, max_length=512, records="pairs").samples
         texts = [tokenizer.decode(sample.input_ids) for sample in samples]
         targets = [tokenizer.decode(s.input_ids[s.target_mask]) for s in samples]
         found = list(zip(texts, targets, strict=True))
@@ -95,16 +95,16 @@ def test_columns_rename_the_answers(pairs_of):
 
 def test_both_samples_of_a_pair_have_ids_of_their_own(write_jsonl, gpt):
     path = str(write_jsonl(TEXT, TEXT, TEXT))
-    found = load_samples(Source(path), gpt, max_length=512, pairs=True)
+    found = load_samples(Source(path), gpt, max_length=512, records="pairs")
     assert found.samples.sample_ids.tolist() == [0, 1, 2, 3, 4, 5] and found.read == 3
 
 
 def test_a_pair_is_dropped_if_an_answer_is_cut_away(write_jsonl, gpt):
     long = {**TEXT, "prompt": "word " * 50}
     source = Source(str(write_jsonl(TEXT, long)))
-    found = load_samples(source, gpt, max_length=40, pairs=True)
+    found = load_samples(source, gpt, max_length=40, records="pairs")
     assert (len(found.samples), found.read, found.dropped) == (2, 2, 1)
-    short = load_samples(source, gpt, max_length=20, pairs=True)
+    short = load_samples(source, gpt, max_length=20, records="pairs")
     # Both answers are cut by themselves.
     assert [len(sample.input_ids) for sample in short.samples] == [18, 20]
     assert short.truncated == 1
@@ -112,7 +112,7 @@ def test_a_pair_is_dropped_if_an_answer_is_cut_away(write_jsonl, gpt):
 
 def test_equal_answers_are_counted(write_jsonl, gpt):
     path = str(write_jsonl(TEXT, {**TEXT, "rejected": TEXT["chosen"]}))
-    assert load_samples(Source(path), gpt, max_length=64, pairs=True).equal_answers == 1
+    assert load_samples(Source(path), gpt, max_length=64, records="pairs").equal_answers == 1
 
 
 @pytest.mark.parametrize(
@@ -130,9 +130,9 @@ def test_equal_answers_are_counted(write_jsonl, gpt):
 def test_what_is_no_pair_is_refused_with_its_line(record, message, write_jsonl, gpt):
     path = str(write_jsonl(TEXT, record))
     with pytest.raises(DataError, match=f"{path}:2: .*{message}"):
-        load_samples(Source(path), gpt, max_length=64, pairs=True)
+        load_samples(Source(path), gpt, max_length=64, records="pairs")
     source = Source(path, on_bad_record="skip")
-    found = load_samples(source, gpt, max_length=64, pairs=True)
+    found = load_samples(source, gpt, max_length=64, records="pairs")
     assert (len(found.samples), found.skipped) == (2, 1)
 
 
@@ -143,13 +143,15 @@ def test_pairs_need_an_objective_of_pairs(write_jsonl, gpt):
     with pytest.raises(DataError, match="need an objective of pairs, such as DPO"):
         load_samples(Source(path, form="preference"), gpt, max_length=64)
     with pytest.raises(DataError, match="needs pairs of a chosen and a rejected answer"):
-        load_samples(Source(path, form="text"), gpt, max_length=64, pairs=True)
+        load_samples(Source(path, form="text"), gpt, max_length=64, records="pairs")
 
 
 def test_targets_begin_where_the_tokens_part(write_jsonl, gpt):
     # The prompt ends within a token of one whole text, so both answers begin before it.
     record = {"prompt": "The word is sun", "chosen": "shine", "rejected": " set"}
-    samples = load_samples(Source(str(write_jsonl(record))), gpt, max_length=64, pairs=True).samples
+    samples = load_samples(
+        Source(str(write_jsonl(record))), gpt, max_length=64, records="pairs"
+    ).samples
     prompt = gpt("The word is sun")["input_ids"]
     chosen, rejected = (list(sample.input_ids) for sample in samples)
     begin = min(

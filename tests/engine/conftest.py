@@ -136,7 +136,9 @@ def make_task_with(make_task, config, base_tensor):
         task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
         targets = kind.targets(spec, config)
         rng = np.random.default_rng(seed)
-        data = (first_epoch(prepared.batches),) if kind.reads_samples else ()
+        data = (
+            (first_epoch(prepared.batches, prepared.task.objective),) if kind.reads_samples else ()
+        )
         first = kind.initial(spec, targets, config, seed, base_tensor, *data)
         rates = named_leaves(kind.relative_rates(spec, targets))
         names = iter(named_leaves(first))

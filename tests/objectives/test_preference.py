@@ -258,5 +258,5 @@ def test_wrong_settings_are_refused(make, message):
 
 
 def test_kinds_have_names_and_values_can_be_replaced():
-    assert list(OBJECTIVES) == ["sft", "dpo", "cpo", "simpo", "orpo", "policy"]
+    assert list(OBJECTIVES) == ["sft", "dpo", "kto", "cpo", "simpo", "orpo", "policy"]
     assert dataclasses.replace(DPO(), beta=0.2) == DPO(0.2)

@@ -173,7 +173,7 @@ def pairs(folder: Path, request: Request) -> dict[str, list]:
     return {
         name: dump_samples(
             load_samples(
-                Source(str(folder / name)), tokenizer, max_length=max_length, pairs=True
+                Source(str(folder / name)), tokenizer, max_length=max_length, records="pairs"
             ).samples
         )
         for name, max_length in request["files"].items()

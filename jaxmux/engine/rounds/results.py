@@ -537,7 +537,7 @@ def of_targets(
 
 def recorded_of(objective: Objective, samples: Sequence[Sample]) -> Recorded | None:
     """What the records of samples say, if the objective reads it."""
-    if not objective.rollouts:
+    if objective.records not in ("labels", "rollouts"):
         return None
     samples = list(samples)
     values = {
