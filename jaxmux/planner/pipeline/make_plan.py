@@ -294,8 +294,8 @@ class TaskLoad(NamedTuple):
       held_out: lengths of the held-out samples, which must also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
-      scored: number of tokens whose log-probabilities are computed before a global batch is trained,
-        divided by the number of tokens that are trained: 0 for none, 1 if they are the same.
+      scored: tokens whose log-probabilities are computed before a global batch is trained, divided
+        by its trained tokens: 0 for none, 1 if they are the same tokens.
       members, unit: number of samples of a record, and what it is called, as in `Objective`; for
         reports only.
     """
