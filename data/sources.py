@@ -14,9 +14,16 @@ from .errors import DataError
 from .file_kinds import Rows, files_of, nested_columns, read_file, without_padding
 from .hugging_face import is_saved_data_set, load_data_set
 
-Form = Literal["prompt_completion", "messages", "alpaca", "text", "sharegpt", "preference"]
-# The form of records with two answers, of which one is better.
+Form = Literal[
+    "prompt_completion", "messages", "alpaca", "text", "sharegpt", "preference", "labelled"
+]
+# The form of records with two answers, of which one is better, and that of records with an answer
+# that is labelled as good or bad.
 PREFERENCE: Form = "preference"
+LABELLED: Form = "labelled"
+# What the records of a task are: answers or whole texts, pairs of a chosen and a rejected answer,
+# labelled answers, or rollouts.
+Records = Literal["answers", "pairs", "labels", "rollouts"]
 
 # The fields that a record of each form needs. `detect_form` takes the first form that fits. "text"
 # comes after "alpaca" because public Alpaca data sets also have the rendered record in `text`.
@@ -27,27 +34,39 @@ REQUIRED_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "text": ("text",),
     "sharegpt": ("conversations",),
     PREFERENCE: ("chosen", "rejected"),
+    LABELLED: ("completion", "label"),
 }
+# The fields that a prompt of answers with preferences or labels may have.
+_OF_PROMPTS = (
+    "prompt",
+    "instruction",
+    "input",
+    "question",
+    "conversations",
+    "messages",
+    "system",
+    "history",
+    "tools",
+)
 # The fields that a record of each form may have.
 OPTIONAL_FIELDS: Mapping[Form, tuple[str, ...]] = {
     "messages": ("system", "tools", "functions"),
     "alpaca": ("input", "system", "history"),
     "sharegpt": ("system", "tools", "functions"),
     PREFERENCE: (
-        "prompt",
-        "instruction",
-        "input",
-        "conversations",
+        *_OF_PROMPTS,
         "preferred_output",
         "non_preferred_output",
+        "chosen_response",
+        "rejected_response",
         "output",
-        "system",
-        "history",
-        "tools",
     ),
+    LABELLED: (*_OF_PROMPTS, "output", "kto_tag"),
 }
 # The forms with one answer, or only a text.
-ANSWER_FORMS: tuple[Form, ...] = tuple(form for form in REQUIRED_FIELDS if form != PREFERENCE)
+ANSWER_FORMS: tuple[Form, ...] = tuple(
+    form for form in REQUIRED_FIELDS if form not in (PREFERENCE, LABELLED)
+)
 # The forms that a chat template renders.
 CHAT_FORMS: tuple[Form, ...] = ("messages", "sharegpt")
 
@@ -95,10 +114,11 @@ class Source:
         "value"} objects, and optionally the same fields; it is rendered like "messages". "alpaca"
         has instruction, output and optionally input, which are joined with the headings of the
         Alpaca prompt, and optionally system and history, which come before them. "text"
-        has the field text. "preference" has a prompt, a chosen and a rejected answer, in the forms
-        that docs/your_data.md lists. "auto" looks at the first record and takes the first form that
-        fits, in the order messages, prompt_completion, alpaca, text, sharegpt, for all records; for
-        an objective of pairs it is "preference".
+        has the field text. "preference" has a prompt, a chosen and a rejected answer, and
+        "labelled" an answer that is labelled as good or bad, in the forms that docs/your_data.md
+        lists. "auto" looks at the first record and takes the first form that fits, in the order
+        messages, prompt_completion, alpaca, text, sharegpt, for all records; for an objective of
+        pairs it is "preference", and for one of labelled answers "labelled" or "preference".
       loss_on: the tokens that count in the loss. "completion": the tokens of the completion, of the
         output or of the assistant's messages; in the form "text", all tokens. "last_turn": of a
         chat, only the tokens of the assistant's last message; in other forms like "completion".
@@ -154,7 +174,7 @@ class Source:
 
     @property
     def forms(self) -> list[Form]:
-        """The forms that the records may have, if they are no pairs."""
+        """The forms that the records may have, if they are answers or texts."""
         if self.form != "auto":
             return [self.form]
         fitting = forms_with({name for name, _ in self.columns})

@@ -272,6 +272,10 @@ class SampleWriter:
         self._targets.append(sample.target_tokens)
         self._ids.append(sample.sample_id)
 
+    def extend(self, samples: Iterable[Sample]) -> None:
+        for sample in samples:
+            self.append(sample)
+
     def samples(self) -> StoredSamples:
         columns = (self._begins, self._lengths, self._targets, self._ids)
         arrays = (np.array(column) for column in columns)
@@ -282,8 +286,7 @@ class SampleWriter:
 def stored(samples: Iterable[Sample]) -> StoredSamples:
     """Writes samples without virtual tokens to a new file."""
     writer = SampleWriter(TokenFile())
-    for sample in samples:
-        writer.append(sample)
+    writer.extend(samples)
     return writer.samples()
 
 

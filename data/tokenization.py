@@ -26,10 +26,27 @@ from .chat_templates import (
     template_of,
 )
 from .errors import DataError
-from .preferences import PairText, answers_begin, is_chat, render_pair
+from .preferences import (
+    LABEL,
+    AnswerTexts,
+    equal_entries,
+    is_chat,
+    render_answers,
+    with_mismatched,
+)
 from .record_forms import Columns, RenderedText, TextRange, detect_form, render, unread_fields
 from .rollouts import LOGPROBS, Groups, has_tokens, sample_of_tokens, with_values
-from .sources import CHAT_FORMS, PREFERENCE, Form, Record, Source, SplitPart, read_records
+from .sources import (
+    CHAT_FORMS,
+    LABELLED,
+    PREFERENCE,
+    Form,
+    Record,
+    Records,
+    Source,
+    SplitPart,
+    read_records,
+)
 from .stored_samples import Sample, SampleWriter, StoredSamples, TokenFile
 
 if TYPE_CHECKING:
@@ -68,9 +85,10 @@ class Samples(NamedTuple):
 
     Attributes:
       samples: at least one sample, in the order of the source.
-      read: number of records read; equals `len(samples) + dropped + skipped`. A pair is one record
-        and two samples.
-      truncated: number of samples that were cut to the maximum length; a pair has two.
+      read: number of records read: those of the samples, `dropped` and `skipped`. A pair is one
+        record and two samples.
+      truncated: number of samples that were cut to the maximum length; a pair has two. Mismatched
+        answers do not count.
       dropped: number of records that are too long and are left out, because of
         `Source.overlong="drop"` or because truncation leaves no token that counts in the loss.
       skipped: number of records that cannot be trained on, with `Source.on_bad_record="skip"`.
@@ -351,8 +369,8 @@ def load_samples(
     vocab_size: int | None = None,
     part: SplitPart | None = None,
     tokens: TokenFile | None = None,
-    pairs: bool = False,
-    rollouts: bool = False,
+    records: Records = "answers",
+    mismatched_in: int | None = None,
 ) -> Samples:
     """Reads a whole source or a part of it, turns its records into text, and tokenizes them.
 
@@ -369,12 +387,16 @@ def load_samples(
         error; None skips the check.
       part: the part of the records that is loaded; None for all of them.
       tokens: the file to which the tokens are appended; None for a new one.
-      pairs: whether the records are preference data. Each becomes two samples, the chosen answer
-        and behind it the rejected one. Their tokens are those of TRL, see `preferences`. A pair is
-        left out if one of its answers is.
-      rollouts: whether the records are rollouts, of tokens or of texts. Their samples have the
-        values "logprobs" and "advantages" of `rollouts.with_values`, and with rewards the numbers
-        "reward" and "group".
+      records: what the records are. A pair becomes two samples, the chosen answer and behind it the
+        rejected one. A labelled answer becomes a sample with the number "label", 1 or 0; so do both
+        answers of a pair among labels. The tokens of pairs and labels are those of TRL, see
+        `preferences`. A pair is left out if one of its answers is. Rollouts have tokens or texts;
+        their samples have the values "logprobs" and "advantages" of `rollouts.with_values`, and
+        with rewards the numbers "reward" and "group".
+      mismatched_in: for labels, the number of records in the groups within which prompts get the
+        answers of other records. Each sample is followed by its mismatched one, from
+        `preferences.with_mismatched`, of which the end is cut to `max_length`. The last group may
+        be smaller, but no group has one record. None for no mismatched samples.
 
     Raises:
       DataError: the source cannot be read, a record cannot be trained on (the message names its
@@ -395,9 +417,12 @@ def load_samples(
     is_end = np.zeros(ends.max(initial=0) + 1, bool)
     is_end[ends] = True
     rendering, unread = Rendering(), Counter[str]()
+    kept, group_size = 0, max(2, mismatched_in or 0)
+    # The answers of records that wait for their mismatched ones: whole, and cut.
+    waiting: list[tuple[Sequence[Sample], Sequence[Sample]]] = []
     with TemplateClock() as clock:
         for record, members, rendering_of_source in _tokenize(
-            source, tokenizer, special, skipped, part, unread, pairs, rollouts
+            source, tokenizer, special, skipped, part, unread, records
         ):
             rendering = rendering_of_source
             has_end = True
@@ -412,19 +437,33 @@ def load_samples(
             if None in fitting:
                 dropped += 1
                 continue
-            equal += pairs and np.array_equal(fitting[0].input_ids, fitting[1].input_ids)
-            unknown_policy += rollouts and record.fields.get(LOGPROBS) is None
+            kept += 1
+            equal += len(fitting) == 2 and np.array_equal(*(each.input_ids for each in fitting))
+            unknown_policy += records == "rollouts" and record.fields.get(LOGPROBS) is None
             for whole, sample in zip(members, fitting, strict=True):
-                samples.append(sample)
                 truncated += sample is not whole
                 cut += whole.target_tokens - sample.target_tokens
+            if mismatched_in is None:
+                samples.extend(fitting)
+                continue
+            waiting.append((members, fitting))
+            # Of those that are left, there may be no single one.
+            if len(waiting) == group_size + 2:
+                samples.extend(with_mismatched(waiting[:group_size], max_length))
+                del waiting[:group_size]
+    if len(waiting) == 1:
+        raise DataError(
+            f"{source.path}: one record only, and KTO needs the answer of another one for its "
+            'prompt; add records, or choose the loss "apo_zero_unpaired"'
+        )
+    samples.extend(with_mismatched(waiting, max_length))
     if clock.was_read:
         rendering = rendering._replace(date=clock.date.isoformat(" ", "seconds"))
     if not samples:
         raise DataError(_no_samples(source, max_length, dropped, skipped, part))
     return Samples(
         samples.samples(),
-        read=len(samples) // (1 + pairs) + dropped + skipped.count,
+        read=kept + dropped + skipped.count,
         truncated=truncated,
         dropped=dropped,
         skipped=skipped.count,
@@ -471,11 +510,10 @@ def _tokenize(
     skipped: Skipped,
     part: SplitPart | None,
     unread: Counter[str],
-    pairs: bool,
-    rollouts: bool,
+    kind: Records,
 ) -> Iterator[tuple[Record, Sequence[Sample], Rendering]]:
-    """Yields the untruncated sample of every record that can be trained on, or the two of a pair,
-    and the rendering of the source. `skipped` counts the other records if `source.on_bad_record` is
+    """Yields the untruncated samples of every record that can be trained on, two of a pair, and the
+    rendering of the source. `skipped` counts the other records if `source.on_bad_record` is
     "skip". `unread` counts fields that are not read, by name."""
 
     def refuse(error: DataError) -> None:
@@ -485,18 +523,20 @@ def _tokenize(
 
     source_template = own_template(source, tokenizer)
     columns, groups = Columns(source), Groups()
+    has_preferences = kind in ("pairs", "labels")
     records = read_records(source, skipped.add)
     for first in records:
         try:
-            if rollouts and has_tokens(columns.renamed(first)):
+            if kind == "rollouts" and has_tokens(columns.renamed(first)):
                 yield from _rollouts_of_tokens(chain([first], records), columns, part, refuse)
                 return
-            if pairs and source.form in ("auto", PREFERENCE):
-                form, in_chats = PREFERENCE, is_chat(columns.renamed(first))
+            if has_preferences and source.form in _FORMS_OF[kind]:
+                form = LABELLED if kind == "labels" else PREFERENCE
+                in_chats = is_chat(columns.renamed(first), kind)
                 break
             if (form := source.form) == "auto":
                 form = detect_form(columns.renamed(first), source.forms)
-            _require_form(source, form, pairs)
+            _require_form(source, form, kind)
             in_chats = form in CHAT_FORMS
             break
         except DataError as error:
@@ -517,9 +557,10 @@ def _tokenize(
             treated=special.treated,
             source_template=source_template,
         )
-        if pairs:
+        if has_preferences:
             render_record = partial(
-                _rendered_pair,
+                _rendered_answers,
+                kind=kind,
                 in_chats=True,
                 tokenizer=tokenizer,
                 limit=limit,
@@ -539,9 +580,9 @@ def _tokenize(
             )
         limit, rendering = nullcontext(), Rendering(texts=True)
 
-        def render_record(record: Record) -> RenderedText | PairText:
-            if pairs:
-                return _rendered_pair(record, False, tokenizer, treated=special.treated)
+        def render_record(record: Record) -> RenderedText | AnswerTexts:
+            if has_preferences:
+                return _rendered_answers(record, kind, False, tokenizer, treated=special.treated)
             return render(special.treated(record), form, source.loss_on, tokenizer.eos_token)
 
     renamed = {field for _, field in source.columns}
@@ -552,7 +593,7 @@ def _tokenize(
 
     wanted = filter(is_wanted, chain([first], records))
     for group in _groups(wanted, lambda record: _characters(record.fields)):
-        rendered: list[tuple[Record, RenderedText | PairText]] = []
+        rendered: list[tuple[Record, RenderedText | AnswerTexts]] = []
         with limit:
             for record in group:
                 try:
@@ -569,13 +610,17 @@ def _tokenize(
                 except RecursionError:
                     refuse(DataError(f"{record.where}: the record nests objects or lists deeply"))
         parts = _groups(rendered, lambda each: sum(map(len, each[1].texts)))
-        tokenize = _tokenize_pairs if pairs else _tokenize_group
+        tokenize = _tokenize_group
+        if has_preferences:
+            tokenize = partial(_tokenize_answers, paired=kind == "pairs")
         tokenized = (tokenize(group, tokenizer) for group in parts)
         for record, members in chain.from_iterable(tokenized):
             if members:
                 try:
                     found = (
-                        [with_values(record, m, groups) for m in members] if rollouts else members
+                        [with_values(record, m, groups) for m in members]
+                        if kind == "rollouts"
+                        else members
                     )
                 except DataError as error:
                     refuse(error)
@@ -610,49 +655,69 @@ def _rollouts_of_tokens(
     columns.refuse_unseen()
 
 
-def _require_form(source: Source, form: Form, pairs: bool) -> None:
-    if pairs:
+# The forms of preferences that a source may have, by what an objective asks for.
+_FORMS_OF = {"pairs": ("auto", PREFERENCE), "labels": ("auto", LABELLED, PREFERENCE)}
+
+
+def _require_form(source: Source, form: Form, kind: Records) -> None:
+    if kind == "pairs":
         raise DataError(
             f"{source.path}: the task's objective needs pairs of a chosen and a rejected answer "
             f'(form="{PREFERENCE}"), and form is "{form}"'
+        )
+    if kind == "labels":
+        raise DataError(
+            f"{source.path}: the task's objective needs labelled answers "
+            f'(form="{LABELLED}" or "{PREFERENCE}"), and form is "{form}"'
         )
     if form == PREFERENCE:
         raise DataError(
             f"{source.path}: records of the form {PREFERENCE!r} need an objective of pairs, such "
             "as DPO()"
         )
+    if form == LABELLED:
+        raise DataError(
+            f"{source.path}: records of the form {LABELLED!r} need an objective of labelled "
+            "answers, such as KTO()"
+        )
 
 
-def _rendered_pair(record: Record, in_chats: bool, *arguments: Any, **options: Any) -> PairText:
-    """`render_pair`, which refuses a record whose texts are not made as those of the first one."""
-    rendered = render_pair(record, *arguments, **options)
+def _rendered_answers(
+    record: Record, kind: Records, in_chats: bool, *arguments: Any, **options: Any
+) -> AnswerTexts:
+    """`render_answers`, which refuses a record whose texts are not made as those of the first
+    one."""
+    rendered = render_answers(record, kind, *arguments, **options)
     if rendered.has_special_tokens != in_chats:
         found, first = ("messages", "texts") if not in_chats else ("texts", "messages")
         raise DataError(f"{record.where}: has {found}, and the first record has {first}")
     return rendered
 
 
-def _tokenize_pairs(
-    rendered: Sequence[tuple[Record, PairText]], tokenizer: "PreTrainedTokenizerBase"
+def _tokenize_answers(
+    rendered: Sequence[tuple[Record, AnswerTexts]],
+    tokenizer: "PreTrainedTokenizerBase",
+    paired: bool,
 ) -> Iterator[tuple[Record, Sequence[Sample]]]:
-    """The two untruncated samples of each pair; none if an answer has no target token."""
-    texts = [text for _, pair in rendered for text in pair.texts]
-    encoded = encode(tokenizer, texts, is_rendered=rendered[0][1].has_special_tokens)
-    for (record, _), (prompt, *answers) in zip(rendered, batched(encoded, 3), strict=True):
-        begin = max(1, answers_begin(prompt.ids, [answer.ids for answer in answers]))
-        yield (
-            record,
-            [
-                Sample(
-                    np.asarray(answer.ids, np.int32),
-                    np.arange(len(answer.ids)) >= begin,
-                    (2 * record.index + member) % 2**32,
-                )
-                for member, answer in enumerate(answers)
-            ]
-            if all(len(answer.ids) > begin for answer in answers)
-            else (),
-        )
+    """The untruncated sample of each answer of each record; none if an answer has no target token.
+    If `paired`, the answers of a record begin at the same place; otherwise they have labels."""
+    texts = [text for _, answers in rendered for text in answers.texts]
+    encoded = iter(encode(tokenizer, texts, is_rendered=rendered[0][1].has_special_tokens))
+    for record, answers in rendered:
+        prompt, *wholes = (next(encoded).ids for _ in answers.texts)
+        begins = [equal_entries(prompt, ids) for ids in wholes]
+        if paired:
+            begins = [min(begins)] * len(begins)
+        members = [
+            Sample(
+                np.asarray(ids, np.int32),
+                np.arange(len(ids)) >= max(1, begin),
+                (2 * record.index + member) % 2**32,
+                numbers={} if paired else {LABEL: float(answers.labels[member])},
+            )
+            for member, (ids, begin) in enumerate(zip(wholes, begins, strict=True))
+        ]
+        yield record, members if all(each.target_tokens for each in members) else ()
 
 
 def _tokenize_group(

@@ -132,7 +132,7 @@ def measure(backbone: Backbone, objective: Objective, args: argparse.Namespace) 
         args.rank,
     )
     trained = task.samples.samples
-    if objective.rollouts:
+    if objective.records == "rollouts":
         trained = [with_values(sample) for sample in trained]
     task = dataclasses.replace(
         task,

@@ -65,7 +65,6 @@ from research.first_fit import pack_first_fit
 from jaxmux.data import GlobalBatches, Samples
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
 from jaxmux.engine.rounds.rounds import Packing, pack_tightly
-from jaxmux.engine.tasks.prepared_task import BatchLengths
 from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner.costs import PoolSpec
@@ -175,7 +174,7 @@ def _with_needed_sequences(policy: Policy, tasks: Sequence[PreparedTask], args) 
 
 def lengths_of(tasks: Sequence[PreparedTask], step: int) -> RoundLengths:
     """By slot, the stream lengths of the samples of a round."""
-    return {slot: BatchLengths(task.batches, task.steps)[step] for slot, task in enumerate(tasks)}
+    return {slot: task.batch_lengths[step] for slot, task in enumerate(tasks)}
 
 
 def pack_padded(

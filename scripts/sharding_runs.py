@@ -23,7 +23,7 @@ from benchmark_step import in_own_process, round_size
 from gpu_trace import idle_shares, read_launches, trace_file
 
 from jaxmux.engine import Engine, EngineOptions, PreparedTask
-from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.installation import installed_versions
 from jaxmux.models import Backbone, BackboneConfig, device_memory
 from jaxmux.planner.devices import Deployment, Replica
@@ -317,7 +317,7 @@ def replicas_seconds(
     tasks: Sequence[PreparedTask], deployment: Deployment, fits: Mapping[Replica, ReplicaFit]
 ) -> float:
     """The predicted seconds of a round on several replicas."""
-    batches = [BatchLengths(task.batches, task.steps) for task in tasks]
+    batches = [task.batch_lengths for task in tasks]
     return predicted_round_seconds(batches, deployment, costs_of(fits))
 
 

@@ -32,7 +32,9 @@ def run(options: argparse.Namespace) -> int:
     tasks = [
         report_task(task, data[task.name], backbone, tokenizer, options.samples) for task in chosen
     ]
-    packing = report_packing(data, config.tokens_per_microbatch, config.row_len, config.chunk_len)
+    packing = report_packing(
+        chosen, data, config.tokens_per_microbatch, config.row_len, config.chunk_len
+    )
     if options.json:
         say_if_demo(options, None)
         print(json.dumps(to_json(tasks, packing)))

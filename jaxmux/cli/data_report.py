@@ -7,17 +7,18 @@ from typing import Any
 import numpy as np
 
 from jaxmux.data import Sample
+from jaxmux.data.preferences import LABEL
 from jaxmux.data.stored_samples import stream_lengths, target_tokens, token_counts
 from jaxmux.engine.tasks.prepared_task import TaskData
 from jaxmux.models import BackboneConfig
 from jaxmux.objectives import Objective
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round, smallest_shape_class
-from jaxmux.runs.task_warnings import of_texts
+from jaxmux.runs.task_warnings import of_labels, of_texts
 from jaxmux.tasks import Task
 
 _BINS = 8
-# The samples of a pair, in their order.
-_ANSWERS = "chosen", "rejected"
+# The samples of a pair, in their order, and labelled answers by their labels.
+_ANSWERS, _LABELLED = ("chosen", "rejected"), ("undesirable", "desirable")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +28,8 @@ class ShownSample:
     Attributes:
       source: path of its source.
       number: number of the sample, or of its pair, in its source, from 1.
-      answer: "chosen" or "rejected"; empty if the sample belongs to no pair.
+      answer: "chosen" or "rejected" of a pair, "desirable" or "undesirable" of a labelled answer;
+        empty for other samples.
       tokens: ids of its tokens.
       targets: for each token, whether it counts in the loss.
       parts: its text in parts, each with whether its tokens count in the loss.
@@ -52,7 +54,7 @@ class SourceReport:
       records: number of records read.
       epoch_samples: number of samples or pairs in an epoch, including repeated ones.
       share: `epoch_samples` divided by the number for all sources together.
-      epoch_tokens: number of tokens in these samples.
+      epoch_tokens: number of tokens in these samples, without mismatched answers.
       target_share: fraction of these tokens that counts in the loss.
       truncated, dropped, bad_records, equal_answers: `truncated`, `dropped`, `skipped` and
         `equal_answers` of `Samples`.
@@ -78,8 +80,10 @@ class SourceReport:
 
 @dataclasses.dataclass(frozen=True)
 class AnswerLengths:
-    """Numbers of target tokens of the chosen or of the rejected answers of an epoch."""
+    """Numbers of target tokens of the chosen or of the rejected answers of an epoch, or of its
+    desirable or undesirable ones, of which there are `count`."""
 
+    count: int
     shortest: int
     mean: float
     median: float
@@ -88,7 +92,11 @@ class AnswerLengths:
     @classmethod
     def of(cls, tokens: np.ndarray) -> "AnswerLengths":
         return cls(
-            int(tokens.min()), float(tokens.mean()), float(np.median(tokens)), int(tokens.max())
+            len(tokens),
+            int(tokens.min()),
+            float(tokens.mean()),
+            float(np.median(tokens)),
+            int(tokens.max()),
         )
 
 
@@ -98,7 +106,8 @@ class TaskReport:
 
     Attributes:
       objective: the kind of its objective.
-      unit: "sample" or "pair"; `samples`, `held_out` and `batch_size` are numbers of them.
+      unit: "sample", "pair" or "answer", a labelled one; `samples`, `held_out` and `batch_size` are
+        numbers of them.
       samples: number in an epoch.
       held_out: number that is held out.
       epochs: number of epochs in these steps.
@@ -106,13 +115,14 @@ class TaskReport:
       longest: tokens of the longest sample, held-out samples included.
       context: most tokens of a sequence for which the backbone was made.
       histogram: triples (least tokens, most tokens, number of samples of an epoch). A pair has two
-        samples, the prompt with each answer.
-      answers: lengths by "chosen" and "rejected"; empty without pairs.
+        samples, the prompt with each answer. Mismatched answers are left out.
+      answers: lengths by "chosen" and "rejected", or by "desirable" and "undesirable" as far as
+        there are such; empty without pairs and labels.
       longer_chosen: fraction of the pairs in which the chosen answer is the longer one; 0 without
         pairs.
       template_date: the time that a chat template has read, in ISO 8601; empty if none has read it.
         In training, templates read the time at which the run begins.
-      warnings: the warnings of training about the texts of the records.
+      warnings: the warnings of training about the texts and labels of the records.
       shown: the first samples or pairs of each source.
     """
 
@@ -161,18 +171,25 @@ def report_task(
 ) -> TaskReport:
     """Describes the data of a task, with the first `count` samples or pairs of each source."""
     samples, objective = data.samples.samples, task.objective
-    lengths = token_counts(samples)
+    lengths = token_counts(objective.trained(samples))
     held_out = token_counts(data.eval_samples)
     shown = [
-        _shown(source_data.samples[n], source.path, n, objective, tokenizer, task.max_length)
+        _shown(sample, source.path, n, objective, tokenizer, task.max_length)
         for source, source_data in zip(task.sources, data.sources, strict=True)
-        for n in range(min(count * objective.members, len(source_data.samples)))
+        for n, sample in enumerate(
+            objective.trained(source_data.samples[: count * objective.members])
+        )
     ]
     answers, longer_chosen = {}, 0.0
-    if objective.members == len(_ANSWERS):
+    if objective.records == "pairs":
         chosen, rejected = (samples.target_tokens[i::2] for i in range(2))
         answers = {"chosen": AnswerLengths.of(chosen), "rejected": AnswerLengths.of(rejected)}
         longer_chosen = float(np.mean(chosen > rejected))
+    if objective.records == "labels":
+        trained = objective.trained(samples)
+        by_label = [trained.target_tokens[trained.numbers[LABEL] == n] for n in range(2)]
+        pairs = zip(_LABELLED, by_label, strict=True)
+        answers = {name: AnswerLengths.of(tokens) for name, tokens in pairs if len(tokens)}
     return TaskReport(
         name=task.name,
         objective=objective.kind,
@@ -193,13 +210,17 @@ def report_task(
             for source, source_data in zip(task.sources, data.sources, strict=True)
         ],
         template_date=data.samples.rendering.date,
-        warnings=of_texts(data.samples),
+        warnings=[*of_labels(task, data.samples), *of_texts(data.samples)],
         shown=shown,
     )
 
 
 def report_packing(
-    data: Mapping[str, TaskData], tokens: int, row_len: int | None, chunk_len: int | None
+    tasks: Sequence[Task],
+    data: Mapping[str, TaskData],
+    tokens: int,
+    row_len: int | None,
+    chunk_len: int | None,
 ) -> PackingReport:
     """Packs the first global batch of every task.
 
@@ -212,7 +233,7 @@ def report_packing(
     Raises:
       PlanningError: a sample is longer than `row_len`, or a length is not a power of two.
     """
-    names = list(data)
+    names = [task.name for task in tasks]
     parts = [
         stream_lengths(samples)
         for of_task in data.values()
@@ -221,10 +242,8 @@ def report_packing(
     shape = smallest_shape_class(
         np.unique(np.concatenate(parts)).tolist(), tokens, chunk_len, row_len
     )
-    lengths = {
-        slot: stream_lengths(of_task.batches[0]).tolist()
-        for slot, of_task in enumerate(data.values())
-    }
+    trained = [task.objective.trained(data[task.name].batches[0]) for task in tasks]
+    lengths = {slot: stream_lengths(batch).tolist() for slot, batch in enumerate(trained)}
     microbatches = pack_round(lengths, shape).microbatches()
     used = sum(map(sum, lengths.values()))
     rows = sum(len({placement.row for placement in placed}) for placed in microbatches)
@@ -268,14 +287,14 @@ def _rows(
 
 
 def _report_source(path: str, data: Any, of_all: int, objective: Objective) -> SourceReport:
-    samples = data.samples
+    samples = objective.trained(data.samples)
     tokens = int(samples.token_counts.sum(dtype=np.int64))
     targets = max(1, data.target_tokens)
     return SourceReport(
         path=path,
         records=data.read,
-        epoch_samples=objective.count(samples),
-        share=len(samples) / of_all,
+        epoch_samples=objective.count(data.samples),
+        share=len(data.samples) / of_all,
         epoch_tokens=tokens,
         target_share=target_tokens(samples) / tokens,
         truncated=data.truncated,
@@ -315,6 +334,10 @@ def _shown(
             text = tokenizer.decode(ids[start:end], clean_up_tokenization_spaces=False)
         parts.append((text, mask[start]))
         before = whole
-    record, member = divmod(index, objective.members)
-    answer = _ANSWERS[member] if objective.members == len(_ANSWERS) else ""
-    return ShownSample(path, record + 1, answer, ids, mask, parts, len(ids) == max_length)
+    answer = ""
+    if objective.records == "pairs":
+        index, member = divmod(index, objective.members)
+        answer = _ANSWERS[member]
+    if LABEL in sample.numbers:
+        answer = _LABELLED[int(sample.numbers[LABEL])]
+    return ShownSample(path, index + 1, answer, ids, mask, parts, len(ids) == max_length)

@@ -23,18 +23,19 @@ _MOST_ROWS = 8
 def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str]:
     """The tables and lines that describe the data of a task, in the order of the report. Text may
     have colours if `colours` is True."""
-    pairs = " pairs" * bool(report.answers)
+    unit = f" {report.unit}s" * (report.unit != "sample")
     line = [f"{report.samples:,} {report.unit}s in an epoch", f"{report.held_out:,} held out"]
     line += [
-        f"{report.steps:,} steps of {report.batch_size}{pairs} are {report.epochs:.2f} epochs",
+        f"{report.steps:,} steps of {report.batch_size}{unit} are {report.epochs:.2f} epochs",
         f"longest {report.longest:,} of at most {report.max_length:,} tokens",
     ]
     yield f"task {report.name}: {', '.join(line)}"
     # The model does not read the last token of a sample.
     if report.longest - 1 > report.context:
         yield f"the backbone was made for {report.context:,} tokens (max_position_embeddings)"
+    of_pairs = report.unit == "pair"
     # Of a pair, each answer may be cut.
-    yield _sources(report.sources, members=len(report.answers) or 1)
+    yield _sources(report.sources, members=1 + of_pairs)
     for source in report.sources:
         yield from _warnings(source)
     if report.template_date:
@@ -45,6 +46,7 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
     yield from report.warnings
     if report.answers:
         yield _answers(report.answers)
+    if of_pairs:
         yield f"the chosen answer is the longer one in {report.longer_chosen:.0%} of the pairs\n"
     yield "tokens of a prompt with an answer" if report.answers else "tokens of a sample"
     yield from _bars(report.histogram)
@@ -53,7 +55,7 @@ def task_parts(report: TaskReport, colours: bool) -> Iterator[Table | Text | str
         how = "green" if colours else f"between {begin} and {end}"
         yield f"\nthe first {report.unit}s; tokens that carry loss are {how}"
     for sample in report.shown:
-        yield from _sample(sample, colours)
+        yield from _sample(sample, report.unit, colours)
     yield ""
 
 
@@ -124,10 +126,11 @@ def _sources(sources: Sequence[SourceReport], members: int) -> Table:
 
 
 def _answers(answers: Mapping[str, AnswerLengths]) -> Table:
-    table = NumberTable("tokens that carry loss", "shortest", "mean", "median", "longest")
+    table = NumberTable("tokens that carry loss", "number", "shortest", "mean", "median", "longest")
     for name, lengths in answers.items():
         table.add_row(
             f"{name} answer",
+            f"{lengths.count:,}",
             f"{lengths.shortest:,}",
             f"{lengths.mean:,.1f}",
             f"{lengths.median:,.4g}",
@@ -159,13 +162,11 @@ def _bars(histogram: Sequence[tuple[int, int, int]]) -> Iterator[str]:
         yield f"{low:>9,} – {high:<9,} {bar:<{_BAR}} {count:,}"
 
 
-def _sample(sample: ShownSample, colours: bool) -> Iterator[Text]:
+def _sample(sample: ShownSample, unit: str, colours: bool) -> Iterator[Text]:
     targets = sum(sample.targets)
     cut = ", at max_length" * sample.at_max_length
     counts = f"{len(sample.tokens):,} tokens, {targets:,} carry loss{cut}"
-    name = f"sample {sample.number}"
-    if sample.answer:
-        name = f"pair {sample.number}, {sample.answer}"
+    name = f"{unit} {sample.number}" + f", {sample.answer}" * bool(sample.answer)
     yield Text(f"── {sample.source}, {name}: {counts}")
     text = Text()
     for part, is_target in sample.parts:

@@ -83,7 +83,7 @@ def read_cases(
                 # The user has named no task.
                 raise (e.__cause__ if adapter is None and e.__cause__ else e) from None
             for held_out in data:
-                most = options.limit and options.limit * (1 + held_out.are_pairs)
+                most = options.limit and options.limit * held_out.objective.members
                 held_out = held_out._replace(samples=held_out.samples[:most])
                 cases.append(EvalCase(name, held_out, spec, weights, reader, reference))
     return folder, backbone, cases

@@ -91,7 +91,8 @@ Compares adapters with the bare backbone on held-out data: the loss per target
 token as training measures it, the perplexity, and the part of the samples of
 which the greedy completion equals the reference (of a chat, what the assistant
 says last). Of tasks with pairs the loss is the value of their objective, and
-the part of the pairs whose chosen answer has the higher reward is shown too.
+the part of the pairs whose chosen answer has the higher reward is shown too. Of
+labelled answers, the desirable ones are completed.
 
 With --run_dir, tasks are evaluated on their own held-out data, unless --data
 names files. Their fields, masks and lengths are those of the tasks.
@@ -99,7 +100,8 @@ names files. Their fields, masks and lengths are those of the tasks.
 SCORE = """\
 Computes how probable the samples of data files are under the bare backbone and
 under adapters, and writes one JSON object a line. Several adapters are computed
-together. Of preference records, both answers are scored.
+together. Of preference records, both answers are scored, and of labelled
+answers the label is repeated.
 
 With --run_dir, tasks are scored on their own held-out data, unless --data names
 files, and samples are read as those of the task. Without --run_dir and
@@ -111,6 +113,7 @@ a line:
   data           name of the file; its path if several files have the name
   record         index of the record in the file, from 0
   answer         "chosen" or "rejected"; of preference records only
+  label          true or false; of labelled answers only
   log_prob       sum over the target tokens, which count in the loss, in nats
   target_tokens  number of these tokens
   mean           log_prob / target_tokens

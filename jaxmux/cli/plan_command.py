@@ -19,7 +19,7 @@ from jaxmux.atomic_files import holds_object, refuse_foreign, require_output
 from jaxmux.data import load_tokenizer
 from jaxmux.data.stored_samples import stream_lengths
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.tasks.prepared_task import BatchLengths, Loaded, mesh_sizes, read_data
+from jaxmux.engine.tasks.prepared_task import Loaded, mesh_sizes, read_data
 from jaxmux.installation import resolve_path
 from jaxmux.models import BackboneConfig, resolve_backbone
 from jaxmux.peft import kind_of
@@ -301,6 +301,14 @@ def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded)
     )
 
 
+def _scored(prepared: PreparedTask) -> float:
+    """`TaskLoad.scored` of a task."""
+    objective, samples = prepared.task.objective, prepared.samples.samples
+    if not objective.needs_log_probs:
+        return 0.0
+    return stream_lengths(samples).sum() / stream_lengths(objective.trained(samples)).sum()
+
+
 def _load(prepared: PreparedTask) -> TaskLoad:
     task = prepared.task
     return TaskLoad(
@@ -309,10 +317,11 @@ def _load(prepared: PreparedTask) -> TaskLoad:
         batch_size=task.batch_size,
         steps=prepared.steps,
         lengths=stream_lengths(prepared.samples.samples).tolist(),
-        batches=BatchLengths(prepared.batches, prepared.steps),
+        batches=prepared.batch_lengths,
         held_out=stream_lengths(prepared.eval_samples).tolist(),
         dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
-        scored=task.objective.needs_log_probs,
+        scored=_scored(prepared),
         members=task.objective.members,
+        unit=task.objective.unit,
     )

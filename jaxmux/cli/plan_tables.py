@@ -26,6 +26,7 @@ _WORDS = {
     "shape class": "rows × tokens of a row; a chunk is a part of a row that belongs to one task, "
     "a sequence is a sample",
     "pairs": "two samples each: the prompt with the chosen and with the rejected answer",
+    "answers": "labelled ones; most losses of KTO also read each with the prompt of another one",
     "padding": "the share of a microbatch that holds no token of a sample",
     "hTask": "tasks that train faster in shared microbatches, joined by plus signs",
     "bucket": "hTasks that are packed into the same microbatches",
@@ -38,7 +39,9 @@ _WORDS = {
 }
 _OF_PIPELINES = ("bubble ratio", "1F1B per task", "batch everything")
 _OF_ONE_STAGE = ("one task at a time",)
-_OF_REPLICAS = ("round", "tokens", "pairs", "microbatch", "shape class")
+_OF_REPLICAS = ("round", "tokens", "pairs", "answers", "microbatch", "shape class")
+# Words that are explained if a task counts its records in them.
+_UNITS = "pairs", "answers"
 # If an hTask has more tasks than this, only half as many names are shown.
 _NAMES = 8
 
@@ -130,7 +133,7 @@ def _legend(words: Iterable[str], plan: Plan) -> Table:
     table.add_column()
     table.add_row("", "")
     for word in words:
-        if word != "pairs" or any(task.members == 2 for task in plan.tasks):
+        if word not in _UNITS or any(word == f"{task.unit}s" for task in plan.tasks):
             table.add_row(word, _WORDS[word])
     return table
 
@@ -187,7 +190,7 @@ def _tasks(plan: Plan) -> Table:
     table = NumberTable("task", "rank", "batch", "steps", "samples", "tokens", "mean", "longest")
     for task in plan.tasks:
         mean = f"{task.tokens / task.samples:.1f}"
-        samples = f"{task.records:,}" + " pairs" * (task.members == 2)
+        samples = f"{task.records:,}" + f" {task.unit}s" * (task.unit != "sample")
         table.add_row(
             task.name,
             str(task.rank or "-"),

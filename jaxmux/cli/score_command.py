@@ -15,11 +15,11 @@ import numpy as np
 
 from jaxmux.atomic_files import holds_object, opened_atomically, require_output
 from jaxmux.data import Samples
-from jaxmux.data.preferences import holds_pairs
+from jaxmux.data.preferences import LABEL, kind_of_records
 from jaxmux.engine.tasks.prepared_task import Loaded, read_held_out_by_source
 from jaxmux.evaluation import EvalCase, HeldOutData, Score, scores_of
 from jaxmux.models import BackboneConfig
-from jaxmux.objectives import DPO, SFT
+from jaxmux.objectives import DPO, KTO, SFT
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import escaped
 from jaxmux.runs.metrics import finite_or_none
@@ -64,10 +64,12 @@ def _held_out_data(
     """The data of each held-out source. Prints what is cut or left out, unless it is in `said`.
     `are_named` tells whether the user has named the file, which may then hold other records than
     those of the task's objective."""
-    if are_named:
-        pairs, of_task = holds_pairs(task.eval_data), task.objective
-        if pairs != (of_task.members == 2) or of_task.rollouts:
-            task = dataclasses.replace(task, objective=DPO() if pairs else SFT())
+    records = kind_of_records(task.eval_data) if are_named else task.objective.records
+    if are_named and records != task.objective.records:
+        task = dataclasses.replace(task, objective=DPO() if records == "pairs" else SFT())
+    if records == "labels":
+        # The loss without mismatched answers.
+        task = dataclasses.replace(task, objective=KTO(loss="apo_zero_unpaired"))
     for source, samples in read_held_out_by_source(task, config, tokenizer, loaded):
         for text in _left_out(samples, task.max_length):
             if (line := f"{source.path}: {text}") not in said:
@@ -100,9 +102,11 @@ def _names(cases: list[EvalCase]) -> dict[str, str]:
 def _line(score: Score, data: str, with_tokens: bool) -> dict[str, Any]:
     sample, log_probs = score.sample, score.log_probs
     record, answer = sample.sample_id, {}
-    if score.held_out.are_pairs:
+    if score.held_out.objective.records in ("pairs", "labels"):
         record, member = divmod(record, 2)
         answer = {"answer": ("chosen", "rejected")[member]}
+    if LABEL in sample.numbers:
+        answer = {"label": sample.numbers[LABEL] > 0}
     total = float(log_probs[sample.target_mask[1:]].sum(dtype=np.float64))
     line = {
         "adapter": score.adapter,

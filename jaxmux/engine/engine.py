@@ -247,7 +247,9 @@ class Engine(RoundLoop):
                 f"task {name!r}: a batch needs whole {objective.unit}s, and target tokens in each "
                 "sample"
             )
-        if objective.rollouts and not all({*_VALUES} <= sample.values.keys() for sample in batch):
+        if objective.records == "rollouts" and not all(
+            {*_VALUES} <= sample.values.keys() for sample in batch
+        ):
             raise TaskError(f"task {name!r}: samples need the values {' and '.join(_VALUES)}")
         slot.weighted = None
         updates = self.drain()

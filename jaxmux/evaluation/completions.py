@@ -5,8 +5,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxmux.data import Sample
+from jaxmux.data import Sample, StoredSamples
 from jaxmux.data.chat_templates import special_tokens
+from jaxmux.data.preferences import LABEL
 from jaxmux.generation import Generator, Request
 from jaxmux.models import Backbone
 
@@ -17,7 +18,7 @@ class Matches(NamedTuple):
     """Numbers of completions that equal their references.
 
     Attributes:
-      compared: number of samples or pairs that have a prompt and a completion.
+      compared: number of samples, pairs or desirable answers that have a prompt and a completion.
       adapter: number of equal completions with the adapter.
       backbone: number of equal completions with the bare backbone.
     """
@@ -42,7 +43,7 @@ def matches_of(
     token such as the end of a turn; in a chat, this is the last message of the assistant. Samples
     without a prompt before it, such as plain texts, are not compared. If several cases have the
     same samples, the bare backbone completes them once. The reference of a pair is its chosen
-    answer.
+    answer; of labelled answers, those that are desirable are compared.
 
     Args:
       cases: their samples come from one `Loaded`.
@@ -51,8 +52,7 @@ def matches_of(
     Raises:
       DataError: a prompt fills the backbone's context.
     """
-    chosen = [case.samples[:: case.objective.members] for case in cases]
-    parts = [[p for p in map(_parts_of, samples) if p] for samples in chosen]
+    parts = [[p for p in map(_parts_of, _good_answers(case)) if p] for case in cases]
     if not any(parts):
         return [Matches(0, 0, 0) for _ in cases]
     if max_new_tokens is None:
@@ -81,6 +81,13 @@ def matches_of(
         Matches(len(case_parts), *map(int, row))
         for case_parts, row in zip(parts, counts, strict=True)
     ]
+
+
+def _good_answers(case: EvalCase) -> StoredSamples:
+    good = case.samples[:: case.objective.members]
+    if case.objective.records == "labels":
+        good = good.take(np.flatnonzero(good.numbers[LABEL]))
+    return good
 
 
 def _parts_of(sample: Sample) -> _Parts | None:

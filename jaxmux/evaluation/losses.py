@@ -34,11 +34,6 @@ class HeldOutData(NamedTuple):
     samples: StoredSamples
     objective: Objective = SFT()
 
-    @property
-    def are_pairs(self) -> bool:
-        """Whether each record is two samples, the chosen answer and behind it the rejected one."""
-        return self.objective.members == 2
-
 
 class EvalCase(NamedTuple):
     """An adapter, from `import_adapter`, and held-out samples.
@@ -77,7 +72,7 @@ class EvalCase(NamedTuple):
 
     @property
     def target_tokens(self) -> int:
-        return target_tokens(self.samples)
+        return target_tokens(self.objective.trained(self.samples))
 
 
 def first_with_data(cases: Sequence[EvalCase]) -> list[int]:

@@ -4,16 +4,17 @@ from collections.abc import Mapping
 
 from .objective import SFT, Graded, Known, Objective, Recorded, TargetLogProbs
 from .policy import Policy
-from .preference import ACCURACY, CPO, DPO, ORPO, SimPO
+from .preference import ACCURACY, CPO, DPO, KTO, ORPO, SimPO
 
 OBJECTIVES: Mapping[str, type[Objective]] = {
-    objective.kind: objective for objective in (SFT, DPO, CPO, SimPO, ORPO, Policy)
+    objective.kind: objective for objective in (SFT, DPO, KTO, CPO, SimPO, ORPO, Policy)
 }
 
 __all__ = [
     "ACCURACY",
     "CPO",
     "DPO",
+    "KTO",
     "OBJECTIVES",
     "ORPO",
     "SFT",

@@ -14,6 +14,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
+from jaxmux.data.sources import Records
 from jaxmux.field_checks import checked_dataclass
 
 from .token_losses import CROSS_ENTROPY, TokenRule, TokenTerms
@@ -59,28 +60,31 @@ class Objective:
 
     Attributes:
       kind: name in configs and checkpoints.
+      records: what the records of its data are, as in `load_samples`.
       members: number of samples that a record becomes, which follow each other: 2 for a pair of a
-        chosen and a rejected answer.
+        chosen and a rejected answer, and for an answer with a mismatched one.
       unit: what such a record is called where records are counted.
+      needs_mismatched: whether each sample is followed by a mismatched one, the same prompt with
+        the answer to another one, as `load_samples` makes them.
       needs_log_probs: whether the weight of a token depends on log-probabilities of other tokens
         or in another way than `rule` says, so that a forward pass precedes the training of each
         global batch.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
         task begins.
       by_token: whether the objective knows its reference by token; otherwise it knows `sums`.
-      rollouts: whether the records are rollouts, with values and numbers as in `Recorded`.
 
     Raises:
       ValueError: a value is outside its range, or values do not go together.
     """
 
     kind: ClassVar[str]
+    records: ClassVar[Records] = "answers"
     members: ClassVar[int] = 1
     unit: ClassVar[str] = "sample"
+    needs_mismatched: ClassVar[bool] = False
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
-    rollouts: ClassVar[bool] = False
 
     def grade(
         self,
@@ -95,7 +99,7 @@ class Objective:
           log_probs: of each sample, float64.
           reference: the result of `known` for the same samples under the reference; None if the
             objective needs none.
-          recorded: what the records of the samples say; None without `rollouts`.
+          recorded: what the records of the samples say; None for answers and pairs.
           log_squares: for each target token log Σ p² over the probabilities p of all tokens in its
             place.
         """
@@ -135,6 +139,11 @@ class Objective:
         """The metrics of a global batch with this number of target tokens, from what the devices
         have added up for it (`TOKEN_SUMS`)."""
         return {}
+
+    def trained[Samples: Sequence](self, samples: Samples) -> Samples:
+        """Those of some records' samples that are trained. The others are only read forward, so
+        their slopes are 0."""
+        return samples[:: self.members] if self.needs_mismatched else samples
 
     def count(self, samples: Sized) -> int:
         """The number of records that have become these samples."""

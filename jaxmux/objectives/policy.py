@@ -11,6 +11,7 @@ import numpy as np
 from jaxtyping import Float
 from pydantic import Field
 
+from jaxmux.data.sources import Records
 from jaxmux.field_checks import EXACT, Count, Positive, checked_dataclass
 
 from .objective import Graded, Objective
@@ -113,8 +114,8 @@ class Policy(Objective):
     leave_one_out: bool = False
 
     kind: ClassVar[str] = "policy"
+    records: ClassVar[Records] = "rollouts"
     by_token: ClassVar[bool] = True
-    rollouts: ClassVar[bool] = True
 
     def __post_init__(self):
         low, high = self._clip

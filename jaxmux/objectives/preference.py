@@ -1,10 +1,10 @@
 """Objectives of preferences: of two answers to a prompt, the chosen one shall become more probable
-than the rejected one.
+than the rejected one; or desirable answers shall become more probable, and undesirable ones less.
 
 The names, defaults and values are those of TRL 1.16, unless a docstring says otherwise. In the
 formulas S is the log-probability of an answer (the sum over its n target tokens), R the same under
 the reference, x = S - R, a = S / n and σ the sigmoid; w is the chosen and l the rejected answer. An
-objective is the mean over the pairs of a global batch.
+objective is the mean over the pairs, or the labelled answers, of a global batch.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,6 +15,8 @@ from jaxtyping import Float
 from pydantic import Field
 from scipy.special import expit, log_expit
 
+from jaxmux.data.preferences import LABEL
+from jaxmux.data.sources import Records
 from jaxmux.field_checks import EXACT, Positive, checked_dataclass
 
 from .objective import Graded, Objective, TargetLogProbs, token_mean
@@ -93,6 +95,7 @@ def _hinge(u: Pairs) -> tuple[Pairs, Pairs]:
 class _Paired(Objective):
     """What objectives of pairs share."""
 
+    records: ClassVar[Records] = "pairs"
     members: ClassVar[int] = 2
     unit: ClassVar[str] = "pair"
 
@@ -613,3 +616,71 @@ def _log_odds(a: Pairs) -> Pairs:
     # Of two expressions for log(1 - exp(a)), each is exact where the other one is not.
     complement = np.where(a > -np.log(2), np.log(-np.expm1(a)), np.log1p(-np.exp(a)))
     return a - complement
+
+
+@checked_dataclass
+class KTO(Objective):
+    """Kahneman-Tversky optimisation (Ethayarajh et al. 2024) of answers that are labelled as
+    desirable or undesirable. The reference is that of `DPO`.
+
+    Attributes:
+      beta: how strongly the adapter is held at the reference.
+      loss: with z0 = max(0, mean of x over the mismatched answers of the global batch), a constant
+        for the gradient:
+        "kto": 1 - σ(beta (x - z0)) of a desirable answer, 1 - σ(beta (z0 - x)) of an undesirable
+        one. A mismatched answer is the prompt of a record with the answer of the one before; it is
+        read forward and not trained.
+        "apo_zero_unpaired": the same with z0 = 0, without mismatched answers (D'Oosterlinck et al.
+        2024).
+      desirable_weight, undesirable_weight: factors of the losses of desirable and of undesirable
+        answers. The paper takes factors with which desirable_weight times the desirable answers of
+        the data is 1 to 4/3 of undesirable_weight times the undesirable ones.
+
+    Raises:
+      ValueError: a value is outside its range.
+    """
+
+    beta: Positive = 0.1
+    loss: Literal["kto", "apo_zero_unpaired"] = "kto"
+    desirable_weight: _NotNegative = 1.0
+    undesirable_weight: _NotNegative = 1.0
+
+    kind: ClassVar[str] = "kto"
+    records: ClassVar[Records] = "labels"
+    unit: ClassVar[str] = "answer"
+    needs_reference: ClassVar[bool] = True
+
+    @property
+    def needs_mismatched(self) -> bool:
+        return self.loss == "kto"
+
+    @property
+    def members(self) -> int:
+        return 2 if self.needs_mismatched else 1
+
+    def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
+        sums = self.sums(log_probs)
+        with np.errstate(all="ignore"):
+            ratios = sums - reference
+            # Of a reference that is not finite. The losses below would be finite.
+            ratios[ratios == np.inf] = np.nan
+            x, sums = self.trained(ratios), self.trained(sums)
+            z0 = np.maximum(ratios[1::2].mean(), 0) if self.needs_mismatched else 0.0
+            is_desirable = self.trained(recorded.numbers[LABEL]) > 0
+            sign = np.where(is_desirable, 1, -1)
+            factor = np.where(is_desirable, self.desirable_weight, self.undesirable_weight)
+            v = sign * self.beta * (x - z0)
+            loss = factor * expit(-v)
+            of_answers = -sign * factor * self.beta * expit(v) * expit(-v) / len(x)
+        slopes = [np.zeros(len(of_sample)) for of_sample in log_probs]
+        for slope, of_answer in zip(self.trained(slopes), of_answers, strict=True):
+            slope[:] = of_answer
+        metrics = {"kl": float(z0)} if self.needs_mismatched else {}
+        for name, chosen in (("chosen", is_desirable), ("rejected", ~is_desirable)):
+            if chosen.any():
+                metrics[f"rewards/{name}"] = float(self.beta * x[chosen].mean())
+                metrics[f"logps/{name}"] = float(sums[chosen].mean())
+        if is_desirable.any() and not is_desirable.all():
+            margin = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+            metrics["rewards/margins"] = margin
+        return Graded(float(loss.mean()), slopes, metrics)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxmux.engine import PreparedTask
-from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes
+from jaxmux.engine.tasks.prepared_task import mesh_sizes
 from jaxmux.models import BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec, ReplicaCosts, merge_pool_specs
@@ -131,9 +131,7 @@ def fit_replica(
         reserved = pool_with_places(tasks, reserved, slots)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     parts = replica.shards * shares
-    lengths = [
-        PartOfBatches(BatchLengths(task.batches, task.steps), parts, longest) for task in tasks
-    ]
+    lengths = [PartOfBatches(task.batch_lengths, parts, longest) for task in tasks]
     return ReplicaFit(costs.replica, costs.source, shape, choice, admission, lengths)
 
 
@@ -222,7 +220,7 @@ def choose_unlike(
         except PlanningError as e:
             _log.info("replica %s: %s", replica, e)
     costs = ShapeCosts({r: (f.costs, f.shape) for r, f in (fits | {_of(single): single}).items()})
-    sampled = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
+    sampled = sample_rounds([task.batch_lengths for task in tasks])
     rounds = [[length for part in a_round.values() for length in part] for a_round in sampled]
     bins = [round_bins(lengths) for lengths in rounds]
     together = round_bins([length for lengths in rounds for length in lengths])

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jaxmux.engine import EngineOptions, EngineSize, PreparedTask
 from jaxmux.engine.devices.programs import bytes_of
 from jaxmux.engine.queued_engine import Shrinking
-from jaxmux.engine.tasks.prepared_task import BatchLengths, mesh_sizes, size_of
+from jaxmux.engine.tasks.prepared_task import mesh_sizes, size_of
 from jaxmux.models import (
     Backbone,
     BackboneConfig,
@@ -221,7 +221,7 @@ def _round_seconds(
     # Imported here because only runs with several replicas use the deployment planner.
     from jaxmux.planner.replicas import predicted_round_seconds
 
-    batches = [BatchLengths(task.batches, task.steps) for task in tasks]
+    batches = [task.batch_lengths for task in tasks]
     costs = {replica: (fit.costs, fit.shape) for replica, fit in fits.items()}
     return predicted_round_seconds(batches, deployment, costs)
 

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 
 from jaxmux.engine import EngineSize, PreparedTask
 from jaxmux.engine.queued_engine import Shrinking
-from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import Backbone, BackboneConfig, backbone_dtype, device_memory, planned_remat
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import (
@@ -229,7 +229,7 @@ def choose_run_shape(
     """
     lengths = at_most(longest, [length for task in tasks for length in task.lengths])
     shards = costs.replica.replica.shards * shares
-    batches = [BatchLengths(task.batches, task.steps) for task in tasks]
+    batches = [task.batch_lengths for task in tasks]
     rounds = sample_rounds([PartOfBatches(of_task, shards, longest) for of_task in batches])
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
@@ -260,7 +260,7 @@ def shrinking_of(
 
     @cache
     def shape_of(names: tuple[str, ...]) -> PricedShape:
-        batches = [BatchLengths(by_name[name].batches, by_name[name].steps) for name in names]
+        batches = [by_name[name].batch_lengths for name in names]
         rounds = sample_rounds(
             [PartOfBatches(of_task, costs.replica.shards) for of_task in batches]
         )

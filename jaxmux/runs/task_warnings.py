@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmux.data import Samples
+from jaxmux.data.preferences import LABEL
 from jaxmux.engine import PreparedTask, TaskProgress
 from jaxmux.models import BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import OUTSIDE
-from jaxmux.objectives import SFT
+from jaxmux.objectives import KTO, SFT
 from jaxmux.peft import LayerMask, LoRA, full_name
 from jaxmux.peft.lora import matching
 from jaxmux.planner.numbers import numbered
@@ -34,6 +35,9 @@ ENDLESS_CHATS = 0.5
 # If a loss differs from the loss of uniform predictions by less than this, in nats, nothing was
 # learnt.
 _NEAR_UNIFORM = 0.05
+# The limits of the weight of desirable answers over that of undesirable ones (Ethayarajh et al.
+# 2024, Eq. 8).
+_BALANCE = 1.0, 4 / 3
 # A loss counts as risen if it rose by at least this, in nats.
 _RISE = 0.01
 
@@ -161,14 +165,41 @@ def _of_data(prepared: PreparedTask, config: BackboneConfig) -> list[str]:
             f"in {numbered(data.equal_answers, 'pair')} the chosen and the rejected answer are the "
             "same tokens, from which it learns nothing"
         )
-    if prepared.task.objective.rollouts:
+    if prepared.task.objective.records == "rollouts":
         warnings += _of_rollouts(data)
+    warnings += of_labels(prepared.task, data)
     if data.skipped:
         warnings.append(
             f"{data.skipped} of {data.read} records are skipped, the first because of "
             f"{data.first_skipped}"
         )
     return [*warnings, *of_texts(data)]
+
+
+def of_labels(task: Task, data: Samples) -> list[str]:
+    """The warning about the numbers of desirable and undesirable answers."""
+    if not isinstance(objective := task.objective, KTO):
+        return []
+    labels = objective.trained(data.samples).numbers[LABEL]
+    desirable = int(labels.sum())
+    undesirable = len(labels) - desirable
+    if not desirable or not undesirable:
+        which = "desirable" if desirable else "undesirable"
+        return [f"all {len(labels)} answers are {which}, and {KTO.__name__} compares both kinds"]
+    first, last = _BALANCE
+    pulls = objective.desirable_weight * desirable, objective.undesirable_weight * undesirable
+    if first * pulls[1] <= pulls[0] <= last * pulls[1]:
+        return []
+    ratio = f"{pulls[0] / pulls[1]:.3g}" if pulls[1] else "infinite"
+    warning = (
+        f"desirable_weight times {desirable:,} desirable answers, divided by undesirable_weight "
+        f"times {undesirable:,} undesirable ones, is {ratio}; it should be between {first:g} and "
+        f"{last:.3g}"
+    )
+    if pulls[1]:
+        low, high = (limit * pulls[1] / desirable for limit in _BALANCE)
+        warning += f", as with a desirable_weight of {low:.3g} to {high:.3g}"
+    return [warning]
 
 
 def _of_rollouts(data: Samples) -> list[str]:

@@ -417,11 +417,9 @@ class LiveTask:
     def batch_tokens(self) -> int:
         """Mean number of tokens of a global batch, without padding. The data must have been
         read."""
-        samples = self.prepared.samples.samples
-        total = int(stream_lengths(samples).sum(dtype=np.int64))
-        return round(
-            self.specification.batch_size * total / self.specification.objective.count(samples)
-        )
+        samples, objective = self.prepared.samples.samples, self.specification.objective
+        total = int(stream_lengths(objective.trained(samples)).sum(dtype=np.int64))
+        return round(self.specification.batch_size * total / objective.count(samples))
 
     @property
     def _paths(self) -> str:

@@ -15,7 +15,7 @@ TOKENS = {"prompt_ids": [5, 6, 7], "completion_ids": [8, 9], "logprobs": [-1.5, 
 def load(write_jsonl, gpt):
     def load(*records, max_length=64, **fields):
         source = Source(str(write_jsonl(*records)), **fields)
-        return load_samples(source, gpt, max_length=max_length, rollouts=True)
+        return load_samples(source, gpt, max_length=max_length, records="rollouts")
 
     return load
 

@@ -95,17 +95,28 @@ def make_task(config):
 
 @pytest.fixture(scope="session")
 def make_paired(make_task):
-    """Makes a task of random pairs, three in a global batch."""
+    """Makes a task of random pairs or labelled answers, three in a global batch."""
 
     def make(name, objective, **fields):
-        fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4} | fields
-        prepared = make_task(name, samples=14, lengths=(5, 60), **fields)
+        fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4, "lengths": (5, 60)} | fields
+        prepared = make_task(name, samples=14, **fields)
         task = dataclasses.replace(prepared.task, objective=objective)
+        parts = [prepared.samples.samples, random_samples(3, 4, (5, 60))]
+        if objective.records == "labels":
+            parts = [
+                [
+                    sample._replace(numbers={"label": i // objective.members % 2})
+                    for i, sample in enumerate(part)
+                ]
+                for part in parts
+            ]
+        samples, held_out = parts
         return dataclasses.replace(
             prepared,
             task=task,
-            batches=GlobalBatches(prepared.samples.samples, 3, task.seed, members=2),
-            eval_samples=random_samples(3, 4, (5, 60)) if "eval_data" in fields else [],
+            samples=prepared.samples._replace(samples=samples),
+            batches=GlobalBatches(samples, 3, task.seed, members=objective.members),
+            eval_samples=held_out if "eval_data" in fields else [],
         )
 
     return make
@@ -164,7 +175,9 @@ def make_task_with(make_task, config, base_tensor):
         task, kind = dataclasses.replace(prepared.task, adapter=spec), kind_of(spec)
         targets = kind.targets(spec, config)
         rng = np.random.default_rng(seed)
-        data = (first_epoch(prepared.batches),) if kind.reads_samples else ()
+        data = (
+            (first_epoch(prepared.batches, prepared.task.objective),) if kind.reads_samples else ()
+        )
         first = kind.initial(spec, targets, config, seed, base_tensor, *data)
         rates = named_leaves(kind.relative_rates(spec, targets))
         names = iter(named_leaves(first))

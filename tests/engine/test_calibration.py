@@ -45,7 +45,7 @@ def targets_of(spec, config):
 def read(prepared):
     """The tokens that are read, as samples."""
     found, left = [], TOKENS
-    for sample in first_epoch(prepared.batches):
+    for sample in first_epoch(prepared.batches, prepared.task.objective):
         ids, mask = sample.input_ids[:left], sample.target_mask[:left]
         found.append(Sample(ids, mask, sample.sample_id))
         left -= len(ids)

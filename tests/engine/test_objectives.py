@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux.engine import TaskProgress, driven_task
 from jaxmux.engine.rounds.rounds import recorded_of
-from jaxmux.objectives import CPO, DPO, ORPO, SFT, Policy, SimPO
+from jaxmux.objectives import CPO, DPO, KTO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
 from jaxmux.tasks import TaskError
@@ -22,6 +22,7 @@ OBJECTIVES = {
     "simpo": SimPO(),
     "cpo": CPO(),
     "orpo": ORPO(0.7),
+    "kto": KTO(0.5, desirable_weight=1.2),
 }
 
 
@@ -87,8 +88,9 @@ def test_updates_are_those_of_a_plain_model(name, make_paired, make_engine, plai
     with jax.enable_x64(True):
         for step, update in enumerate(updates):
             batch = prepared.batches[step]
-            _, _, reference = plain_step(objective, adapters[0], batch)
-            graded, gradient, _ = plain_step(objective, adapters[step], batch, reference)
+            recorded = recorded_of(objective, batch)
+            _, _, reference = plain_step(objective, adapters[0], batch, None, recorded)
+            graded, gradient, _ = plain_step(objective, adapters[step], batch, reference, recorded)
             assert update.loss == pytest.approx(graded.loss, rel=1e-5)
             for metric, value in graded.metrics.items():
                 assert update.metrics[metric] == pytest.approx(value, rel=1e-3, abs=1e-5)
@@ -126,6 +128,42 @@ def test_a_ruined_neighbour_changes_no_bit(
     assert_same_bits(beside.adapter("pairs"), alone.adapter("pairs"))
 
 
+def test_mismatched_answers_are_read_but_not_trained(make_paired, make_engine, train):
+    prepared = make_paired("answers", KTO(0.5), dropout=0.3)
+    engine = make_engine(prepared, shape=SMALL)
+    plan = []
+    while not engine.finished:
+        updates = engine.train_round()
+        for update in updates:
+            batch = prepared.batches[update.task_step - 1]
+            assert update.tokens == sum(sample.read_tokens for sample in batch[::2])
+            assert update.target_tokens == sum(sample.target_tokens for sample in batch[::2])
+            plan.append((update.computed_tokens, [sample.read_tokens for sample in batch]))
+    # Of three answers in chunks of 64 tokens, what is read is at least all six samples.
+    for computed, lengths in plan:
+        assert computed >= sum(lengths) + sum(lengths[::2])
+        assert computed <= 64 * (len(lengths) + len(lengths[::2]))
+
+
+def test_other_tasks_keep_their_bits_beside_labelled_answers(
+    make_paired, make_task, make_engine, train, assert_same_bits
+):
+    def others():
+        return make_task("sft", steps=4), make_paired("pairs", DPO(0.5), dropout=0.3)
+
+    def labelled():
+        return make_paired("answers", KTO(0.5), dropout=0.2)
+
+    without, alone = make_engine(*others(), shape=SMALL), make_engine(labelled(), shape=SMALL)
+    sft, pairs = others()
+    beside = make_engine(sft, labelled(), pairs, shape=SMALL)
+    for engine in (without, alone, beside):
+        train(engine)
+    for name in ("sft", "pairs"):
+        assert_same_bits(beside.adapter(name), without.adapter(name))
+    assert_same_bits(beside.adapter("answers"), alone.adapter("answers"))
+
+
 def test_a_global_batch_may_take_several_turns(make_paired, make_engine, train):
     expected = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL)
     updates = train(expected)["pairs"]
@@ -137,17 +175,40 @@ def test_a_global_batch_may_take_several_turns(make_paired, make_engine, train):
     assert turns.rounds > 2 * expected.rounds
 
 
-def test_a_task_continues_within_a_global_batch(make_paired, make_engine, train, assert_same_bits):
-    options = {"shape": SMALL, "round_tokens": 60}
-    whole = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+def test_labelled_answers_keep_their_bits_in_several_turns(
+    make_paired, make_engine, train, assert_same_bits
+):
+    """Answers of equal length, one in a microbatch, are added up in the same order."""
+    whole, turns = (
+        make_engine(
+            make_paired("answers", KTO(0.5), dropout=0.3, lengths=(100, 101)),
+            shape=SMALL,
+            round_tokens=tokens,
+        )
+        for tokens in (None, 100)
+    )
+    expected, found = train(whole)["answers"], train(turns)["answers"]
+    assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
+        (u.loss, u.grad_norm, u.metrics) for u in expected
+    ]
+    assert_same_bits(turns.adapter("answers"), whole.adapter("answers"))
+    assert turns.rounds > 2 * whole.rounds
+
+
+@pytest.mark.parametrize("name", ["dpo", "kto"])
+def test_a_task_continues_within_a_global_batch(
+    name, make_paired, make_engine, train, assert_same_bits
+):
+    options, objective = {"shape": SMALL, "round_tokens": 60}, OBJECTIVES[name]
+    whole = make_engine(make_paired("pairs", objective, dropout=0.3), **options)
     train(whole)
-    first = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+    first = make_engine(make_paired("pairs", objective, dropout=0.3), **options)
     while not (first.progress("pairs").step == 1 and first.accumulated("pairs")):
         first.train_round()
         first.drain()
     arrays, progress = first.task_arrays("pairs"), first.progress("pairs").to_json()
     assert arrays["reference/training"].shape == (14, 2)
-    second = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), **options)
+    second = make_engine(make_paired("pairs", objective, dropout=0.3), **options)
     second.restore_task(
         "pairs", arrays, TaskProgress.from_json(progress), first.accumulated("pairs")
     )
@@ -155,14 +216,14 @@ def test_a_task_continues_within_a_global_batch(make_paired, make_engine, train,
     assert_same_bits(second.adapter("pairs"), whole.adapter("pairs"))
 
 
-def test_held_out_pairs_are_measured_by_the_objective(make_paired, make_engine):
-    engine = make_engine(
-        make_paired("pairs", DPO(0.5), eval_data="random.jsonl", eval_every=2), shape=SMALL
-    )
+@pytest.mark.parametrize(("objective", "loss"), [(DPO(0.5), np.log(2)), (KTO(0.5), 0.5)])
+def test_held_out_pairs_are_measured_by_the_objective(objective, loss, make_paired, make_engine):
+    prepared = make_paired("pairs", objective, eval_data="random.jsonl", eval_every=2)
+    engine = make_engine(prepared, shape=SMALL)
     found = measured_to_the_end(engine)
     assert [done.task_step for done in found] == [0, 2, 4]
     # At the start, policy and reference are the same.
-    assert found[0].loss == pytest.approx(np.log(2), rel=1e-12)
+    assert found[0].loss == pytest.approx(loss, rel=1e-12)
     assert found[0].metrics["rewards/margins"] == 0
     assert found[-1].metrics["rewards/margins"] != 0
     assert engine.evaluate(["pairs"])["pairs"] == found[-1].loss

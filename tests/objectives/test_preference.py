@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.nn import log_sigmoid, sigmoid
 
-from jaxmux.objectives import ACCURACY, CPO, DPO, OBJECTIVES, ORPO, SFT, SimPO
+from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, OBJECTIVES, ORPO, SFT, Recorded, SimPO
 
 BETA = 0.4
 LOSSES = (
@@ -248,6 +248,76 @@ def test_sft_is_the_mean_over_all_tokens(log_probs):
     np.testing.assert_allclose(np.concatenate(graded.slopes), -1 / len(tokens))
 
 
+LABELLED = {
+    "kto": KTO(BETA, desirable_weight=1.3, undesirable_weight=0.7),
+    "apo": KTO(BETA, "apo_zero_unpaired", undesirable_weight=2.0),
+}
+
+
+def graded_answers(objective, labels, log_probs, reference):
+    """The value of answers with these labels; with mismatched ones, every second one is such."""
+    recorded = Recorded({}, {"label": np.repeat(labels, objective.members).astype(float)})
+    return objective.grade(log_probs, objective.sums(reference), recorded)
+
+
+@pytest.mark.parametrize("name", LABELLED)
+@pytest.mark.parametrize("mismatched", [3.0, -3.0])
+def test_labelled_answers_are_pulled_from_the_reference(name, mismatched, log_probs, reference):
+    objective = LABELLED[name]
+    answers = range(0, len(LENGTHS), objective.members)
+    labels = [i % 3 != 1 for i in range(len(answers))]
+    if name == "kto":
+        for i in range(1, len(LENGTHS), 2):
+            log_probs[i][0] = reference[i].sum() - log_probs[i][1:].sum() + mismatched
+    graded = graded_answers(objective, labels, log_probs, reference)
+    z0 = max(0, mismatched) if name == "kto" else 0
+    losses, rewards = [], {True: [], False: []}
+    for i, label in zip(answers, labels, strict=True):
+        x = log_probs[i].sum() - reference[i].sum()
+        v = BETA * (x - z0) if label else BETA * (z0 - x)
+        weight = objective.desirable_weight if label else objective.undesirable_weight
+        losses.append(weight / (1 + np.exp(v)))
+        rewards[label].append(BETA * x)
+    assert graded.loss == pytest.approx(np.mean(losses), rel=1e-12)
+    means = {label: np.mean(of_label) for label, of_label in rewards.items()}
+    assert graded.metrics["rewards/chosen"] == pytest.approx(means[True])
+    assert graded.metrics["rewards/margins"] == pytest.approx(means[True] - means[False])
+    assert graded.metrics.get("kl", 0) == pytest.approx(z0, abs=1e-12)
+    # z0 is a constant for the gradient.
+    assert all((graded.slopes[i] == 0).all() for i in range(len(LENGTHS)) if i not in answers)
+    for i in answers:
+        for t, slope in enumerate(graded.slopes[i]):
+            values = []
+            for change in (1e-5, -1e-5):
+                changed = [each.copy() for each in log_probs]
+                changed[i][t] += change
+                values.append(graded_answers(objective, labels, changed, reference).loss)
+            assert slope == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("name", LABELLED)
+def test_labelled_answers_may_be_improbable_but_not_unknown(name, log_probs, reference):
+    objective = LABELLED[name]
+    labels = np.arange(len(LENGTHS) // objective.members) % 2 == 0
+    second = objective.members
+    log_probs[second][0] = -np.inf
+    graded = graded_answers(objective, labels, log_probs, reference)
+    assert np.isfinite(graded.loss) and (graded.slopes[second] == 0).all()
+    assert all(np.isfinite(of_sample).all() for of_sample in graded.slopes)
+    for values in (log_probs, reference):
+        ruined = [each.copy() for each in values]
+        ruined[0][0] = -np.inf if values is reference else np.nan
+        parts = (ruined, reference) if values is log_probs else (log_probs, ruined)
+        assert np.isnan(graded_answers(objective, labels, *parts).loss)
+
+
+def test_answers_of_one_label_have_no_margin(log_probs, reference):
+    graded = graded_answers(LABELLED["kto"], [True] * 4, log_probs, reference)
+    assert graded.metrics.keys() == {"kl", "rewards/chosen", "logps/chosen"}
+    same = graded_answers(LABELLED["kto"], [True] * 4, log_probs, log_probs)
+    assert same.metrics["kl"] == 0 and same.loss == pytest.approx(1.3 / 2)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -268,6 +338,8 @@ def test_sft_is_the_mean_over_all_tokens(log_probs):
         (lambda: CPO(cpo_alpha=-1.0), "cpo_alpha"),
         (lambda: SimPO(beta=-2.0), "beta"),
         (lambda: ORPO(beta=0.0), "beta"),
+        (lambda: KTO(loss="apo_zero"), "loss"),
+        (lambda: KTO(undesirable_weight=-0.1), "undesirable_weight"),
     ],
 )
 def test_wrong_settings_are_refused(make, message):
@@ -276,5 +348,5 @@ def test_wrong_settings_are_refused(make, message):
 
 
 def test_kinds_have_names_and_values_can_be_replaced():
-    assert list(OBJECTIVES) == ["sft", "dpo", "cpo", "simpo", "orpo", "policy"]
+    assert list(OBJECTIVES) == ["sft", "dpo", "kto", "cpo", "simpo", "orpo", "policy"]
     assert dataclasses.replace(DPO(), beta=0.2) == DPO(0.2)

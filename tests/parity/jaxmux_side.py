@@ -140,8 +140,8 @@ def train(folder: Path, request: Request) -> None:
 
 
 def train_objectives(folder: Path, request: Request) -> list[dict[str, Any]]:
-    """Trains tasks with objectives of pairs together, exports their adapters to initial/<task> and
-    final/<task>, and returns the metrics of every update."""
+    """Trains tasks with objectives of preferences together, exports their adapters to
+    initial/<task> and final/<task>, and returns the metrics of every update."""
     backbone = load_backbone(folder / request["backbone"])
     tokenizer = load_tokenizer(folder / request["backbone"])
     tasks = [
@@ -166,17 +166,13 @@ def trained(
     return engine, [u._asdict() for u in updates]
 
 
-def pairs(folder: Path, request: Request) -> dict[str, list]:
-    """Returns the samples of files of preference records, by file: of each pair the chosen one,
-    then the rejected one."""
+def preferences(folder: Path, request: Request) -> dict[str, list]:
+    """Returns the samples of files of preference records, by file, loaded with the options of the
+    file."""
     tokenizer = load_tokenizer(request["tokenizer"])
     return {
-        name: dump_samples(
-            load_samples(
-                Source(str(folder / name)), tokenizer, max_length=max_length, pairs=True
-            ).samples
-        )
-        for name, max_length in request["files"].items()
+        name: dump_samples(load_samples(Source(str(folder / name)), tokenizer, **options).samples)
+        for name, options in request["files"].items()
     }
 
 
@@ -442,7 +438,7 @@ def resolve(folder: Path, request: Request) -> str:
 COMMANDS = {
     f.__name__: f
     for f in (
-        *(forward, train, train_objectives, pairs, prepare, encode, decode),
+        *(forward, train, train_objectives, preferences, prepare, encode, decode),
         *(settings, command_line, resolve),
     )
 }

@@ -17,11 +17,11 @@ from peft import PeftModel, get_peft_model_state_dict
 from safetensors.torch import load_file
 from scenarios import WORDS, make_backbone
 from torch.nn.functional import cross_entropy
-from trl import DPOConfig, DPOTrainer
+from trl import DPOConfig, DPOTrainer, KTOConfig, KTOTrainer
 from trl.experimental.cpo import CPOConfig, CPOTrainer
 from trl.experimental.orpo import ORPOConfig, ORPOTrainer
 
-PAIRS = 4
+PAIRS, ANSWERS = 4, 6
 
 
 class ORPOTrainerOfAnswers(ORPOTrainer):
@@ -86,8 +86,19 @@ CASES = {
         },
     ),
     "orpo": ({"kind": "orpo", "beta": 0.5}, {"beta": 0.5}),
+    **{
+        name: (
+            {"kind": "kto", "loss": name, "beta": 0.3, "desirable_weight": 0.7},
+            {"loss_type": name, "beta": 0.3, "desirable_weight": 0.7},
+        )
+        for name in ("kto", "apo_zero_unpaired")
+    },
 }
-LONG = ("sigmoid", "simpo", "orpo")
+LONG = ("sigmoid", "simpo", "orpo", "kto")
+
+
+def is_labelled(name):
+    return CASES[name][0]["kind"] == "kto"
 
 
 def task(name):
@@ -102,11 +113,11 @@ def task(name):
     }
     return {
         "name": name,
-        "data": "pairs.jsonl",
+        "data": "labels.jsonl" if is_labelled(name) else "pairs.jsonl",
         "objective": CASES[name][0],
         "adapter": {"rank": 4, "alpha": 8.0, "target_modules": ["q_proj", "down_proj"]},
         "optimizer": optimizer,
-        "batch_size": PAIRS,
+        "batch_size": ANSWERS if is_labelled(name) else PAIRS,
         "max_length": 32,
         "steps": 3 if sgd else 10,
     }
@@ -130,11 +141,18 @@ def records():
 
 
 @pytest.fixture(scope="module")
-def trained(records, jaxmux, tmp_path_factory):
+def labelled():
+    rng = random.Random(2)
+    return [labelled_texts(rng) | {"label": i % 3 > 0} for i in range(ANSWERS)]
+
+
+@pytest.fixture(scope="module")
+def trained(records, labelled, jaxmux, tmp_path_factory):
     """The folder of all tasks, which jaxmux trains together, and the losses of each."""
     folder = tmp_path_factory.mktemp("objectives")
     make_backbone("llama", folder / "backbone", None)
     write(folder / "pairs.jsonl", records)
+    write(folder / "labels.jsonl", labelled)
     tasks = [task(name) for name in CASES]
     updates = jaxmux("train_objectives", folder, {"backbone": "backbone", "tasks": tasks})
     return folder, {name: [u["loss"] for u in updates if u["task"] == name] for name in CASES}
@@ -151,12 +169,13 @@ def make_trainer(name, model, records, tokenizer, folder, optimizer, steps):
         "cpo": (CPOConfig, CPOTrainer),
         "simpo": (CPOConfig, CPOTrainer),
         "orpo": (ORPOConfig, ORPOTrainerOfAnswers),
+        "kto": (KTOConfig, KTOTrainer),
     }[kind]
     arguments = config(
         output_dir=str(folder),
         max_length=32,
         max_steps=steps,
-        per_device_train_batch_size=PAIRS,
+        per_device_train_batch_size=len(records),
         max_grad_norm=0.0,
         gradient_checkpointing=False,
         save_strategy="no",
@@ -164,6 +183,7 @@ def make_trainer(name, model, records, tokenizer, folder, optimizer, steps):
         use_cpu=True,
         bf16=False,
         disable_tqdm=True,
+        logging_steps=1,
         **settings,
     )
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
@@ -177,7 +197,7 @@ def make_trainer(name, model, records, tokenizer, folder, optimizer, steps):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_losses_and_adapters_are_those_of_trl(name, trained, records, tmp_path, at_most):
+def test_losses_and_adapters_are_those_of_trl(name, trained, records, labelled, tmp_path, at_most):
     folder, losses = trained
     steps = task(name)["steps"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / "backbone")
@@ -190,7 +210,8 @@ def test_losses_and_adapters_are_those_of_trl(name, trained, records, tmp_path, 
         optimizer = torch.optim.AdamW(parameters, rate, weight_decay=0.0)
     else:
         optimizer = torch.optim.SGD(parameters, rate, momentum=0.9)
-    trainer = make_trainer(name, model, records, tokenizer, tmp_path, optimizer, steps)
+    data = labelled if is_labelled(name) else records
+    trainer = make_trainer(name, model, data, tokenizer, tmp_path, optimizer, steps)
     found, compute_loss = [], trainer.compute_loss
 
     def recorded(*arguments, **named):
@@ -200,6 +221,9 @@ def test_losses_and_adapters_are_those_of_trl(name, trained, records, tmp_path, 
 
     trainer.compute_loss = recorded
     trainer.train()
+    if name == "kto":
+        divergences = [line["kl"] for line in trainer.state.log_history if "kl" in line]
+        assert max(divergences) > 0
     assert len(found) == len(losses[name]) == steps
     # TRL adds up log-probabilities in float32; this loss is a square of two such sums of about -90.
     kind, limit = ("sppo_hard", 2e-5) if name == "sppo_hard" else ("objectives", 1e-5)
@@ -219,6 +243,14 @@ def test_losses_and_adapters_are_those_of_trl(name, trained, records, tmp_path, 
 
 def norm(tensors):
     return sum(tensor.square().sum().item() for tensor in tensors) ** 0.5
+
+
+def labelled_texts(rng):
+    return {
+        "prompt": some_words(rng, 1, 5),
+        "completion": " " + some_words(rng, 1, 8),
+        "label": rng.random() < 0.5,
+    }
 
 
 def chat(rng):
@@ -272,7 +304,8 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     records = [make(rng) for _ in range(10)]
     file = f"{form}.jsonl"
     write(tmp_path / file, records)
-    found = jaxmux("pairs", tmp_path, {"tokenizer": backbone, "files": {file: most}})[file]
+    options = {"max_length": most, "records": "pairs"}
+    found = jaxmux("preferences", tmp_path, {"tokenizer": backbone, "files": {file: options}})[file]
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
     trainer = DPOTrainer(
         model=small_llama(len(tokenizer)),
@@ -293,3 +326,56 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     assert found == wanted and found
     # Some sample is cut.
     assert form != "cut" or any(len(sample["ids"]) == most for sample in found)
+
+
+def labelled_chats(rng):
+    return {"prompt": chat(rng), "completion": answer(rng), "label": rng.random() < 0.5}
+
+
+# By file: what makes a record, and the most tokens of a sample. TRL divides the answers of pairs:
+# all chosen ones come first.
+LABELLED_FORMS = {
+    "labelled": (labelled_texts, 200),
+    "cut": (labelled_texts, 12),
+    "chats": (labelled_chats, 200),
+    "pairs": (within_a_token, 200),
+}
+
+
+@pytest.mark.parametrize("form", LABELLED_FORMS)
+def test_tokens_and_targets_of_labelled_answers_are_those_of_trl(form, jaxmux, backbone, tmp_path):
+    make, most = LABELLED_FORMS[form]
+    rng = random.Random(3)
+    # The last one of three batches is smaller.
+    records = [make(rng) for _ in range(8 if form == "pairs" else 11)]
+    file = f"{form}.jsonl"
+    write(tmp_path / file, records)
+    options = {"max_length": most, "records": "labels", "mismatched_in": 4}
+    found = jaxmux("preferences", tmp_path, {"tokenizer": backbone, "files": {file: options}})[file]
+    if form == "pairs":
+        found = [found[4 * i + n] for first in (0, 2) for i in range(8) for n in (first, first + 1)]
+    tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
+    trainer = KTOTrainer(
+        model=small_llama(len(tokenizer)),
+        ref_model=small_llama(len(tokenizer)),
+        args=KTOConfig(
+            output_dir=str(tmp_path),
+            max_length=most,
+            per_device_train_batch_size=4,
+            report_to=[],
+            use_cpu=True,
+            bf16=False,
+        ),
+        train_dataset=Dataset.from_list(records),
+        processing_class=tokenizer,
+    )
+    wanted = []
+    for record in trainer.train_dataset:
+        batch = trainer.data_collator([record])
+        for prefix in ("", "KL_"):
+            names = "input_ids", "attention_mask", "completion_mask"
+            ((ids, attended, target),) = zip(*(batch[prefix + n] for n in names), strict=True)
+            kept = attended.bool()
+            wanted.append({"ids": ids[kept].tolist(), "target": target[kept].bool().tolist()})
+    assert found == wanted and found
+    assert form != "cut" or any(len(sample["ids"]) == most for sample in found[::2])

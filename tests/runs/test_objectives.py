@@ -2,12 +2,14 @@
 
 import json
 import signal
+from functools import partial
 
 import numpy as np
 import pytest
 
 from jaxmux import (
     DPO,
+    KTO,
     SFT,
     AdamW,
     Interrupted,
@@ -18,12 +20,18 @@ from jaxmux import (
     TaskError,
     tuning_server,
 )
+from jaxmux.cli.main import run_command
+from jaxmux.data import load_tokenizer
 from jaxmux.engine.devices import programs
+from jaxmux.engine.tasks.prepared_task import read_data
+from jaxmux.models import BackboneConfig
+from jaxmux.runs.task_warnings import of_labels
 from jaxmux.server import ServerOptions
 from jaxmux.server.task import ENDED
 
 from .conftest import COLOURS, FRUITS, SERVER
 
+evaluate = partial(run_command, "eval", prog="jaxmux eval")
 DROPPED = LoRA(2, 4.0, target_modules=("q_proj", "down_proj"), dropout=0.1)
 
 
@@ -51,6 +59,31 @@ def make_paired(make_task, pairs):
     def make(name="pairs", objective=None, **fields):
         fields = {"data": pairs["train"], "eval_data": pairs["eval"], "batch_size": 3} | fields
         return make_task(name, objective=objective or DPO(0.5), **fields)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def make_labelled(make_task, tmp_path_factory):
+    """Makes a task of labelled answers: nine desirable and seven undesirable ones to train on, two
+    of each held out."""
+    folder, rng = tmp_path_factory.mktemp("labels"), np.random.default_rng(6)
+    paths = {}
+    for field, labels in (("data", [True] * 9 + [False] * 7), ("eval_data", [True, False] * 2)):
+        records = [
+            {
+                "prompt": rng.choice(FRUITS),
+                "completion": f" {' '.join(rng.choice(COLOURS, rng.integers(1, 5)))}",
+                "label": label,
+            }
+            for label in labels
+        ]
+        paths[field] = str(folder / f"{field}.jsonl")
+        (folder / f"{field}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+    def make(name="labels", objective=None, **fields):
+        fields = paths | {"batch_size": 4} | fields
+        return make_task(name, objective=objective or KTO(0.5), **fields)
 
     return make
 
@@ -86,11 +119,20 @@ def stop_at_microbatch(number, monkeypatch):
     monkeypatch.setattr(programs, "accumulate", accumulate_and_raise)
 
 
-@pytest.mark.parametrize("microbatch", [1, 5])
+@pytest.mark.parametrize(("microbatch", "name"), [(1, "pairs"), (5, "pairs"), (5, "labels")])
 def test_a_stopped_run_goes_on_with_the_same_bits(
-    microbatch, train, make_task, make_paired, tmp_path, monkeypatch, adapter_bytes
+    microbatch,
+    name,
+    train,
+    make_task,
+    make_paired,
+    make_labelled,
+    tmp_path,
+    monkeypatch,
+    adapter_bytes,
 ):
-    tasks = (make_paired(adapter=DROPPED, steps=5), make_task("sft", steps=3))
+    make = make_paired if name == "pairs" else make_labelled
+    tasks = (make(adapter=DROPPED, steps=5), make_task("sft", steps=3))
     options = {"tokens_per_microbatch": 128, "checkpoint_every": 2}
     train(tmp_path / "whole", *tasks, **options)
     stop_at_microbatch(microbatch, monkeypatch)
@@ -98,10 +140,10 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
         train(tmp_path / "stopped", *tasks, **options)
     monkeypatch.undo()
     summary = train(tmp_path / "stopped", *tasks, **options)
-    for name in ("pairs", "sft"):
-        whole, stopped = (tmp_path / each / "adapters" / name for each in ("whole", "stopped"))
+    for task in (name, "sft"):
+        whole, stopped = (tmp_path / each / "adapters" / task for each in ("whole", "stopped"))
         assert adapter_bytes(stopped) == adapter_bytes(whole)
-    assert summary.tasks["pairs"]["status"] == "succeeded"
+    assert summary.tasks[name]["status"] == "succeeded"
     for file in ("metrics.jsonl", "held_out.jsonl"):
         whole, stopped = (
             [{**line, "time": 0} for line in lines(tmp_path / each / file)]
@@ -186,6 +228,52 @@ def test_equal_answers_are_a_warning(train, make_paired, write_lines, tmp_path, 
     train(tmp_path, make_paired(objective=SimPO(), data=path, eval_data=None, steps=1))
     printed = " ".join(capsys.readouterr().out.split())
     assert "in 1 pair the chosen and the rejected answer are the same tokens" in printed
+
+
+def test_labelled_answers_have_losses_of_both_kinds(
+    train, make_labelled, make_task, tmp_path, capsys
+):
+    apo = make_labelled("apo", KTO(0.5, "apo_zero_unpaired"), steps=2)
+    train(tmp_path, make_labelled(steps=4), apo, make_task("sft", steps=2))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "task labels: 16 answers, 4 steps" in printed and "4 held out" in printed
+    assert "warning" not in printed
+    (first, last), (first_apo, _) = (
+        [line for line in lines(tmp_path / "held_out.jsonl") if line["task"] == name]
+        for name in ("labels", "apo")
+    )
+    assert first["loss"] == first_apo["loss"] == 0.5
+    assert first["metrics"]["kl"] == 0 and "kl" not in first_apo["metrics"]
+    assert last["metrics"]["rewards/chosen"] != 0 and last["loss"] != 0.5
+    results = tmp_path / "results.json"
+    assert evaluate([f"--run_dir={tmp_path}", "--task=labels", f"--out={results}"]) == 0
+    (result,) = json.loads(results.read_text())["results"]
+    # The desirable answers are completed.
+    assert (result["samples"], result["compared"]) == (4, 2)
+    assert result["adapter"]["loss"] == pytest.approx(last["loss"], rel=1e-4)
+    assert result["adapter"]["metrics"] == pytest.approx(last["metrics"], rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("labels", "warning"),
+    [
+        ([1, 1, 1], "all 3 answers are desirable, and KTO compares both kinds"),
+        ([0, 0], "all 2 answers are undesirable"),
+        ([1, 1, 0], "is 2; it should be between 1 and 1.33, as with a desirable_weight of 0.5 to"),
+        ([1, 0, 0], "times 1 desirable answers, divided by undesirable_weight times 2 undesirabl"),
+    ],
+)
+def test_answers_out_of_balance_are_a_warning(
+    labels, warning, make_labelled, backbone, write_lines
+):
+    path = write_lines(
+        *({"prompt": "eat", "completion": " red", "label": bool(label)} for label in labels)
+    )
+    task = make_labelled(data=path, eval_data=None)
+    config = BackboneConfig.from_folder(backbone)
+    data = read_data(task, config, load_tokenizer(backbone))
+    (found,) = of_labels(task, data.samples)
+    assert warning in found
 
 
 def test_a_run_continues_an_adapter_as_its_own_reference(train, make_task, make_paired, tmp_path):

@@ -18,7 +18,7 @@ from jaxmux.cli.main import run_command
 from jaxmux.data import GlobalBatches, Sample, Samples, load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.engine.rounds.rounds import ReplicaInput, training_rounds
-from jaxmux.engine.tasks.prepared_task import BatchLengths, size_of
+from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import Backbone, BackboneConfig
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec
@@ -113,7 +113,7 @@ def chosen(tasks, **given):
 
 
 def by_plain_rule(tasks) -> PricedShape:
-    rounds = sample_rounds([BatchLengths(task.batches, task.steps) for task in tasks])
+    rounds = sample_rounds([task.batch_lengths for task in tasks])
     costs = run_costs(tasks, CONFIG, jnp.float32)
     lengths = [length for task in tasks for length in task.lengths]
     return plain_shape(rounds, ShapeRequest(2048), costs.replica.microbatch, lengths)
@@ -122,7 +122,7 @@ def by_plain_rule(tasks) -> PricedShape:
 def load(task: PreparedTask) -> TaskLoad:
     """The task as plans describe it."""
     lengths = [s.stream_length for s in task.samples.samples]
-    batches = BatchLengths(task.batches, task.steps)
+    batches = task.batch_lengths
     size, held_out = task.task.batch_size, [s.stream_length for s in task.eval_samples]
     return TaskLoad(task.task.name, task.pool, size, task.steps, lengths, batches, held_out)
 
@@ -136,7 +136,7 @@ def test_best_shape_is_the_shape_class_of_a_training_run(tasks):
 
 
 def test_lengths_of_batches_are_those_of_every_step(tasks):
-    lengths = BatchLengths(tasks[1].batches, tasks[1].steps)
+    lengths = tasks[1].batch_lengths
     assert len(lengths) == 40
     assert lengths[39] == [s.stream_length for s in tasks[1].batches[39]]
     with pytest.raises(IndexError, match="step 40 of 40"):

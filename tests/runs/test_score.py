@@ -75,7 +75,7 @@ def test_both_answers_of_preference_records_are_scored(backbone, write_lines, li
     names = [(n, answer) for n in range(2) for answer in ("chosen", "rejected")]
     assert [(line["record"], line["answer"]) for line in found] == names
     assert {(line["adapter"], line["data"]) for line in found} == {(None, "records.jsonl")}
-    samples = load_samples(Source(file), load_tokenizer(backbone), max_length=64, pairs=True)
+    samples = load_samples(Source(file), load_tokenizer(backbone), max_length=64, records="pairs")
     for line, sample in zip(found, samples.samples, strict=True):
         assert line["tokens"] == sample.input_ids.tolist()
         assert line["targets"] == sample.target_mask.tolist()

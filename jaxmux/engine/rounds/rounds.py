@@ -22,7 +22,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import Placement, ShapeClass, pack_round
 
-from ..tasks.prepared_task import BatchLengths, PreparedTask
+from ..tasks.prepared_task import PreparedTask
 
 # The microbatches of all data shards, on the devices that read them: arrays on one device, or on
 # the devices of each stage.
@@ -125,7 +125,8 @@ class RoundPlan(NamedTuple):
       slots: scale, dropout rate and dropout key of every slot.
       dropout: whether the pool has dropout.
       tokens, target_tokens: by slot, number of tokens in the task's global batch, without padding
-        and virtual tokens, and number of those that count in the loss.
+        and virtual tokens, and number of those that count in the loss. Samples that are not trained
+        do not count.
       computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
       recorded: by slot, what the records of the task's global batch say.
       scored: the slots whose losses depend on log-probabilities, of the task's present adapter or
@@ -213,7 +214,7 @@ class TaskGroups:
             return
         if len(kept) < 2 or 2 * len(stay) < len(tasks):
             return
-        tokens = {slot: sum(_lengths(task)[0]) for slot, task in tasks.items()}
+        tokens = {slot: sum(task.batch_lengths[0]) for slot, task in tasks.items()}
         for slot in sorted(tasks.keys() - stay):
             min(kept, key=lambda group: sum(tokens[each] for each in group)).append(slot)
         self._kept = [tuple(sorted(group)) for group in kept]
@@ -241,7 +242,7 @@ class TaskGroups:
         from jaxmux.planner.pipeline import grouping_of_share
 
         replica, slots = self._longest.replica, list(tasks)
-        lengths = [_lengths(task) for task in tasks.values()]
+        lengths = [task.batch_lengths for task in tasks.values()]
         present = [tuple(slots.index(slot) for slot in group) for group in kept]
         shape = self._longest.shape
         grouping = grouping_of_share(lengths, replica, shape, self._devices, present)
@@ -250,10 +251,6 @@ class TaskGroups:
 
 def _names(tasks: Mapping[int, PreparedTask]) -> frozenset[tuple[int, str]]:
     return frozenset((slot, task.task.name) for slot, task in tasks.items())
-
-
-def _lengths(task: PreparedTask) -> BatchLengths:
-    return BatchLengths(task.batches, task.steps)
 
 
 def pack_tightly(
@@ -304,6 +301,7 @@ def training_rounds(
         steps = {slot: turn.step for slot, turn in turns.items()}
         ends = frozenset(slot for slot, turn in turns.items() if turn.last)
         batches = {slot: turn.batch for slot, turn in turns.items()}
+        trained = {n: live[n].task.objective.trained(batch) for n, batch in batches.items()}
         samples_of = {slot: turn.samples for slot, turn in turns.items()}
         shares = shares_of_replicas(batches, samples_of, dispatch)
         recorded = {n: recorded_of(task.task.objective, batches[n]) for n, task in live.items()}
@@ -330,8 +328,8 @@ def training_rounds(
             slot_table(live, steps, pool.slots),
             pool.dropout,
             frozenset(task.task.optimizer.kind for task in live.values()),
-            {slot: sum(s.read_tokens for s in batch) for slot, batch in batches.items()},
-            {slot: sum(s.target_tokens for s in batch) for slot, batch in batches.items()},
+            {slot: sum(s.read_tokens for s in batch) for slot, batch in trained.items()},
+            {slot: sum(s.target_tokens for s in batch) for slot, batch in trained.items()},
             dict(computed),
             recorded,
             waiting & live.keys(),
@@ -358,7 +356,7 @@ def terms_of_batches(
 
 def recorded_of(objective: Objective, samples: Sequence[Sample]) -> Recorded | None:
     """What the records of samples say, if the objective reads it."""
-    if not objective.rollouts:
+    if objective.records not in ("labels", "rollouts"):
         return None
     samples = list(samples)
     values = {
@@ -535,7 +533,7 @@ class Turn(NamedTuple):
 
     Attributes:
       step: index of the task's global batch, from 0.
-      samples: indices of the samples of `batch` that are trained.
+      samples: indices of the samples of `batch` that are trained, ascending.
       last: whether the global batch is complete with them.
     """
 
@@ -599,10 +597,13 @@ class Turns:
 
     def _divide(self, slot: int) -> list[Turn]:
         step = self._steps[slot]
-        batch = self._tasks[slot].batches[step]
-        lengths = [max(sample.stream_length, self._least_tokens) for sample in batch]
-        ranges = divide(lengths, self._most_tokens)
-        return [Turn(step, batch, samples, samples.stop == len(batch)) for samples in ranges]
+        batch, objective = self._tasks[slot].batches[step], self._tasks[slot].task.objective
+        trained = objective.trained(range(len(batch)))
+        lengths = [max(batch[i].stream_length, self._least_tokens) for i in trained]
+        return [
+            Turn(step, batch, trained[part.start : part.stop], part.stop == len(trained))
+            for part in divide(lengths, self._most_tokens)
+        ]
 
 
 def divide(lengths: Sequence[int], most_tokens: int | None) -> list[range]:

@@ -268,7 +268,7 @@ class Slot:
 
     @property
     def held_out_tokens(self) -> int:
-        return target_tokens(self.prepared.eval_samples)
+        return target_tokens(self.prepared.task.objective.trained(self.prepared.eval_samples))
 
     def is_measured_after(self, step: int) -> bool:
         every = self.prepared.task.eval_every

@@ -42,6 +42,7 @@ from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.models.loss import block_bytes
 from jaxmux.models.modules import abstract_weights, divisible_weights, layer_linears
 from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
+from jaxmux.objectives import Objective, Policy
 from jaxmux.peft import (
     AdapterError,
     LayerMask,
@@ -198,7 +199,9 @@ def _load(
     loaded: Loaded,
 ) -> Samples:
     source = dataclasses.replace(source, path=resolve_path(source.path))
-    key = source, task.max_length, part, task.objective.members, task.objective.rollouts
+    objective = task.objective
+    mismatched_in = task.batch_size if objective.needs_mismatched else None
+    key = source, task.max_length, part, objective.records, mismatched_in
     if (samples := loaded.samples.get(key)) is None:
         samples = load_samples(
             source,
@@ -207,24 +210,24 @@ def _load(
             vocab_size=config.vocab_size,
             part=part,
             tokens=loaded.tokens,
-            pairs=task.objective.members == 2,
-            rollouts=task.objective.rollouts,
+            records=objective.records,
+            mismatched_in=mismatched_in,
         )
         loaded.samples[key] = samples
     stored = with_virtual_tokens(samples.samples, task.adapter)
-    if task.objective.rollouts:
+    if isinstance(objective, Policy):
         rewards, groups = (stored.numbers[name] for name in (REWARD, GROUP))
-        stored = stored.with_numbers(advantage=task.objective.advantages(rewards, groups))
+        stored = stored.with_numbers(advantage=objective.advantages(rewards, groups))
     return samples._replace(samples=stored)
 
 
 class BatchLengths(Sequence[list[int]]):
-    """By step, the stream lengths in tokens of the samples of a task's global batch. The stream
-    length is the number of tokens minus 1, because the model does not read the last token. A global
-    batch is read only when its lengths are requested."""
+    """By step, the stream lengths in tokens of the samples of a task's global batch that are
+    trained. The stream length is the number of tokens minus 1, because the model does not read the
+    last token. A global batch is read only when its lengths are requested."""
 
-    def __init__(self, batches: GlobalBatches, steps: int):
-        self.batches, self.steps = batches, steps
+    def __init__(self, batches: GlobalBatches, steps: int, objective: Objective):
+        self.batches, self.steps, self._objective = batches, steps, objective
 
     def __len__(self) -> int:
         return self.steps
@@ -235,7 +238,8 @@ class BatchLengths(Sequence[list[int]]):
         # The search for a mesh requests the same steps repeatedly.
         known = _LENGTHS.setdefault(self.batches, {})
         if step not in known:
-            known[step] = [sample.stream_length for sample in self.batches[step]]
+            batch = self._objective.trained(self.batches[step])
+            known[step] = [sample.stream_length for sample in batch]
         return known[step]
 
 
@@ -346,6 +350,10 @@ class PreparedTask:
         the last token, plus the number of virtual tokens that the adapter adds."""
         parts = [stream_lengths(part) for part in (self.samples.samples, self.eval_samples)]
         return np.unique(np.concatenate(parts)).tolist()
+
+    @property
+    def batch_lengths(self) -> BatchLengths:
+        return BatchLengths(self.batches, self.steps, self.task.objective)
 
     @property
     def longest(self) -> int:
@@ -613,16 +621,17 @@ def _first_adapter(
     kind = kind_of(task.adapter)
     try:
         if kind.reads_samples:
-            samples = first_epoch(batches)
+            samples = first_epoch(batches, task.objective)
             return kind.initial(task.adapter, targets, config, task.seed, base, samples)
         return kind.initial(task.adapter, targets, config, task.seed, base)
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
 
 
-def first_epoch(batches: GlobalBatches) -> Iterator[Sample]:
+def first_epoch(batches: GlobalBatches, objective: Objective) -> Iterator[Sample]:
+    """The trained samples of the first epoch."""
     for number in range(batches.batches_per_epoch):
-        yield from batches[number]
+        yield from objective.trained(batches[number])
 
 
 def _saved_adapter(

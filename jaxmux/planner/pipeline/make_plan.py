@@ -9,8 +9,7 @@ below:
    "backbone": "LlamaForCausalLM",
    "replica": "pp4,tp2",
    "tasks": [{"name": "mood", "rank": 4, "batch_size": 16, "steps": 80, "samples": 400,
-              "members": 1,
-              "tokens": 9000, "longest": 31}, …],
+              "members": 1, "unit": "sample", "tokens": 9000, "longest": 31}, …],
    "shape": {"rows": 20, "row_len": 128, "chunk_len": 128, "max_sequences": 8},
    "remat": ["dots", …],
    "rounds": 8,
@@ -60,8 +59,8 @@ FORMAT = "jaxmux.plan/3"
 class PlannedTask(NamedTuple):
     """The facts about one task that a `Plan` reports. `tokens` counts all tokens of the samples, as
     `Task.max_length` does. `rank` is the size of the adapter if its kind has no rank. The longest
-    sample may be a held-out one. A record is `members` samples, 2 for a pair of answers;
-    `batch_size` counts records, and `samples` samples."""
+    sample may be a held-out one. A record is `members` samples, 2 for a pair of answers, and is
+    called `unit`; `batch_size` counts records, and `samples` samples."""
 
     name: str
     rank: int
@@ -71,6 +70,7 @@ class PlannedTask(NamedTuple):
     tokens: int
     longest: int
     members: int = 1
+    unit: str = "sample"
 
     @property
     def records(self) -> int:
@@ -289,12 +289,15 @@ class TaskLoad(NamedTuple):
     Attributes:
       pool: sizes of the pool that the task needs alone.
       steps: number of global batches that the task trains.
-      batches: stream lengths of each global batch, of all steps or at least of the first step.
+      batches: stream lengths of the trained samples of each global batch, of all steps or at least
+        of the first step.
       held_out: lengths of the held-out samples, which must also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
-      scored: whether log-probabilities of a global batch are computed before it is trained.
-      members: number of samples of a record, as in `Objective`; for reports only.
+      scored: tokens whose log-probabilities are computed before a global batch is trained, divided
+        by its trained tokens: 0 for none, 1 if they are the same tokens.
+      members, unit: number of samples of a record, and what it is called, as in `Objective`; for
+        reports only.
     """
 
     name: str
@@ -306,8 +309,9 @@ class TaskLoad(NamedTuple):
     held_out: Sequence[int] = ()
     dropped: int = 0
     virtual_tokens: int = 0
-    scored: bool = False
+    scored: float = 0.0
     members: int = 1
+    unit: str = "sample"
 
     @property
     def longest(self) -> int:
@@ -370,10 +374,9 @@ def scoring_seconds(
     """The seconds of a round in which log-probabilities are computed, without gradients, for the
     objectives of tasks: the forward passes of their samples in full microbatches."""
     forward, _ = costs.stages(shape)
-    scored = {slot for slot, task in enumerate(tasks) if task.scored}
     seconds = 0.0
     for batches in rounds:
-        tokens = sum(sum(lengths) for slot, lengths in batches.items() if slot in scored)
+        tokens = sum(tasks[slot].scored * sum(lengths) for slot, lengths in batches.items())
         if tokens:
             microbatches = math.ceil(tokens / (shape.tokens * costs.replica.shards))
             seconds += float(forward.sum() + (microbatches - 1) * forward.max())
@@ -491,6 +494,7 @@ def _planned_task(task: TaskLoad) -> PlannedTask:
         tokens=sum(task.lengths) + count * more,
         longest=task.longest + more,
         members=task.members,
+        unit=task.unit,
     )
 
 

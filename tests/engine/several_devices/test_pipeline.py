@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from jaxmux.engine.devices.replica_pipeline import ReplicaPipeline
-from jaxmux.engine.tasks.prepared_task import BatchLengths
 from jaxmux.models import Backbone
 from jaxmux.planner import PlanningError
 from jaxmux.planner.devices import SCHEDULES, Stage
@@ -107,7 +106,7 @@ def test_stages_run_their_passes_in_the_order_of_the_plan(schedule, make_engine,
         for dispatched in record.passes:
             entry = dispatched.steps[0], dispatched.microbatch, dispatched.part, dispatched.forward
             executed[dispatched.stage].append(entry)
-    lengths = [BatchLengths(task.batches, task.steps) for task in tasks]
+    lengths = [task.batch_lengths for task in tasks]
     rounds = [dict(enumerate(of_round)) for of_round in zip(*lengths, strict=True)]
     shape = engine.options.shape
     grouping = grouping_of_tasks(lengths, shape, 2, schedule=schedule)

@@ -100,9 +100,9 @@ def test_held_out_samples_fit_a_row_too(plan_of, tasks):
 @pytest.mark.long
 @pytest.mark.parametrize("replica", [ONE_DEVICE, Replica.uniform(2, 1)])
 def test_forward_passes_for_objectives_take_time(replica, plan_of, tasks):
-    scored = [task._replace(scored=True) for task in tasks[:2]]
+    scored = [task._replace(scored=1.0) for task in tasks[:2]]
     plain, some = plan_of(tasks, replica), plan_of([*scored, *tasks[2:]], replica)
-    every = plan_of([task._replace(scored=True) for task in tasks], replica)
+    every = plan_of([task._replace(scored=1.0) for task in tasks], replica)
     seconds = [plan.prediction.round_seconds for plan in (plain, some, every)]
     assert seconds[0] < seconds[1] < seconds[2]
     # A forward pass is a third to a half of a training microbatch.
