@@ -17,9 +17,10 @@ from .field_checks import (
     Text,
     checked_dataclass,
 )
-from .objectives import OBJECTIVES, SFT, Objective
+from .objectives import HIGHER_IS_BETTER, LOSS, OBJECTIVES, SFT, Objective
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
+from .similar_names import did_you_mean
 
 # Files and folders are named after a task, and file systems permit names of 255 bytes.
 LONGEST_NAME = 100
@@ -42,6 +43,9 @@ _HELD_OUT = "eval_data", "validation_fraction"
         Rule("patience needs eval_every", ("eval_every",), needed_by="patience"),
         Rule(
             "eval_every needs eval_data or validation_fraction", _HELD_OUT, needed_by="eval_every"
+        ),
+        Rule(
+            "best_metric needs eval_data or validation_fraction", _HELD_OUT, needed_by="best_metric"
         ),
         Rule(
             "give eval_data or validation_fraction, not both: each says which records are held out",
@@ -89,10 +93,11 @@ class Task:
         and on `validation_seed`. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
-      keep_best: True exports the adapter with the lowest held-out loss that was measured after a
-        step; False exports the last one. It needs `eval_every`.
-      patience: number of measurements in a row without a lower held-out loss after which training
-        ends. The task has then succeeded. It needs `eval_every`. None trains all steps.
+      keep_best: True exports the adapter with the best value of `best_metric` that was measured
+        after a step, of equal ones the earliest; False exports the last one. It needs
+        `eval_every`.
+      patience: number of measurements in a row without a better value of `best_metric` after which
+        training ends. The task has then succeeded. It needs `eval_every`. None trains all steps.
       max_seconds: training ends with the first step at which the task has trained for this many
         seconds, without the time that it waited. The task has then succeeded. None trains all
         steps.
@@ -109,10 +114,14 @@ class Task:
       objective: what training minimises: an `SFT`; for records with a chosen and a rejected answer
         a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`; or
         for rollouts a `Policy`.
+      best_metric: the metric of the held-out records by which adapters are compared, for
+        `keep_best`, `patience` and the configurations of a `Sweep`: "loss", the value of the
+        objective, or another metric of the objective, such as "rewards/accuracies" or "kl". Whether
+        higher or lower values are better follows from the metric.
 
     Raises:
-      TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
-        and `steps` is given.
+      TaskError: a value has the wrong type or is outside its range, not exactly one of `epochs`
+        and `steps` is given, or the objective does not have `best_metric`.
     """
 
     name: Annotated[
@@ -149,6 +158,7 @@ class Task:
     validation_fraction: Annotated[float, Field(gt=0, lt=1), EXACT] | None = None
     validation_seed: Natural | None = None
     objective: Annotated[Objective, Part(OBJECTIVES)] = SFT()
+    best_metric: Annotated[str, Field(json_schema_extra={"enum": [*HIGHER_IS_BETTER]})] = LOSS
 
     def __post_init__(self):
         for field in ("repeat", "weight"):
@@ -162,6 +172,14 @@ class Task:
             raise self._error(
                 f"data: {weighted[0]} has a weight and {others[0]} has none; give all sources of a "
                 "task a weight, or none"
+            )
+        metrics = LOSS, *self.objective.compared
+        if self.best_metric not in metrics:
+            hint = did_you_mean(self.best_metric, metrics)
+            raise self._error(
+                f"best_metric should be one of {', '.join(metrics)}, by which adapters of this "
+                f"{type(self.objective).__name__} can be compared, found {self.best_metric!r}"
+                f"{hint and f'; {hint}'}"
             )
 
     @property

@@ -2,7 +2,17 @@
 
 from collections.abc import Mapping
 
-from .objective import SFT, Graded, Known, Objective, Recorded, TargetLogProbs
+from .objective import (
+    HIGHER_IS_BETTER,
+    LOSS,
+    SFT,
+    Comparison,
+    Graded,
+    Known,
+    Objective,
+    Recorded,
+    TargetLogProbs,
+)
 from .policy import Policy
 from .preference import ACCURACY, CPO, DPO, ORPO, SimPO
 
@@ -14,9 +24,12 @@ __all__ = [
     "ACCURACY",
     "CPO",
     "DPO",
+    "HIGHER_IS_BETTER",
+    "LOSS",
     "OBJECTIVES",
     "ORPO",
     "SFT",
+    "Comparison",
     "Graded",
     "Known",
     "Objective",

@@ -124,6 +124,10 @@ class Policy(Objective):
         return self.kl_coef > 0
 
     @property
+    def compared(self):
+        return ("kl",) if self.kl_coef else ()
+
+    @property
     def _surrogate(self) -> str:
         return _LOSSES[self.loss][0]
 

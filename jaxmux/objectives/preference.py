@@ -96,6 +96,12 @@ class _Paired(Objective):
     members: ClassVar[int] = 2
     unit: ClassVar[str] = "pair"
 
+    @property
+    def compared(self):
+        of_rewards = "rewards/chosen", "rewards/rejected", ACCURACY, "rewards/margins"
+        of_pairs = *of_rewards, "logps/chosen", "logps/rejected"
+        return (*of_pairs, "nll_loss") if self._likelihood() else of_pairs
+
     def grade(self, log_probs, reference=None, recorded=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
         known = np.zeros(len(sums)) if reference is None else reference
@@ -560,6 +566,10 @@ class ORPO(_Paired):
     beta: Positive = 0.1
 
     kind: ClassVar[str] = "orpo"
+
+    @property
+    def compared(self):
+        return *super().compared, "log_odds_ratio", "log_odds_chosen"
 
     def _likelihood(self):
         return 1.0

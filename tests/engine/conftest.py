@@ -99,12 +99,10 @@ def make_paired(make_task):
 
     def make(name, objective, **fields):
         fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4} | fields
-        prepared = make_task(name, samples=14, lengths=(5, 60), **fields)
-        task = dataclasses.replace(prepared.task, objective=objective)
+        prepared = make_task(name, samples=14, lengths=(5, 60), objective=objective, **fields)
         return dataclasses.replace(
             prepared,
-            task=task,
-            batches=GlobalBatches(prepared.samples.samples, 3, task.seed, members=2),
+            batches=GlobalBatches(prepared.samples.samples, 3, prepared.task.seed, members=2),
             eval_samples=random_samples(3, 4, (5, 60)) if "eval_data" in fields else [],
         )
 

@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from jax.nn import log_sigmoid, sigmoid
 
-from jaxmux.objectives import ACCURACY, CPO, DPO, OBJECTIVES, ORPO, SFT, SimPO
+from jaxmux.objectives import (
+    ACCURACY,
+    CPO,
+    DPO,
+    HIGHER_IS_BETTER,
+    OBJECTIVES,
+    ORPO,
+    SFT,
+    Comparison,
+    SimPO,
+)
 
 BETA = 0.4
 LOSSES = (
@@ -222,6 +232,21 @@ def test_a_mixture_is_the_weighted_sum_of_its_types(log_probs, reference):
     for i, of_sample in enumerate(graded.slopes):
         expected = sum(w * p.slopes[i] for w, p in zip(mixture.weights, parts, strict=True))
         np.testing.assert_allclose(of_sample, expected)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "mixture", "cpo, sigmoid", "simpo", "orpo"])
+def test_adapters_can_be_compared_by_all_metrics(name, log_probs, reference):
+    metrics = CASES[name].grade(log_probs, CASES[name].sums(reference)).metrics
+    assert set(CASES[name].compared) == set(metrics) <= set(HIGHER_IS_BETTER)
+    assert all(Comparison(metric).value(1.0, metrics) == metrics[metric] for metric in metrics)
+
+
+def test_values_that_are_not_finite_are_the_worst():
+    for metric in ("loss", "rewards/margins"):
+        costs = [Comparison(metric).cost(x) for x in (None, np.nan, np.inf, -np.inf)]
+        assert costs == [np.inf] * 4
+    assert Comparison("kl").cost(1.0) < Comparison("kl").cost(2.0)
+    assert Comparison("rewards/margins").cost(2.0) < Comparison("rewards/margins").cost(1.0)
 
 
 def test_sft_is_the_mean_over_all_tokens(log_probs):
