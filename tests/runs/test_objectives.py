@@ -23,28 +23,9 @@ from jaxmux.runs.sweep_results import sweep_table
 from jaxmux.server import ServerOptions
 from jaxmux.server.task import ENDED
 
-from .conftest import COLOURS, FRUITS, SERVER
+from .conftest import SERVER
 
 DROPPED = LoRA(2, 4.0, target_modules=("q_proj", "down_proj"), dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """Paths of preference records, for training and held out."""
-    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(4)
-
-    def words(of, most):
-        return " " + " ".join(rng.choice(of, rng.integers(1, most)))
-
-    paths = {}
-    for name, count in {"train": 14, "eval": 5}.items():
-        records = [
-            {"prompt": "eat", "chosen": words(FRUITS, 5), "rejected": words(COLOURS, 5)}
-            for _ in range(count)
-        ]
-        paths[name] = folder / f"{name}.jsonl"
-        paths[name].write_text("".join(json.dumps(record) + "\n" for record in records))
-    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
