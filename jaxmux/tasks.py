@@ -17,7 +17,7 @@ from .field_checks import (
     Text,
     checked_dataclass,
 )
-from .objectives import HIGHER_IS_BETTER, LOSS, OBJECTIVES, SFT, Objective
+from .objectives import BOUND, HIGHER_IS_BETTER, LOSS, OBJECTIVES, SFT, Bound, Objective
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
 from .similar_names import did_you_mean
@@ -41,6 +41,7 @@ _HELD_OUT = "eval_data", "validation_fraction"
         Rule("give epochs or steps, one of the two", ("epochs", "steps"), required=True),
         Rule("keep_best needs eval_every", ("eval_every",), needed_by="keep_best"),
         Rule("patience needs eval_every", ("eval_every",), needed_by="patience"),
+        Rule("stop_when needs eval_every", ("eval_every",), needed_by="stop_when"),
         Rule(
             "eval_every needs eval_data or validation_fraction", _HELD_OUT, needed_by="eval_every"
         ),
@@ -118,10 +119,14 @@ class Task:
         `keep_best`, `patience` and the configurations of a `Sweep`: "loss", the value of the
         objective, or another metric of the objective, such as "rewards/accuracies" or "kl". Whether
         higher or lower values are better follows from the metric.
+      stop_when: a bound such as "kl > 0.1" or "rewards/accuracies > 0.95", of a metric that
+        `best_metric` may name. Training ends with the first measurement after a step that passes
+        it. The task has then succeeded. It needs `eval_every`. None trains all steps.
 
     Raises:
       TaskError: a value has the wrong type or is outside its range, not exactly one of `epochs`
-        and `steps` is given, or the objective does not have `best_metric`.
+        and `steps` is given, or the objective does not have the metric of `best_metric` or of
+        `stop_when`.
     """
 
     name: Annotated[
@@ -159,6 +164,16 @@ class Task:
     validation_seed: Natural | None = None
     objective: Annotated[Objective, Part(OBJECTIVES)] = SFT()
     best_metric: Annotated[str, Field(json_schema_extra={"enum": [*HIGHER_IS_BETTER]})] = LOSS
+    stop_when: (
+        Annotated[
+            str,
+            Field(
+                pattern=BOUND,
+                json_schema_extra={"$comment": "a bound of a metric, such as 'kl > 0.1'"},
+            ),
+        ]
+        | None
+    ) = None
 
     def __post_init__(self):
         for field in ("repeat", "weight"):
@@ -173,19 +188,24 @@ class Task:
                 f"data: {weighted[0]} has a weight and {others[0]} has none; give all sources of a "
                 "task a weight, or none"
             )
-        metrics = LOSS, *self.objective.compared
-        if self.best_metric not in metrics:
-            hint = did_you_mean(self.best_metric, metrics)
-            raise self._error(
-                f"best_metric should be one of {', '.join(metrics)}, by which adapters of this "
-                f"{type(self.objective).__name__} can be compared, found {self.best_metric!r}"
-                f"{hint and f'; {hint}'}"
-            )
+        self._require_metric("best_metric", self.best_metric)
+        if self.stop_when is not None:
+            self._require_metric("the metric of stop_when", Bound.of(self.stop_when).metric)
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The sources of the training records, at least one."""
         return self.data if isinstance(self.data, tuple) else (self.data,)
+
+    def _require_metric(self, what: str, metric: str) -> None:
+        metrics = LOSS, *self.objective.compared
+        if metric not in metrics:
+            hint = did_you_mean(metric, metrics)
+            raise self._error(
+                f"{what} should be one of {', '.join(metrics)}, by which adapters of this "
+                f"{type(self.objective).__name__} can be compared, found {metric!r}"
+                f"{hint and f'; {hint}'}"
+            )
 
     @property
     def split_seed(self) -> int:

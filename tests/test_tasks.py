@@ -54,6 +54,15 @@ def test_other_names_are_refused(name):
             "best_metric should be one of loss, by which adapters of this Policy can be compared, "
             "found 'kl'",
         ),
+        ({"stop_when": "loss < 1", "eval_data": "b.jsonl"}, "stop_when needs eval_every"),
+        (
+            {"stop_when": "loss<1", "eval_data": "b.jsonl", "eval_every": 2},
+            "stop_when should be a bound of a metric, such as 'kl > 0.1' or None, found 'loss<1'",
+        ),
+        (
+            {"stop_when": "kl > 0.1", "eval_data": "b.jsonl", "eval_every": 2},
+            "the metric of stop_when should be one of loss, by which adapters of this SFT",
+        ),
         (
             {
                 "best_metric": "rewards/accuracy",

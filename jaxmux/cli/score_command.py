@@ -19,7 +19,7 @@ from jaxmux.data.preferences import holds_pairs
 from jaxmux.engine.tasks.prepared_task import Loaded, read_held_out_by_source
 from jaxmux.evaluation import EvalCase, HeldOutData, Score, scores_of
 from jaxmux.models import BackboneConfig
-from jaxmux.objectives import DPO, LOSS, SFT
+from jaxmux.objectives import DPO, SFT
 from jaxmux.planner.numbers import numbered
 from jaxmux.printable import escaped
 from jaxmux.runs.metrics import finite_or_none
@@ -67,8 +67,7 @@ def _held_out_data(
     if are_named:
         pairs, of_task = holds_pairs(task.eval_data), task.objective
         if pairs != (of_task.members == 2) or of_task.rollouts:
-            objective = DPO() if pairs else SFT()
-            task = dataclasses.replace(task, objective=objective, best_metric=LOSS)
+            task = dataclasses.replace(task, objective=DPO() if pairs else SFT())
     for source, samples in read_held_out_by_source(task, config, tokenizer, loaded):
         for text in _left_out(samples, task.max_length):
             if (line := f"{source.path}: {text}") not in said:

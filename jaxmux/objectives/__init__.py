@@ -3,9 +3,11 @@
 from collections.abc import Mapping
 
 from .objective import (
+    BOUND,
     HIGHER_IS_BETTER,
     LOSS,
     SFT,
+    Bound,
     Comparison,
     Graded,
     Known,
@@ -22,6 +24,7 @@ OBJECTIVES: Mapping[str, type[Objective]] = {
 
 __all__ = [
     "ACCURACY",
+    "BOUND",
     "CPO",
     "DPO",
     "HIGHER_IS_BETTER",
@@ -29,6 +32,7 @@ __all__ = [
     "OBJECTIVES",
     "ORPO",
     "SFT",
+    "Bound",
     "Comparison",
     "Graded",
     "Known",

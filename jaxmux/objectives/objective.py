@@ -35,6 +35,9 @@ HIGHER_IS_BETTER: Mapping[str, bool] = {
     "log_odds_chosen": True,
 }
 
+# The form of a `Bound`.
+BOUND = r"^[^ ]+ [<>] -?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?$"
+
 # The log-probabilities of a sample's target tokens, in nats.
 TargetLogProbs = Float[np.ndarray, " targets"]
 
@@ -98,6 +101,23 @@ class Comparison(NamedTuple):
         if value is None or not math.isfinite(value):
             return math.inf
         return -value if HIGHER_IS_BETTER[self.metric] else value
+
+
+class Bound(NamedTuple):
+    """A bound of a metric, as a text such as "kl > 0.1"."""
+
+    metric: str
+    is_upper: bool
+    value: float
+
+    @classmethod
+    def of(cls, text: str) -> "Bound":
+        """The bound that a text of the form `BOUND` stands for."""
+        metric, sign, value = text.split(" ")
+        return cls(metric, sign == ">", float(value))
+
+    def is_passed(self, value: float) -> bool:
+        return value > self.value if self.is_upper else value < self.value
 
 
 @checked_dataclass

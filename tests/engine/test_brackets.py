@@ -4,9 +4,10 @@ import random
 
 import pytest
 
-from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of
+from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of, train_on
 from jaxmux.engine.queued_engine import Shrinking
 from jaxmux.engine.tasks.progress import TaskEvaluation, record_evaluation
+from jaxmux.objectives import Policy
 from jaxmux.planner.packing import PricedShape, ShapeClass
 from jaxmux.tasks import Task
 
@@ -142,6 +143,29 @@ def test_a_second_measurement_after_the_same_step_takes_no_patience():
     assert (progress.status, progress.best_step, progress.eval_step) == ("running", 4, 4)
     measure(6, 1.0)
     assert progress.stopped_early.endswith("without a lower one than after step 4")
+
+
+def test_a_task_stops_with_the_first_measurement_after_a_step_that_passes_its_bound():
+    task = Task(
+        "a",
+        "a.jsonl",
+        steps=9,
+        eval_data="b.jsonl",
+        eval_every=2,
+        objective=Policy(kl_coef=0.1),
+        stop_when="kl > 0.1",
+    )
+    progress = TaskProgress()
+    for step, kl in ((0, 0.2), (2, float("nan")), (4, 0.1), (6, 0.125)):
+        assert (progress.status, progress.stopped_early) == ("running", None)
+        done = TaskEvaluation(0, "a", step, 1.0, target_tokens=1, best=False, metrics={"kl": kl})
+        # It may have no more steps for now.
+        progress.status = "succeeded" if step == 6 else "running"
+        record_evaluation(progress, done, task)
+    assert (progress.status, progress.stopped_early) == ("succeeded", None)
+    progress = TaskProgress.from_json(progress.to_json())
+    train_on(progress, task)
+    assert progress.stopped_early == "kl 0.125 after step 6, and stop_when is 'kl > 0.1'"
 
 
 def shape_with(rows):

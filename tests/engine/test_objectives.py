@@ -175,7 +175,7 @@ def test_the_best_adapter_is_that_of_the_best_metric(make_paired, make_engine, a
     fields = {"eval_data": "random.jsonl", "eval_every": 1, "keep_best": True, "steps": 6}
     fields["optimizer"] = SGD(1.0)
     # Tasks whose names have the same letters have the same data.
-    by_loss = make_paired("ab", DPO(0.5), **fields)
+    by_loss = make_paired("ab", DPO(0.5), stop_when="rewards/accuracies > 0.9", **fields)
     by_accuracy = make_paired("ba", DPO(0.5), best_metric=ACCURACY, patience=2, **fields)
     engine, adapters, found = make_engine(by_loss, by_accuracy, shape=SMALL), {}, []
     while not engine.finished:
@@ -194,8 +194,11 @@ def test_the_best_adapter_is_that_of_the_best_metric(make_paired, make_engine, a
         "2 measurements of rewards/accuracies without a higher one than after step 2"
     )
     assert (progress.eval_loss, progress.eval_metrics[ACCURACY]) == (losses[1], 0.5)
-    lowest = 1 + int(np.argmin(losses))
-    assert engine.progress("ab").best_step == lowest != 2
+    lowest, progress = 1 + int(np.argmin(losses)), engine.progress("ab")
+    assert (progress.step, progress.best_step) == (5, lowest) and lowest != 2
+    assert progress.stopped_early == (
+        "rewards/accuracies 1 after step 5, and stop_when is 'rewards/accuracies > 0.9'"
+    )
     for name, step in (("ab", lowest), ("ba", 2)):
         assert_same_bits(engine.result(name)(), adapters[step])
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxmux.objectives import LOSS, Comparison
+from jaxmux.objectives import LOSS, Bound, Comparison
 from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
@@ -40,6 +40,7 @@ class TaskProgress:
         a step.
       best_loss, best_metrics: as `eval_loss` and `eval_metrics`, measured after `best_step`.
       evaluations_since_best: number of measurements since then.
+      bound_passed: how the last measurement passes `Task.stop_when`, in words; None if it does not.
       seconds: seconds for which the task has been trained.
       status: "running", "succeeded" (all steps are trained and the held-out loss is measured, or
         the task has stopped early) or "failed".
@@ -66,6 +67,7 @@ class TaskProgress:
     best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best_step: int | None = None
     evaluations_since_best: int = 0
+    bound_passed: str | None = None
     # Not compared, because equal tasks take different times.
     seconds: float = dataclasses.field(default=0.0, compare=False)
     status: str = "running"
@@ -171,7 +173,8 @@ def record_evaluation(progress: TaskProgress, done: TaskEvaluation, task: Task) 
         # An extended task may be measured again at its former last step.
         progress.evaluations_since_best += 1
     progress.eval_step = done.task_step
-    _stop_if_patience_ended(progress, task)
+    progress.bound_passed = _how_passed(task.stop_when, done)
+    _stop_if_due(progress, task)
     if progress.status == "succeeded":
         _take_result(progress, task.keep_best)
 
@@ -192,14 +195,14 @@ def _take_result(progress: TaskProgress, keep_best: bool) -> None:
 
 def train_on(progress: TaskProgress, task: Task) -> None:
     """Continues a task that has succeeded with its last step, because it has more steps now. If its
-    patience or its time ended with that step, it has stopped early instead. `progress` is
-    changed."""
+    patience or its time ended with that step, or a bound was passed, it has stopped early instead.
+    `progress` is changed."""
     if progress.status == "succeeded" and progress.stopped_early is None:
         if task.max_seconds is not None and progress.seconds >= task.max_seconds:
             stop_in_time(progress)
             return
         progress.status = "running"
-        _stop_if_patience_ended(progress, task)
+        _stop_if_due(progress, task)
 
 
 def stop_in_time(progress: TaskProgress) -> None:
@@ -207,16 +210,32 @@ def stop_in_time(progress: TaskProgress) -> None:
     progress.stopped_early = f"trained for {progress.seconds:.0f} s"
 
 
-def _stop_if_patience_ended(progress: TaskProgress, task: Task) -> None:
-    ended = task.patience is not None and progress.evaluations_since_best >= task.patience
-    if progress.status == "running" and ended:
-        progress.status = "succeeded"
-        compared = Comparison(task.best_metric)
-        the = "the " * (compared.metric == LOSS)
-        progress.stopped_early = (
-            f"{numbered(progress.evaluations_since_best, 'measurement')} of {the}{compared.label} "
-            f"without a {compared.better} one than after step {progress.best_step or 0}"
-        )
+def _stop_if_due(progress: TaskProgress, task: Task) -> None:
+    reason = progress.bound_passed or _how_patience_ended(progress, task)
+    if progress.status == "running" and reason:
+        progress.status, progress.stopped_early = "succeeded", reason
+
+
+def _how_passed(bound: str | None, done: TaskEvaluation) -> str | None:
+    if bound is None:
+        return None
+    metric = Bound.of(bound).metric
+    value = Comparison(metric).value(done.loss, done.metrics)
+    if not Bound.of(bound).is_passed(value):
+        return None
+    label = Comparison(metric).label
+    return f"{label} {value:.4g} after step {done.task_step}, and stop_when is {bound!r}"
+
+
+def _how_patience_ended(progress: TaskProgress, task: Task) -> str | None:
+    if task.patience is None or progress.evaluations_since_best < task.patience:
+        return None
+    compared = Comparison(task.best_metric)
+    the = "the " * (compared.metric == LOSS)
+    return (
+        f"{numbered(progress.evaluations_since_best, 'measurement')} of {the}{compared.label} "
+        f"without a {compared.better} one than after step {progress.best_step or 0}"
+    )
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:
