@@ -47,14 +47,14 @@ class Sweep:
 
     With `first_rung`, successive halving (Jamieson & Talwalkar 2016, synchronous) stops bad
     configurations early. The *rungs* are the steps first_rung, first_rung * factor, first_rung *
-    factor ** 2 … before the last step of the task. At rung i, the held-out losses of all
-    configurations that have reached it are compared. Only the best n / factor ** i of the n
+    factor ** 2 … before the last step of the task. At rung i, the values of `Task.best_metric`
+    of all configurations that have reached it are compared. Only the best n / factor ** i of the n
     configurations, rounded down and at least one, train on. The others stop early and keep the
-    adapter that they have then. The losses are compared when all of them are measured. So the
-    choice depends on the losses only, and not on the devices or on the number of configurations
-    that train at the same time. A configuration that has failed, or whose loss is not finite, ranks
-    last. A configuration that ended before the rung ranks by its last loss. Of two equal losses,
-    that of the earlier configuration is better.
+    adapter that they have then. The values are compared when all of them are measured. So the
+    choice depends on the values only, and not on the devices or on the number of configurations
+    that train at the same time. A configuration that has failed, or whose value or loss is not
+    finite, ranks last. A configuration that ended before the rung ranks by its last value. Of two
+    equal values, that of the earlier configuration is better.
 
     Configurations with different seeds hold out the same records by `Task.validation_fraction`:
     they get the seed of `task` as their `Task.validation_seed`.
@@ -234,6 +234,8 @@ class Sweep:
             raise self._error(f"space: a path is a string such as 'adapter.rank', found {path!r}")
         if path == "name":
             raise self._error("space: 'name' cannot be swept; configurations are named by values")
+        if path == "best_metric":
+            raise self._error("space: 'best_metric' cannot be swept; it compares configurations")
         _refuse_unknown(self.task, path, self._error, self.space)
         if isinstance(values, DISTRIBUTIONS):
             if self.samples is None:

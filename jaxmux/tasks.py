@@ -17,9 +17,10 @@ from .field_checks import (
     Text,
     checked_dataclass,
 )
-from .objectives import OBJECTIVES, SFT, Objective
+from .objectives import BOUND, HIGHER_IS_BETTER, LOSS, OBJECTIVES, SFT, Bound, Objective
 from .optimizers import OPTIMIZERS, AdamW, Optimizer
 from .peft import SPECIFICATIONS, LoRA
+from .similar_names import did_you_mean
 
 # Files and folders are named after a task, and file systems permit names of 255 bytes.
 LONGEST_NAME = 100
@@ -40,8 +41,12 @@ _HELD_OUT = "eval_data", "validation_fraction"
         Rule("give epochs or steps, one of the two", ("epochs", "steps"), required=True),
         Rule("keep_best needs eval_every", ("eval_every",), needed_by="keep_best"),
         Rule("patience needs eval_every", ("eval_every",), needed_by="patience"),
+        Rule("stop_when needs eval_every", ("eval_every",), needed_by="stop_when"),
         Rule(
             "eval_every needs eval_data or validation_fraction", _HELD_OUT, needed_by="eval_every"
+        ),
+        Rule(
+            "best_metric needs eval_data or validation_fraction", _HELD_OUT, needed_by="best_metric"
         ),
         Rule(
             "give eval_data or validation_fraction, not both: each says which records are held out",
@@ -89,10 +94,11 @@ class Task:
         and on `validation_seed`. None holds out none.
       eval_every: number of steps from one measurement of the held-out loss to the next. None
         measures it only before and after training.
-      keep_best: True exports the adapter with the lowest held-out loss that was measured after a
-        step; False exports the last one. It needs `eval_every`.
-      patience: number of measurements in a row without a lower held-out loss after which training
-        ends. The task has then succeeded. It needs `eval_every`. None trains all steps.
+      keep_best: True exports the adapter with the best value of `best_metric` that was measured
+        after a step, of equal ones the earliest; False exports the last one. It needs
+        `eval_every`.
+      patience: number of measurements in a row without a better value of `best_metric` after which
+        training ends. The task has then succeeded. It needs `eval_every`. None trains all steps.
       max_seconds: training ends with the first step at which the task has trained for this many
         seconds, without the time that it waited. The task has then succeeded. None trains all
         steps.
@@ -109,10 +115,18 @@ class Task:
       objective: what training minimises: an `SFT`; for records with a chosen and a rejected answer
         a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`; or
         for rollouts a `Policy`.
+      best_metric: the metric of the held-out records by which adapters are compared, for
+        `keep_best`, `patience` and the configurations of a `Sweep`: "loss", the value of the
+        objective, or another metric of the objective, such as "rewards/accuracies" or "kl". Whether
+        higher or lower values are better follows from the metric.
+      stop_when: a bound such as "kl > 0.1" or "rewards/accuracies > 0.95", of a metric that
+        `best_metric` may name. Training ends with the first measurement after a step that passes
+        it. The task has then succeeded. It needs `eval_every`. None trains all steps.
 
     Raises:
-      TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
-        and `steps` is given.
+      TaskError: a value has the wrong type or is outside its range, not exactly one of `epochs`
+        and `steps` is given, or the objective does not have the metric of `best_metric` or of
+        `stop_when`.
     """
 
     name: Annotated[
@@ -149,6 +163,17 @@ class Task:
     validation_fraction: Annotated[float, Field(gt=0, lt=1), EXACT] | None = None
     validation_seed: Natural | None = None
     objective: Annotated[Objective, Part(OBJECTIVES)] = SFT()
+    best_metric: Annotated[str, Field(json_schema_extra={"enum": [*HIGHER_IS_BETTER]})] = LOSS
+    stop_when: (
+        Annotated[
+            str,
+            Field(
+                pattern=BOUND,
+                json_schema_extra={"$comment": "a bound of a metric, such as 'kl > 0.1'"},
+            ),
+        ]
+        | None
+    ) = None
 
     def __post_init__(self):
         for field in ("repeat", "weight"):
@@ -163,11 +188,24 @@ class Task:
                 f"data: {weighted[0]} has a weight and {others[0]} has none; give all sources of a "
                 "task a weight, or none"
             )
+        self._require_metric("best_metric", self.best_metric)
+        if self.stop_when is not None:
+            self._require_metric("the metric of stop_when", Bound.of(self.stop_when).metric)
 
     @property
     def sources(self) -> tuple[Source, ...]:
         """The sources of the training records, at least one."""
         return self.data if isinstance(self.data, tuple) else (self.data,)
+
+    def _require_metric(self, what: str, metric: str) -> None:
+        metrics = LOSS, *self.objective.compared
+        if metric not in metrics:
+            hint = did_you_mean(metric, metrics)
+            raise self._error(
+                f"{what} should be one of {', '.join(metrics)}, by which adapters of this "
+                f"{type(self.objective).__name__} can be compared, found {metric!r}"
+                f"{hint and f'; {hint}'}"
+            )
 
     @property
     def split_seed(self) -> int:

@@ -162,6 +162,7 @@ def test_long_and_similar_names_get_numbers():
         ({"adapter.rank": []}, {}, "should be a list of values"),
         ({"adapter.rank": Integers(1, 4)}, {}, "a grid takes a list of values; with samples=N"),
         ({"name": ["a"]}, {}, "'name' cannot be swept"),
+        ({"best_metric": ["loss", "kl"]}, {}, "'best_metric' cannot be swept"),
         ({"seed": [1, 2, 1]}, {}, "has the value 1 twice"),
         ({}, {}, "space should be a mapping"),
         ({"seed": [1]}, {"samples": 0}, "samples should be an integer of at least 1"),

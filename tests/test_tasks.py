@@ -48,6 +48,29 @@ def test_other_names_are_refused(name):
         ({"adapter": LoRA}, "adapter should be a specification .*with parentheses"),
         ({"adapter": "oft"}, "found 'oft'; OFT is left out: its rotations give"),
         ({"validation_seed": 1}, "validation_seed needs validation_fraction"),
+        ({"best_metric": "kl"}, "best_metric needs eval_data or validation_fraction"),
+        (
+            {"best_metric": "kl", "eval_data": "b.jsonl", "objective": jaxmux.Policy()},
+            "best_metric should be one of loss, by which adapters of this Policy can be compared, "
+            "found 'kl'",
+        ),
+        ({"stop_when": "loss < 1", "eval_data": "b.jsonl"}, "stop_when needs eval_every"),
+        (
+            {"stop_when": "loss<1", "eval_data": "b.jsonl", "eval_every": 2},
+            "stop_when should be a bound of a metric, such as 'kl > 0.1' or None, found 'loss<1'",
+        ),
+        (
+            {"stop_when": "kl > 0.1", "eval_data": "b.jsonl", "eval_every": 2},
+            "the metric of stop_when should be one of loss, by which adapters of this SFT",
+        ),
+        (
+            {
+                "best_metric": "rewards/accuracy",
+                "eval_data": "b.jsonl",
+                "objective": jaxmux.SimPO(),
+            },
+            "one of loss, rewards/chosen, .*; did you mean rewards/accuracies",
+        ),
         (
             {"optimizer": "adamw"},
             r"optimizer should be a specification \(AdamW, Lion, SGD\), found 'adamw'",

@@ -22,6 +22,7 @@ from jaxmux.models import (
     load_backbone,
     resolve_backbone,
 )
+from jaxmux.objectives import LOSS
 from jaxmux.peft import adapter_tokenizer, import_adapter, is_adapter_folder
 from jaxmux.peft.peft_folder import tokenizer_key
 from jaxmux.runs import RunDirectoryError, read_record
@@ -182,5 +183,6 @@ def _with_data(task: Task, files: Sequence[str] | None) -> Iterator[Task]:
 
 # Fields of a source that limit or repeat its samples in training; reset for evaluation.
 _WHOLE_FILE = {"split": "train", "max_samples": None, "repeat": None, "weight": None}
-# Fields of a task that are only permitted with `eval_every`.
+# Fields of a task that are only permitted with `eval_every`, or with its objective.
 _UNSET = {"keep_best": False, "patience": None, "validation_seed": None}
+_UNSET |= {"best_metric": LOSS, "stop_when": None}

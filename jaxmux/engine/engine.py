@@ -290,10 +290,10 @@ class Engine(RoundLoop):
         self, name: str, snapshot: Callable[[], SlotArrays] | None = None
     ) -> Callable[[], Adapter]:
         """Begins to copy the adapter that a task has trained so far to the host: the one with the
-        lowest held-out loss if the task keeps it, else the one after the last update that was
-        dispatched. The devices do not wait for it. The returned function waits for the copy, and
-        returns the adapter as `adapter` does. With a recent `snapshot`, its adapter is used instead
-        of a new copy."""
+        best value of `Task.best_metric` if the task keeps it, else the one after the last update
+        that was dispatched. The devices do not wait for it. The returned function waits for the
+        copy, and returns the adapter as `adapter` does. With a recent `snapshot`, its adapter is
+        used instead of a new copy."""
         slot = self._slots.named(name)
         copied = slot.best or snapshot or self._slots.copy_to_host(name, ("adapter",))
         spec = slot.prepared.task.adapter

@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.objectives import LOSS, Comparison
 from jaxmux.peft import Adapter, SlotArrays, adapter_of
 from jaxmux.peft.leaves import named_leaves
 from jaxmux.planner.packing import PricedShape
@@ -28,7 +29,7 @@ from .tasks.progress import TaskProgress, TaskUpdate, stop_early
 
 class Rung(NamedTuple):
     """A rung whose tasks have all been measured after `step` steps. `ranking` has the names of the
-    tasks that reached it, the one with the lowest loss first. The first `kept` of them continue."""
+    tasks that reached it, the best one first. The first `kept` of them continue."""
 
     step: int
     ranking: tuple[str, ...]
@@ -36,19 +37,22 @@ class Rung(NamedTuple):
 
 
 class Bracket(NamedTuple):
-    """Tasks that compete in successive halving. At each rung, those with the highest held-out
-    losses stop. Of equal losses, that of the earlier task is better. Decisions depend only on the
-    tasks' progress, so a continued run, and every process, decides in the same way.
+    """Tasks that compete in successive halving. At each rung, those with the worst values of a
+    metric of held-out data stop. Of equal values, that of the earlier task is better. Decisions
+    depend only on the tasks' progress, so a continued run, and every process, decides in the same
+    way.
 
     Attributes:
       tasks: names of the tasks.
       rungs: for each rung, the number of steps after which tasks are compared, ascending.
       factor: at each rung, the number of tasks is divided by this factor.
+      metric: the `Task.best_metric` of the tasks.
     """
 
     tasks: tuple[str, ...]
     rungs: tuple[int, ...]
     factor: int
+    metric: str = LOSS
 
     def kept(self, rung: int) -> int:
         """The most tasks that continue after the rung with this index."""
@@ -63,11 +67,34 @@ class Bracket(NamedTuple):
         for i, step in enumerate(self.rungs):
             if not all(_is_measured(progress[name], i, name in awaited) for name in come):
                 break
-            # Sorting keeps the order of equal losses.
-            ranking = tuple(sorted(come, key=lambda name: _loss_at(progress[name], i)))
+            # Sorting keeps the order of equal values.
+            ranking = tuple(sorted(come, key=lambda name: self._cost_at(progress[name], i)))
             decided.append(Rung(step, ranking, min(self.kept(i), len(ranking))))
             come = tuple(name for name in come if name in ranking[: decided[-1].kept])
         return decided
+
+    def cost(self, progress: TaskProgress) -> float:
+        """A number that is the lower, the better the last measurement of a task is."""
+        compared = Comparison(self.metric)
+        return compared.cost(compared.value(progress.eval_loss, progress.eval_metrics))
+
+    def reason_to_stop(self, rungs: Sequence[Rung], name: str) -> str | None:
+        """Why a task stops at one of the decided rungs; None if it continues."""
+        for number, rung in enumerate(rungs, start=1):
+            if name in rung.ranking[rung.kept :]:
+                place = rung.ranking.index(name) + 1
+                return (
+                    f"at rung {number} (step {rung.step}), {_ordinal(place)} of "
+                    f"{len(rung.ranking)} by {Comparison(self.metric).label}"
+                )
+        return None
+
+    def _cost_at(self, progress: TaskProgress, rung: int) -> float:
+        """The cost by which a task is ranked: that at the rung, or the last one if the task ended
+        before."""
+        if len(progress.rung_values) > rung:
+            return Comparison(self.metric).cost(progress.rung_values[rung])
+        return math.inf if progress.status == "failed" else self.cost(progress)
 
 
 def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -> None:
@@ -81,18 +108,6 @@ def refuse_brackets(brackets: Sequence[Bracket], measured: Mapping[str, bool]) -
                 )
 
 
-def reason_to_stop(rungs: Sequence[Rung], name: str) -> str | None:
-    """Why a task stops at one of the decided rungs; None if it continues."""
-    for number, rung in enumerate(rungs, start=1):
-        if name in rung.ranking[rung.kept :]:
-            place = rung.ranking.index(name) + 1
-            return (
-                f"at rung {number} (step {rung.step}), {_ordinal(place)} of {len(rung.ranking)} "
-                "by held-out loss"
-            )
-    return None
-
-
 def rung_of(reason: str | None) -> int | None:
     """The number, from 1, of the rung at which a task has stopped, given its
     `TaskProgress.stopped_early`; None if it has not stopped at a rung."""
@@ -101,18 +116,7 @@ def rung_of(reason: str | None) -> int | None:
 
 
 def _is_measured(progress: TaskProgress, rung: int, awaited: bool) -> bool:
-    return len(progress.rung_losses) > rung or (progress.status != "running" and not awaited)
-
-
-def _loss_at(progress: TaskProgress, rung: int) -> float:
-    """The loss by which a task is ranked: that at the rung, or the last one if the task ended
-    before."""
-    loss = progress.eval_loss
-    if len(progress.rung_losses) > rung:
-        loss = progress.rung_losses[rung]
-    elif progress.status == "failed":
-        loss = None
-    return math.inf if loss is None else loss
+    return len(progress.rung_values) > rung or (progress.status != "running" and not awaited)
 
 
 def _ordinal(n: int) -> str:
@@ -361,7 +365,7 @@ class QueuedEngine(Engine):
             rungs = bracket.decided(progress, self._results.awaited)
             following = bracket.rungs[len(rungs)] if len(rungs) < len(bracket.rungs) else None
             for name, slot in slots.items():
-                reason = reason_to_stop(rungs, name) if slot.running else None
+                reason = bracket.reason_to_stop(rungs, name) if slot.running else None
                 if reason:
                     stop_early(slot.progress, reason, slot.prepared.task.keep_best)
                 slot.pause_after = following
@@ -401,8 +405,8 @@ class QueuedEngine(Engine):
         _log.info("%d slots, microbatches of %d rows", *size)
 
     def _expected_size(self) -> EngineSize:
-        """The size after the next rung or the next last step, if the tasks that have the lowest
-        losses now continue at the rung and no other task ends."""
+        """The size after the next rung or the next last step, if the tasks that are best now
+        continue at the rung and no other task ends."""
         ended = self._ended()
         left = {name: self._slot(name) for name in self._order if name not in ended}
         if self._shrinking is None or not left:
@@ -410,16 +414,13 @@ class QueuedEngine(Engine):
         step = min(slot.steps_for_now for slot in left.values())
         for bracket in self._brackets:
             if step in bracket.rungs:
-                come = sorted((name for name in bracket.tasks if name in left), key=self._loss_of)
+                come = [name for name in bracket.tasks if name in left]
+                come.sort(key=lambda name: bracket.cost(self.progress(name)))
                 stopped = come[bracket.kept(bracket.rungs.index(step)) :]
                 ended |= dict.fromkeys(stopped, step)
         ended |= {name: step for name, slot in left.items() if slot.steps == step}
         size = self._shrinking.size(ended)
         return size if size.rows < self.options.shape.rows else self.size
-
-    def _loss_of(self, name: str) -> float:
-        loss = self.progress(name).eval_loss
-        return math.inf if loss is None or math.isnan(loss) else loss
 
     def _some_end_now(self) -> bool:
         """Whether a task ends or waits at a rung after the next round."""
@@ -443,7 +444,7 @@ class QueuedEngine(Engine):
         if not slot.running or slot.pause_after != slot.steps_dispatched:
             return False
         (bracket,) = (each for each in self._brackets if slot.name in each.tasks)
-        known = len(slot.progress.rung_losses) > bracket.rungs.index(slot.pause_after)
+        known = len(slot.progress.rung_values) > bracket.rungs.index(slot.pause_after)
         return not (known or slot.measuring or self._results.awaits(slot))
 
     def _wants_place(self, slot: Slot) -> bool:

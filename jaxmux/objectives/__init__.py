@@ -2,7 +2,19 @@
 
 from collections.abc import Mapping
 
-from .objective import SFT, Graded, Known, Objective, Recorded, TargetLogProbs
+from .objective import (
+    BOUND,
+    HIGHER_IS_BETTER,
+    LOSS,
+    SFT,
+    Bound,
+    Comparison,
+    Graded,
+    Known,
+    Objective,
+    Recorded,
+    TargetLogProbs,
+)
 from .policy import Policy
 from .preference import ACCURACY, CPO, DPO, KTO, ORPO, SimPO
 
@@ -12,12 +24,17 @@ OBJECTIVES: Mapping[str, type[Objective]] = {
 
 __all__ = [
     "ACCURACY",
+    "BOUND",
     "CPO",
     "DPO",
+    "HIGHER_IS_BETTER",
     "KTO",
+    "LOSS",
     "OBJECTIVES",
     "ORPO",
     "SFT",
+    "Bound",
+    "Comparison",
     "Graded",
     "Known",
     "Objective",

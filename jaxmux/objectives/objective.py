@@ -8,6 +8,7 @@ says on the host what the weights are.
 To add an objective, write its class and list it in `OBJECTIVES` (`jaxmux/objectives/__init__.py`).
 """
 
+import math
 from collections.abc import Mapping, Sequence, Sized
 from typing import ClassVar, NamedTuple
 
@@ -18,6 +19,27 @@ from jaxmux.data.sources import Records
 from jaxmux.field_checks import checked_dataclass
 
 from .token_losses import CROSS_ENTROPY, TokenRule, TokenTerms
+
+# The value of an objective, among the metrics of held-out data.
+LOSS = "loss"
+# The metrics of held-out data by which the adapters of a task can be compared, and whether higher
+# values are better. Of other metrics neither is, or they are the same for all adapters.
+HIGHER_IS_BETTER: Mapping[str, bool] = {
+    LOSS: False,
+    "kl": False,
+    "nll_loss": False,
+    "rewards/chosen": True,
+    "rewards/rejected": False,
+    "rewards/accuracies": True,
+    "rewards/margins": True,
+    "logps/chosen": True,
+    "logps/rejected": False,
+    "log_odds_ratio": True,
+    "log_odds_chosen": True,
+}
+
+# The form of a `Bound`.
+BOUND = r"^[^ ]+ [<>] -?[0-9]+(\.[0-9]+)?([eE][-+]?[0-9]{1,2})?$"
 
 # The log-probabilities of a sample's target tokens, in nats.
 TargetLogProbs = Float[np.ndarray, " targets"]
@@ -53,6 +75,54 @@ class Recorded(NamedTuple):
 Known = Float[np.ndarray, " samples"] | Sequence[TargetLogProbs]
 
 
+class Comparison(NamedTuple):
+    """How the adapters of a task are compared: by a metric of held-out data, which is a key of
+    `HIGHER_IS_BETTER`."""
+
+    metric: str = LOSS
+
+    @property
+    def label(self) -> str:
+        """The name of the metric in texts."""
+        return "held-out loss" if self.metric == LOSS else self.metric
+
+    @property
+    def better(self) -> str:
+        return "higher" if HIGHER_IS_BETTER[self.metric] else "lower"
+
+    @property
+    def best(self) -> str:
+        return "highest" if HIGHER_IS_BETTER[self.metric] else "lowest"
+
+    def value(self, loss: float | None, metrics: Mapping[str, float]) -> float | None:
+        """The metric of a measurement; None if it has none."""
+        return loss if self.metric == LOSS else metrics.get(self.metric)
+
+    def cost(self, value: float | None) -> float:
+        """A number that is the lower, the better a value of the metric is. It is infinite if there
+        is no value or if it is not finite."""
+        if value is None or not math.isfinite(value):
+            return math.inf
+        return -value if HIGHER_IS_BETTER[self.metric] else value
+
+
+class Bound(NamedTuple):
+    """A bound of a metric, as a text such as "kl > 0.1"."""
+
+    metric: str
+    is_upper: bool
+    value: float
+
+    @classmethod
+    def of(cls, text: str) -> "Bound":
+        """The bound that a text of the form `BOUND` stands for."""
+        metric, sign, value = text.split(" ")
+        return cls(metric, sign == ">", float(value))
+
+    def is_passed(self, value: float) -> bool:
+        return value > self.value if self.is_upper else value < self.value
+
+
 @checked_dataclass
 class Objective:
     """The interface of all objectives. A subclass adds its numbers as fields, and may override the
@@ -85,6 +155,12 @@ class Objective:
     needs_log_probs: ClassVar[bool] = True
     needs_reference: ClassVar[bool] = False
     by_token: ClassVar[bool] = False
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """The metrics that `grade` returns and by which adapters can be compared, besides the
+        loss."""
+        return ()
 
     def grade(
         self,

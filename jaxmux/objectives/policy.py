@@ -138,6 +138,10 @@ class Policy(Objective):
         return self.kl_coef > 0
 
     @property
+    def compared(self):
+        return ("kl",) if self.kl_coef else ()
+
+    @property
     def rule(self) -> TokenRule:
         return CROSS_ENTROPY if self.needs_log_probs else self._rule
 

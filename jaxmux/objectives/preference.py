@@ -99,6 +99,12 @@ class _Paired(Objective):
     members: ClassVar[int] = 2
     unit: ClassVar[str] = "pair"
 
+    @property
+    def compared(self):
+        of_rewards = "rewards/chosen", "rewards/rejected", ACCURACY, "rewards/margins"
+        of_pairs = *of_rewards, "logps/chosen", "logps/rejected"
+        return (*of_pairs, "nll_loss") if self._likelihood() else of_pairs
+
     def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
         known = np.zeros(len(sums)) if reference is None else reference
@@ -589,6 +595,10 @@ class ORPO(_Paired):
 
     kind: ClassVar[str] = "orpo"
 
+    @property
+    def compared(self):
+        return *super().compared, "log_odds_ratio", "log_odds_chosen"
+
     def _likelihood(self):
         return 1.0
 
@@ -657,6 +667,12 @@ class KTO(Objective):
     @property
     def members(self) -> int:
         return 2 if self.needs_mismatched else 1
+
+    @property
+    def compared(self):
+        of_rewards = "rewards/chosen", "rewards/rejected", "rewards/margins"
+        of_answers = *of_rewards, "logps/chosen", "logps/rejected"
+        return (*of_answers, "kl") if self.needs_mismatched else of_answers
 
     def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         sums = self.sums(log_probs)

@@ -25,7 +25,7 @@ from rich.text import Text
 from jaxmux.engine import Engine, PreparedTask, TaskEvaluation, TaskUpdate
 from jaxmux.errors import without_task
 from jaxmux.models import BackboneConfig
-from jaxmux.objectives import ACCURACY
+from jaxmux.objectives import ACCURACY, LOSS, Comparison
 from jaxmux.peft import kind_of, trained_on
 from jaxmux.planner.numbers import numbered, size_text
 from jaxmux.printable import STOPPED_EARLY, Name, shown_state
@@ -256,11 +256,16 @@ class RunConsole:
         for done in evaluations:
             task = engine.prepared(done.task).task
             if done.task_step and task.eval_every:
-                best = ", the lowest so far" if done.best else ""
                 steps = f"{done.task_step}/{engine.prepared(done.task).steps}"
-                accuracy = done.metrics.get(ACCURACY)
-                right = "" if accuracy is None else f", {accuracy:.0%} of pairs right"
-                self.say(f"{done.task} step {steps} held-out loss {done.loss:.4f}{right}{best}")
+                compared, accuracy = Comparison(task.best_metric), done.metrics.get(ACCURACY)
+                parts = [f"held-out loss {done.loss:.4f}"]
+                if accuracy is not None and compared.metric != ACCURACY:
+                    parts.append(f"{accuracy:.0%} of pairs right")
+                if compared.metric != LOSS:
+                    parts.append(f"{compared.metric} {done.metrics[compared.metric]:.4f}")
+                if done.best:
+                    parts.append(f"the {compared.best} so far")
+                self.say(f"{done.task} step {steps} {', '.join(parts)}")
         for name in engine.names:
             early = engine.progress(name).stopped_early
             if early and name not in self._stopped:

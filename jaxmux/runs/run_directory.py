@@ -17,6 +17,7 @@ from jaxmux.atomic_files import write_atomically
 from jaxmux.data import Rendering
 from jaxmux.errors import LONGEST_LINE, InputError, cause_of, first_line, message_of
 from jaxmux.models import may_be_the_same
+from jaxmux.objectives import LOSS, SFT
 from jaxmux.planner.devices import Deployment
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.printable import spaced
@@ -211,6 +212,8 @@ _OWN = {
 }
 # Keys of a task's length. The length may grow; a finished run is then extended.
 _LENGTH = re.compile(r"tasks\..+\.(steps|epochs)")
+# Settings of tasks that earlier versions did not record, with the values that tasks had then.
+_LATER_SETTINGS = {"objective": {"kind": SFT.kind}, "best_metric": LOSS}
 
 
 class RunDirectoryError(InputError):
@@ -435,6 +438,8 @@ class RunDirectory:
 
     def _refuse_other_identity(self) -> None:
         recorded = {key: self._recorded.get(key) for key in self._identity}
+        tasks = recorded["tasks"].items()
+        recorded["tasks"] = {name: _LATER_SETTINGS | settings for name, settings in tasks}
         differences = []
         for key, there, wanted in _differences(recorded, self._identity):
             longer = isinstance(there, int) and isinstance(wanted, int) and wanted > there

@@ -14,7 +14,7 @@ from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import Engine, TaskProgress, TrainedTask
 from jaxmux.installation import installed_versions
 from jaxmux.models import device_peak
-from jaxmux.objectives import OBJECTIVES, SFT
+from jaxmux.objectives import LOSS, OBJECTIVES, SFT, Comparison
 from jaxmux.peft import Notes
 from jaxmux.printable import shown_state
 from jaxmux.specifications.reading import task_to_json
@@ -30,7 +30,7 @@ def notes_of_task(trained: TrainedTask) -> Notes:
     samples = {"training": trained.samples, "held_out": trained.held_out_samples}
     fingerprints = trained.fingerprints
     name, progress = trained.task.name, trained.progress
-    is_best = trained.task.keep_best and progress.best_loss is not None
+    is_best = trained.task.keep_best and progress.best_step is not None
     return notes_of_record(name, fields, samples, fingerprints, progress, is_best)
 
 
@@ -48,7 +48,7 @@ def notes_of_record(
       fields: the task as JSON, with or without its name.
       samples: number of "training" and "held_out" samples or pairs; empty if unknown.
       fingerprints: hashes of the data, from `PreparedTask.fingerprints`.
-      is_best: whether the adapter is the one with the lowest held-out loss.
+      is_best: whether the adapter is the one with the best value of `Task.best_metric`.
     """
     sources = fields["data"] if isinstance(fields["data"], list) else [fields["data"]]
     held_out_data = fields["eval_data"] and _shown(fields["eval_data"])
@@ -57,6 +57,8 @@ def notes_of_record(
     # Earlier versions have recorded no objective.
     objective = OBJECTIVES[fields.get("objective", {"kind": SFT.kind})["kind"]]
     losses = "Losses" + " in nats per target token" * (objective is SFT)
+    compared = Comparison(fields.get("best_metric", LOSS))
+    which = "" if compared.metric == LOSS else f" {compared.metric}"
     hub = [each["path"].removeprefix(HUGGING_FACE_PREFIX) for each in sources if _is_on_hub(each)]
     sections = {
         "Data": {
@@ -85,9 +87,13 @@ def notes_of_record(
             "Training, last step": progress.train_loss_last,
             "Held-out data, before training": progress.eval_loss_first,
             "Held-out data, after training": progress.eval_loss,
-            "Held-out data, lowest": progress.best_loss,
-            "Steps until the lowest": progress.best_step,
-            "This adapter": "that of the lowest loss" if is_best else "the last one",
+            f"Held-out data, {compared.best}{which}": compared.value(
+                progress.best_loss, progress.best_metrics
+            ),
+            f"Steps until the {compared.best}{which}": progress.best_step,
+            "This adapter": (
+                f"that of the {compared.best}{which or ' loss'}" if is_best else "the last one"
+            ),
         },
         "Tokens trained": {
             "All": progress.tokens,
@@ -157,7 +163,7 @@ def plot_losses(metrics: Path, path: Path) -> None:
 _TASK_FIELDS = ("status", "error", "train_loss_first", "train_loss_last", "eval_loss_first")
 _TASK_FIELDS += ("eval_loss", "eval_target_tokens", "target_tokens", "tokens", "skipped")
 # Summaries of earlier versions lack these.
-_LATER_FIELDS = ("best_step", "stopped_early", "bad_streak")
+_LATER_FIELDS = ("eval_metrics", "best_step", "stopped_early", "bad_streak")
 
 _RESULTS = {"steps", *_TASK_FIELDS}
 
@@ -174,15 +180,16 @@ class Summary(NamedTuple):
         "objective" the kind of the task's objective. "train_loss_first" and "train_loss_last" are
         the losses of the first and last applied update; "eval_loss_first" and "eval_loss" are the
         losses of the held-out data before and after training. Losses are values of the objective
-        (of "sft" in nats per target token), or None if there is none. "tokens" and "target_tokens"
+        (of "sft" in nats per target token), or None if there is none. "eval_metrics" has the other
+        metrics of the objective after training by name. "tokens" and "target_tokens"
         count all tokens and the target tokens that were trained;
         "eval_target_tokens" counts the target tokens of the held-out data. "skipped" is the number
         of updates that were skipped because a value was not finite, and "bad_streak" the number of
         consecutive skipped updates at the end of training. "samples_truncated" and
         "samples_dropped" count the training samples that were cut or left out because of their
-        length. "best_step" is the number of steps after which the loss of the held-out data was
-        lowest, or None; "stopped_early" is the reason why a task stopped before its last step, or
-        None.
+        length. "best_step" is the number of steps after which "best_metric", the metric that
+        `Task.best_metric` names, was best, or None; "stopped_early" is the reason why a task
+        stopped before its last step, or None.
       tokens_per_second: computed tokens, padding included, per second of training.
       effective_tokens_per_second: computed tokens without padding per second of training.
       padding_fraction: fraction of the computed tokens that is padding, from 0 to 1.
@@ -272,5 +279,6 @@ def _task_summary(engine: Engine, name: str) -> dict[str, Any]:
     names = (*_TASK_FIELDS, *_LATER_FIELDS)
     progress = {"steps": fields["step"]} | {field: fields[field] for field in names}
     progress["status"] = shown_state(fields["status"], fields["stopped_early"])
-    progress["objective"] = engine.prepared(name).task.objective.kind
+    task = engine.prepared(name).task
+    progress |= {"objective": task.objective.kind, "best_metric": task.best_metric}
     return progress | {"samples_truncated": samples.truncated, "samples_dropped": samples.dropped}

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxmux.distributions import DISTRIBUTIONS, LogUniform
-from jaxmux.objectives import SFT
+from jaxmux.objectives import LOSS, SFT, Comparison
 from jaxmux.printable import STOPPED_EARLY, spaced
 from jaxmux.sweeps import Sweep, shown_value
 
@@ -45,10 +45,10 @@ def plot_sweeps(
     held_out: Mapping[str, Mapping[int, float | None]],
     path: Path,
 ) -> None:
-    """Draws each sweep to a PNG file. Above are the held-out losses of all configurations over
-    their steps; below are their final losses against each swept value. The colour of a
-    configuration shows its rank, from the best (bright) to the worst (dark). `held_out` has, by
-    task name, the held-out losses by step."""
+    """Draws each sweep to a PNG file. Above are the values of `Task.best_metric` of all
+    configurations over their steps; below are their final values against each swept value. The
+    colour of a configuration shows its rank, from the best (bright) to the worst (dark). `held_out`
+    has, by task name, the values of `Task.best_metric` by step."""
     from matplotlib.figure import Figure
 
     rows = [math.ceil(len(sweep.space) / _COLUMNS) for sweep in sweeps]
@@ -87,10 +87,10 @@ def _plot_steps(
 ) -> None:
     names, marks = ranked(sweep, summary), {}
     for rank, name in reversed(list(enumerate(names, start=1))):
-        losses = {s: x for s, x in sorted(held_out.get(name, {}).items()) if x is not None}
-        if not losses:
+        found = {s: x for s, x in sorted(held_out.get(name, {}).items()) if x is not None}
+        if not found:
             continue
-        steps, values = list(losses), list(losses.values())
+        steps, values = list(found), list(found.values())
         best = rank == 1
         axes.plot(
             steps,
@@ -115,9 +115,10 @@ def _plot_steps(
         axes.axvline(rung, color="0.75", linewidth=1, linestyle="--", zorder=1)
     axes.set_title(f"{sweep.name}: {len(names)} configurations, bright: best, dark: worst")
     axes.set_xlabel("task step (global batches); dashed: rungs")
+    compared = Comparison(sweep.task.best_metric)
     unit = " (nats per target token)" * (sweep.task.objective.kind == SFT.kind)
-    axes.set_ylabel(f"held-out loss{unit}")
-    axes.set_yscale("log")
+    axes.set_ylabel(f"{compared.label}{unit}")
+    axes.set_yscale(_scale(compared))
     axes.grid(True, which="both", alpha=0.2)
     axes.legend(fontsize="small")
 
@@ -125,16 +126,17 @@ def _plot_steps(
 def _plot_values(
     axes: "Axes", sweep: Sweep, summary: "Summary", path: str, colours: Mapping[str, Any]
 ) -> None:
-    field = loss_field(sweep, summary)
+    compared = _comparison(sweep, summary)
+    results = {name: _result_value(compared, task) for name, task in summary.tasks.items()}
     configurations = {each.task.name: each.values[path] for each in sweep.configurations()}
-    names = [n for n in reversed(ranked(sweep, summary)) if summary.tasks[n][field] is not None]
+    names = [n for n in reversed(ranked(sweep, summary)) if results[n] is not None]
     values = [configurations[name] for name in names]
     positions = _positions(axes, sweep, path, values)
     for result in sorted({result_of(summary.tasks[name]) for name in names}):
         indices = [i for i, name in enumerate(names) if result_of(summary.tasks[name]) == result]
         axes.scatter(
             [positions[i] for i in indices],
-            [summary.tasks[names[i]][field] for i in indices],
+            [results[names[i]] for i in indices],
             c=[colours[names[i]] for i in indices],
             marker=_marker(result),
             s=34,
@@ -142,9 +144,14 @@ def _plot_values(
             zorder=2,
         )
     axes.set_xlabel(path)
-    axes.set_ylabel("held-out loss at the end" if field == "eval_loss" else "last training loss")
-    axes.set_yscale("log")
+    axes.set_ylabel(f"{compared.label} at the end" if compared else "last training loss")
+    axes.set_yscale(_scale(compared or Comparison()))
     axes.grid(True, which="both", alpha=0.2)
+
+
+def _scale(compared: Comparison) -> str:
+    """The scale of an axis: of metrics other than the loss, values may be 0 or negative."""
+    return "log" if compared.metric == LOSS else "linear"
 
 
 def _positions(axes: "Axes", sweep: Sweep, path: str, values: Sequence[Any]) -> list[float]:
@@ -216,28 +223,36 @@ def brackets_of(sweeps: Sequence[Sweep], prepared: Sequence[PreparedTask]) -> li
         names = tuple(task.name for task in sweep.tasks())
         longest = max(steps[name] for name in names)
         sweep.require_rung(longest)
-        brackets.append(Bracket(names, tuple(sweep.rungs(longest)), sweep.factor))
+        rungs, metric = tuple(sweep.rungs(longest)), sweep.task.best_metric
+        brackets.append(Bracket(names, rungs, sweep.factor, metric))
     return brackets
 
 
 def ranked(sweep: Sweep, summary: Summary) -> list[str]:
-    """Names of the tasks of a sweep, best first: by the held-out loss of their adapters, or by the
-    last training loss if no task has held-out data. Failed tasks come last."""
-    names = list(summary.sweeps[sweep.name])
-    loss = loss_field(sweep, summary)
+    """Names of the tasks of a sweep, best first: by the `Task.best_metric` of their adapters, or by
+    the last training loss if no task has held-out data. Failed tasks come last."""
+    compared = _comparison(sweep, summary)
 
-    def key(name: str) -> tuple[bool, bool, float]:
+    def key(name: str) -> tuple[bool, float]:
         task = summary.tasks[name]
-        return task["status"] == "failed", task[loss] is None, task[loss] or 0.0
+        cost = (compared or Comparison()).cost(_result_value(compared, task))
+        return task["status"] == "failed", cost
 
-    return sorted(names, key=key)
+    return sorted(summary.sweeps[sweep.name], key=key)
 
 
-def loss_field(sweep: Sweep, summary: Summary) -> str:
-    """The field of a task's results by which a sweep is ranked."""
+def _comparison(sweep: Sweep, summary: Summary) -> Comparison | None:
+    """How the configurations of a sweep are compared; None if no held-out data are measured."""
     tasks = [summary.tasks[name] for name in summary.sweeps[sweep.name]]
     measured = any(task["eval_target_tokens"] for task in tasks)
-    return "eval_loss" if measured else "train_loss_last"
+    return Comparison(sweep.task.best_metric) if measured else None
+
+
+def _result_value(compared: Comparison | None, task: Mapping[str, Any]) -> float | None:
+    """The number by which a task is ranked, from its entry in `Summary.tasks`."""
+    if compared is None:
+        return task["train_loss_last"]
+    return compared.value(task["eval_loss"], task.get("eval_metrics", {}))
 
 
 def best_of(sweep: Sweep, summary: Summary) -> str:
@@ -245,17 +260,21 @@ def best_of(sweep: Sweep, summary: Summary) -> str:
 
 
 def sweep_table(sweep: Sweep, summary: Summary) -> Table:
-    """The configurations of a sweep, best first, with their losses."""
+    """The configurations of a sweep, best first, with their losses and the metric by which they
+    are ranked."""
     values = {each.task.name: each.values for each in sweep.configurations()}
     table = Table(box=box.SIMPLE_HEAD, collapse_padding=True)
     for path in sweep.space:
         table.add_column(path.rpartition(".")[2], justify="left")
-    for column in ("steps", "train", "held-out"):
+    metric = sweep.task.best_metric
+    for column in ("steps", "train", "held-out", *[metric] * (metric != LOSS)):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("result", no_wrap=True)
     for name in ranked(sweep, summary):
         task = summary.tasks[name]
         shown = [_shown(last_loss(task)), _shown(task["eval_loss"])]
+        if metric != LOSS:
+            shown.append(_shown(_result_value(Comparison(metric), task)))
         swept = [Name(shown_value(value)) for value in values[name].values()]
         table.add_row(*swept, str(task["steps"]), *shown, result_of(task))
     return table
@@ -278,12 +297,18 @@ def write_results(sweeps: Sequence[Sweep], summary: Summary, directory: RunDirec
     losses as pairs of step and loss.
     """
     held_out: dict[str, dict[int, float | None]] = {}
+    compared: dict[str, dict[int, float | None]] = {}
+    metric_of = {name: s.task.best_metric for s in sweeps for name in summary.sweeps[s.name]}
     for line in read_held_out_losses(directory.held_out):
-        held_out.setdefault(line["task"], {})[line["task_step"]] = line["loss"]
-    plot_sweeps(sweeps, summary, held_out, directory.sweep_plot)
+        name, step, loss = line["task"], line["task_step"], line["loss"]
+        held_out.setdefault(name, {})[step] = loss
+        value = Comparison(metric_of.get(name, LOSS)).value(loss, line.get("metrics", {}))
+        compared.setdefault(name, {})[step] = value
+    plot_sweeps(sweeps, summary, compared, directory.sweep_plot)
     results = {}
     for sweep in sweeps:
         settings = {"samples": sweep.samples, "seed": sweep.seed} | halving_of([sweep])[sweep.name]
+        settings["best_metric"] = sweep.task.best_metric
         tasks = {
             name: {"values": summary.sweeps[sweep.name][name]}
             | summary.tasks[name]

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -230,8 +231,8 @@ class TaskStatus(NamedTuple):
         in nats per target token.
       held_out_loss: last measured loss of the held-out data; None before the first measurement. If
         a task that keeps its best adapter has succeeded, the loss of this adapter.
-      best_step: number of steps after which the held-out loss was lowest; None before the first
-        measurement.
+      best_step: number of steps after which the task's `best_metric` was best; None before the
+        first measurement.
       share: the task's fraction of the tokens of the last round, padding included; 0 unless it
         trains.
       meter: the task's usage.
@@ -240,6 +241,8 @@ class TaskStatus(NamedTuple):
       rank: the rank of its adapter; None if its kind has none.
       warnings: legal but suspicious facts about its settings and data, which are known when the
         data have been read, and about its results.
+      held_out_metrics: the other metrics of its objective, measured after a step together with
+        `held_out_loss`.
     """
 
     name: str
@@ -256,6 +259,7 @@ class TaskStatus(NamedTuple):
     history: tuple[StateChange, ...]
     rank: int | None = None
     warnings: tuple[str, ...] = ()
+    held_out_metrics: Mapping[str, float] = MappingProxyType({})
 
 
 class TaskCopy(NamedTuple):
@@ -566,4 +570,5 @@ class LiveTask:
             tuple(self.history),
             getattr(self.specification.adapter, "rank", None),
             self.warnings,
+            progress.eval_metrics,
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.errors import InputError
+from jaxmux.objectives import HIGHER_IS_BETTER
 from jaxmux.runs.run_directory import LockState, lock_state
 
 from .line_file import LineFile, line_at
@@ -216,6 +217,9 @@ class RunReader:
         for name, task in self._record.get("tasks", {}).items():
             adapter = task.get("adapter", {})
             fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
+            metric = task.get("best_metric")
+            if isinstance(metric, str) and metric in HIGHER_IS_BETTER:
+                fields |= {"metric": metric, "higher": HIGHER_IS_BETTER[metric]}
             self._view.task(name, rank=adapter.get("rank"), **fields)
         self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
 

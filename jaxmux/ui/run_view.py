@@ -91,18 +91,19 @@ class TaskView:
         tasks came, which stays the same when others are dropped; None if the task is refused),
         state, reason, priority, step, steps, kind, rank, loss (of the last update; None if the
         update was skipped), nan (whether the update was skipped), held_out (the last held-out
-        loss), best (the step with the lowest held-out loss), final (the held-out loss of the
-        trained adapter), tokens, skipped (number of skipped updates), computed (tokens of its
-        chunks), seconds (its share of the time of rounds), error (why its specification, or a
-        change of it, is refused), left (seconds until its last step is trained; None if unknown or
-        if it does not train).
+        loss), metric (the name of its `best_metric`), higher (whether higher values of it are
+        better), value (its last value), best (the step with the best value), final and final_value
+        (the held-out loss of the trained adapter, and its value of the metric), tokens, skipped
+        (number of skipped updates), computed (tokens of its chunks), seconds (its share of the time
+        of rounds), error (why its specification, or a change of it, is refused), left (seconds
+        until its last step is trained; None if unknown or if it does not train).
       loss: training loss by step.
       rate: learning rate by step.
       norm: norm of the gradient by step, before clipping.
       samples: the completion of a prompt, by step (0 is the bare backbone) and prompt.
       skips: step and reason of the last updates that were skipped.
       trained: the last step whose update has been read.
-      held_out: for each measurement, the step, the loss, and whether the loss is the lowest.
+      held_out: for each measurement, the step, the loss, and whether the metric is the best.
     """
 
     def __init__(self, name: str, **fields: Any):
@@ -121,8 +122,12 @@ class TaskView:
             "nan": False,
             "error": None,
             "held_out": None,
+            "metric": "loss",
+            "higher": False,
+            "value": None,
             "best": None,
             "final": None,
+            "final_value": None,
             "tokens": 0,
             "computed": 0,
             "seconds": 0.0,
@@ -245,7 +250,9 @@ class RunView:
                 early = result.get("stopped_early")
                 row["state"] = shown_state(str(result.get("status", row["state"])), early)
                 row["reason"] = result.get("error") or early
-                row["final"] = result.get("eval_loss")
+                row["final"] = row["final_value"] = result.get("eval_loss")
+                if row["metric"] != "loss":
+                    row["final_value"] = (result.get("eval_metrics") or {}).get(row["metric"])
 
     def seconds_left(self, task: TaskView) -> float | None:
         """Seconds until a task's last step is trained, at the speed of its last rounds; None if the
@@ -333,12 +340,18 @@ class RunView:
             task.held_out.append(point)
             if len(task.held_out) > 512:
                 task.held_out = task.held_out[::2]
-            task.row["held_out"] = loss
+            row, metric = task.row, task.row["metric"]
+            row["held_out"] = row["value"] = loss
+            text = f"loss {loss:.4g}"
+            if metric != "loss":
+                value = fields.get("metrics", {}).get(metric)
+                row["value"] = None if value is None else _short(_finite(value))
+                text += "" if value is None else f", {metric} {value:.4g}"
             if best:
-                task.row["best"] = step
+                row["best"] = step
             self._new["held_out"].setdefault(name, []).append(point)
             mark = ", the best so far" if best else ""
-            self._tell(fields["time"], name, "held-out", f"loss {loss:.4g} at step {step}{mark}")
+            self._tell(fields["time"], name, "held-out", f"{text} at step {step}{mark}")
         self._new["tasks"][name] = None
 
     def _sample(self, fields: dict[str, Any]) -> None:

@@ -99,8 +99,7 @@ def make_paired(make_task):
 
     def make(name, objective, **fields):
         fields = {"optimizer": SGD(0.1), "batch_size": 3, "steps": 4, "lengths": (5, 60)} | fields
-        prepared = make_task(name, samples=14, **fields)
-        task = dataclasses.replace(prepared.task, objective=objective)
+        prepared = make_task(name, samples=14, objective=objective, **fields)
         parts = [prepared.samples.samples, random_samples(3, 4, (5, 60))]
         if objective.records == "labels":
             parts = [
@@ -113,9 +112,8 @@ def make_paired(make_task):
         samples, held_out = parts
         return dataclasses.replace(
             prepared,
-            task=task,
             samples=prepared.samples._replace(samples=samples),
-            batches=GlobalBatches(samples, 3, task.seed, members=objective.members),
+            batches=GlobalBatches(samples, 3, prepared.task.seed, members=objective.members),
             eval_samples=held_out if "eval_data" in fields else [],
         )
 

@@ -4,10 +4,12 @@ import random
 
 import pytest
 
-from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of
-from jaxmux.engine.queued_engine import Shrinking, reason_to_stop
+from jaxmux.engine import Bracket, EngineSize, TaskProgress, rung_of, train_on
+from jaxmux.engine.queued_engine import Shrinking
 from jaxmux.engine.tasks.progress import TaskEvaluation, record_evaluation
+from jaxmux.objectives import Policy
 from jaxmux.planner.packing import PricedShape, ShapeClass
+from jaxmux.tasks import Task
 
 INFINITE = float("inf")
 
@@ -73,12 +75,13 @@ def test_decisions_are_those_of_a_tournament(seed):
             if ends[task] is not None and ends[task][0] == i:
                 _, own.status, own.eval_loss = ends[task]
             else:
-                own.rung_losses.append(losses[task][i])
+                own.rung_values.append(losses[task][i])
                 own.eval_loss = losses[task][i]
         decided = bracket.decided(progress)
         assert len(decided) > i and decided[i].step == rungs[i]
         for task, name in enumerate(names):
-            if progress[name].status == "running" and (why := reason_to_stop(decided, name)):
+            why = bracket.reason_to_stop(decided, name)
+            if progress[name].status == "running" and why:
                 progress[name].status = "succeeded"
                 stopped[task] = rung_of(why)
     assert stopped == expected
@@ -87,7 +90,7 @@ def test_decisions_are_those_of_a_tournament(seed):
 def test_a_rung_waits_for_results_that_have_not_arrived():
     bracket = Bracket(("a", "b"), (3,), 2)
     ended = TaskProgress(status="succeeded", eval_loss=2.0)
-    progress = {"a": ended, "b": TaskProgress(rung_losses=[1.0])}
+    progress = {"a": ended, "b": TaskProgress(rung_values=[1.0])}
     assert bracket.decided(progress, awaited={"a"}) == []
     (rung,) = bracket.decided(progress)
     assert rung.ranking == ("b", "a") and rung.kept == 1
@@ -96,28 +99,73 @@ def test_a_rung_waits_for_results_that_have_not_arrived():
 
 def test_the_reason_says_rung_step_and_rank():
     names = tuple(f"t{i}" for i in range(23))
-    progress = {name: TaskProgress(rung_losses=[float(i)]) for i, name in enumerate(names)}
-    rungs = Bracket(names, (10,), 2).decided(progress)
-    assert reason_to_stop(rungs, "t10") is None
-    assert reason_to_stop(rungs, "t11") == "at rung 1 (step 10), 12th of 23 by held-out loss"
-    assert reason_to_stop(rungs, "t20") == "at rung 1 (step 10), 21st of 23 by held-out loss"
+    progress = {name: TaskProgress(rung_values=[float(i)]) for i, name in enumerate(names)}
+    bracket = Bracket(names, (10,), 2)
+    rungs = bracket.decided(progress)
+    assert bracket.reason_to_stop(rungs, "t10") is None
+    for name, place in (("t11", "12th"), ("t20", "21st")):
+        expected = f"at rung 1 (step 10), {place} of 23 by held-out loss"
+        assert bracket.reason_to_stop(rungs, name) == expected
     assert rung_of("trained for 3 s") is None and rung_of(None) is None
+
+
+def test_a_metric_of_which_higher_values_are_better_ranks_the_other_way():
+    progress = {
+        "low": TaskProgress(rung_values=[-1.0]),
+        "none": TaskProgress(rung_values=[None]),
+        # It ended before the rung.
+        "high": TaskProgress(status="succeeded", eval_metrics={"rewards/margins": 2.0}),
+    }
+    bracket = Bracket(tuple(progress), (3,), 2, "rewards/margins")
+    rungs = bracket.decided(progress)
+    assert rungs[0].ranking == ("high", "low", "none")
+    assert bracket.reason_to_stop(rungs, "low").endswith("2nd of 3 by rewards/margins")
+
+
+def test_the_progress_of_earlier_versions_is_read():
+    progress = TaskProgress.from_json({"step": 4, "eval_loss": 2.0, "rung_losses": [3.0, None]})
+    assert progress == TaskProgress(step=4, eval_loss=2.0, rung_values=[3.0, None])
+    assert TaskProgress.from_json(progress.to_json()) == progress
 
 
 def test_a_second_measurement_after_the_same_step_takes_no_patience():
     """A task that has got more steps is measured again if a rung is at its former end."""
     progress = TaskProgress()
+    task = Task("a", "a.jsonl", steps=9, eval_data="b.jsonl", eval_every=2, patience=1)
 
     def measure(step, loss):
         best = progress.best_loss is None or loss < progress.best_loss
         done = TaskEvaluation(0, "a", step, loss, target_tokens=1, best=best)
-        record_evaluation(progress, done, patience=1, keep_best=False)
+        record_evaluation(progress, done, task)
 
     for step in (2, 4, 4):
         measure(step, 1 / step)
     assert (progress.status, progress.best_step, progress.eval_step) == ("running", 4, 4)
     measure(6, 1.0)
     assert progress.stopped_early.endswith("without a lower one than after step 4")
+
+
+def test_a_task_stops_with_the_first_measurement_after_a_step_that_passes_its_bound():
+    task = Task(
+        "a",
+        "a.jsonl",
+        steps=9,
+        eval_data="b.jsonl",
+        eval_every=2,
+        objective=Policy(kl_coef=0.1),
+        stop_when="kl > 0.1",
+    )
+    progress = TaskProgress()
+    for step, kl in ((0, 0.2), (2, float("nan")), (4, 0.1), (6, 0.125)):
+        assert (progress.status, progress.stopped_early) == ("running", None)
+        done = TaskEvaluation(0, "a", step, 1.0, target_tokens=1, best=False, metrics={"kl": kl})
+        # It may have no more steps for now.
+        progress.status = "succeeded" if step == 6 else "running"
+        record_evaluation(progress, done, task)
+    assert (progress.status, progress.stopped_early) == ("succeeded", None)
+    progress = TaskProgress.from_json(progress.to_json())
+    train_on(progress, task)
+    assert progress.stopped_early == "kl 0.125 after step 6, and stop_when is 'kl > 0.1'"
 
 
 def shape_with(rows):

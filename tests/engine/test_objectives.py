@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux.engine import TaskProgress, driven_task
 from jaxmux.engine.rounds.rounds import recorded_of
-from jaxmux.objectives import CPO, DPO, KTO, ORPO, SFT, Policy, SimPO
+from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, ORPO, SFT, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
 from jaxmux.tasks import TaskError
@@ -227,6 +227,38 @@ def test_held_out_pairs_are_measured_by_the_objective(objective, loss, make_pair
     assert found[0].metrics["rewards/margins"] == 0
     assert found[-1].metrics["rewards/margins"] != 0
     assert engine.evaluate(["pairs"])["pairs"] == found[-1].loss
+
+
+def test_the_best_adapter_is_that_of_the_best_metric(make_paired, make_engine, assert_same_bits):
+    fields = {"eval_data": "random.jsonl", "eval_every": 1, "keep_best": True, "steps": 6}
+    fields["optimizer"] = SGD(1.0)
+    # Tasks whose names have the same letters have the same data.
+    by_loss = make_paired("ab", DPO(0.5), stop_when="rewards/accuracies > 0.9", **fields)
+    by_accuracy = make_paired("ba", DPO(0.5), best_metric=ACCURACY, patience=2, **fields)
+    engine, adapters, found = make_engine(by_loss, by_accuracy, shape=SMALL), {}, []
+    while not engine.finished:
+        engine.train_round()
+        engine.drain()
+        adapters[engine.progress("ab").step] = engine.adapter("ab")
+        found += [done for done in engine.take_evaluations() if done.task_step]
+    losses = [done.loss for done in found if done.task == "ab"]
+    assert [done.best for done in found if done.task == "ba"] == [True, True, False, False]
+    accuracies = [done.metrics[ACCURACY] for done in found if done.task == "ba"]
+    # Equal values are no better ones.
+    assert accuracies == [0, 0.5, 0.5, 0.5]
+    progress = engine.progress("ba")
+    assert (progress.step, progress.best_step) == (4, 2)
+    assert progress.stopped_early == (
+        "2 measurements of rewards/accuracies without a higher one than after step 2"
+    )
+    assert (progress.eval_loss, progress.eval_metrics[ACCURACY]) == (losses[1], 0.5)
+    lowest, progress = 1 + int(np.argmin(losses)), engine.progress("ab")
+    assert (progress.step, progress.best_step) == (5, lowest) and lowest != 2
+    assert progress.stopped_early == (
+        "rewards/accuracies 1 after step 5, and stop_when is 'rewards/accuracies > 0.9'"
+    )
+    for name, step in (("ab", lowest), ("ba", 2)):
+        assert_same_bits(engine.result(name)(), adapters[step])
 
 
 def test_sft_is_trained_in_one_pass(make_task, make_engine, train):

@@ -9,7 +9,19 @@ import numpy as np
 import pytest
 from jax.nn import log_sigmoid, sigmoid
 
-from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, OBJECTIVES, ORPO, SFT, Recorded, SimPO
+from jaxmux.objectives import (
+    ACCURACY,
+    CPO,
+    DPO,
+    HIGHER_IS_BETTER,
+    KTO,
+    OBJECTIVES,
+    ORPO,
+    SFT,
+    Comparison,
+    Recorded,
+    SimPO,
+)
 
 BETA = 0.4
 LOSSES = (
@@ -239,6 +251,21 @@ def test_a_pair_counts_as_much_as_it_is_probable(log_probs, reference, rng):
         for i in range(0, len(LENGTHS), 2)
     ]
     assert weighted.loss == pytest.approx(np.mean(weights[::2] * of_pairs))
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "mixture", "cpo, sigmoid", "simpo", "orpo"])
+def test_adapters_can_be_compared_by_all_metrics(name, log_probs, reference):
+    metrics = CASES[name].grade(log_probs, CASES[name].sums(reference)).metrics
+    assert set(CASES[name].compared) == set(metrics) <= set(HIGHER_IS_BETTER)
+    assert all(Comparison(metric).value(1.0, metrics) == metrics[metric] for metric in metrics)
+
+
+def test_values_that_are_not_finite_are_the_worst():
+    for metric in ("loss", "rewards/margins"):
+        costs = [Comparison(metric).cost(x) for x in (None, np.nan, np.inf, -np.inf)]
+        assert costs == [np.inf] * 4
+    assert Comparison("kl").cost(1.0) < Comparison("kl").cost(2.0)
+    assert Comparison("rewards/margins").cost(2.0) < Comparison("rewards/margins").cost(1.0)
 
 
 def test_sft_is_the_mean_over_all_tokens(log_probs):

@@ -163,6 +163,25 @@ def data(tmp_path_factory) -> dict[str, str]:
     return paths
 
 
+@pytest.fixture(scope="session")
+def pairs(tmp_path_factory):
+    """Paths of preference records, for training and held out."""
+    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(4)
+
+    def words(of, most):
+        return " " + " ".join(rng.choice(of, rng.integers(1, most)))
+
+    paths = {}
+    for name, count in {"train": 14, "eval": 5}.items():
+        records = [
+            {"prompt": "eat", "chosen": words(FRUITS, 5), "rejected": words(COLOURS, 5)}
+            for _ in range(count)
+        ]
+        paths[name] = folder / f"{name}.jsonl"
+        paths[name].write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {name: str(path) for name, path in paths.items()}
+
+
 @pytest.fixture
 def write_lines(tmp_path):
     """Writes records, or raw lines, to a file of the test; returns its path."""

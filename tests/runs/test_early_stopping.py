@@ -88,7 +88,8 @@ def test_a_task_whose_patience_ended_with_its_last_step_is_not_extended_beyond_i
 def test_a_run_of_a_version_without_these_settings_goes_on(make_task, train, tmp_path):
     train(tmp_path, make_task("a", steps=2))
     record = json.loads((tmp_path / "run.json").read_text())
-    for field in ("eval_every", "keep_best", "patience", "max_seconds"):
+    fields = "eval_every", "keep_best", "patience", "max_seconds", "objective", "best_metric"
+    for field in fields:
         del record["tasks"]["a"][field]
     (tmp_path / "run.json").write_text(json.dumps(record))
     assert train(tmp_path, make_task("a", steps=3)).tasks["a"]["steps"] == 3

@@ -25,6 +25,7 @@ from jaxmux.data import load_tokenizer
 from jaxmux.engine.devices import programs
 from jaxmux.engine.tasks.prepared_task import read_data
 from jaxmux.models import BackboneConfig
+from jaxmux.runs.sweep_results import sweep_table
 from jaxmux.runs.task_warnings import of_labels
 from jaxmux.server import ServerOptions
 from jaxmux.server.task import ENDED
@@ -33,25 +34,6 @@ from .conftest import COLOURS, FRUITS, SERVER
 
 evaluate = partial(run_command, "eval", prog="jaxmux eval")
 DROPPED = LoRA(2, 4.0, target_modules=("q_proj", "down_proj"), dropout=0.1)
-
-
-@pytest.fixture(scope="module")
-def pairs(tmp_path_factory):
-    """Paths of preference records, for training and held out."""
-    folder, rng = tmp_path_factory.mktemp("pairs"), np.random.default_rng(4)
-
-    def words(of, most):
-        return " " + " ".join(rng.choice(of, rng.integers(1, most)))
-
-    paths = {}
-    for name, count in {"train": 14, "eval": 5}.items():
-        records = [
-            {"prompt": "eat", "chosen": words(FRUITS, 5), "rejected": words(COLOURS, 5)}
-            for _ in range(count)
-        ]
-        paths[name] = folder / f"{name}.jsonl"
-        paths[name].write_text("".join(json.dumps(record) + "\n" for record in records))
-    return {name: str(path) for name, path in paths.items()}
 
 
 @pytest.fixture(scope="module")
@@ -155,24 +137,34 @@ def test_a_stopped_run_goes_on_with_the_same_bits(
 def test_metrics_are_written_for_objectives_of_pairs_only(
     train, make_task, make_paired, tmp_path, capsys
 ):
-    train(tmp_path, make_paired(steps=2, eval_every=1), make_task("sft", steps=2))
+    paired = make_paired(steps=2, eval_every=1, keep_best=True, best_metric="rewards/margins")
+    summary = train(tmp_path, paired, make_task("sft", steps=2))
     of_task = {"pairs": [], "sft": []}
     for line in lines(tmp_path / "metrics.jsonl"):
         of_task[line["task"]].append(line)
     assert not any("metrics" in line for line in of_task["sft"])
     assert of_task["pairs"][0]["loss"] == pytest.approx(np.log(2), rel=1e-5)
-    first, *_, last = lines(tmp_path / "held_out.jsonl")
+    first, *measured = lines(tmp_path / "held_out.jsonl")
     assert first["metrics"]["rewards/margins"] == 0
-    assert last["metrics"]["rewards/accuracies"] in [n / 5 for n in range(6)]
+    assert measured[-1]["metrics"]["rewards/accuracies"] in [n / 5 for n in range(6)]
     record = json.loads((tmp_path / "run.json").read_text())
     assert record["tasks"]["pairs"]["objective"]["kind"] == "dpo"
-    assert "of pairs right" in capsys.readouterr().out
+    best = max(measured, key=lambda line: line["metrics"]["rewards/margins"])
+    margin = best["metrics"]["rewards/margins"]
+    found = summary.tasks["pairs"]
+    assert (found["best_metric"], found["best_step"]) == ("rewards/margins", best["task_step"])
+    assert (found["eval_loss"], found["eval_metrics"]) == (best["loss"], best["metrics"])
+    said = f"of pairs right, rewards/margins {margin:.4f}, the highest so far"
+    assert said in " ".join(capsys.readouterr().out.split())
+    card = (tmp_path / "adapters" / "pairs" / "README.md").read_text()
+    assert "the highest rewards/margins" in card
 
 
 def test_a_sweep_varies_beta_with_fewer_places_than_configurations(
     train, make_paired, tmp_path, adapter_bytes
 ):
-    sweep = Sweep(make_paired(steps=3), {"objective.beta": [0.1, 0.5, 1.0]})
+    task = make_paired(steps=3, best_metric="rewards/margins")
+    sweep = Sweep(task, {"objective.beta": [0.1, 0.5, 1.0]}, first_rung=1)
     together = train(tmp_path / "together", sweep, reserved_slots=3)
     in_turns = train(tmp_path / "in_turns", sweep, tasks_at_once=2, reserved_slots=3)
     assert len(together.tasks) == 3
@@ -181,7 +173,26 @@ def test_a_sweep_varies_beta_with_fewer_places_than_configurations(
             adapter_bytes(tmp_path / each / "adapters" / name) for each in ("in_turns", "together")
         )
         assert found == expected
-    assert in_turns.tasks.keys() == together.tasks.keys()
+    assert in_turns.tasks == together.tasks
+    margins = {
+        line["task"]: line["metrics"]["rewards/margins"]
+        for line in lines(tmp_path / "together" / "held_out.jsonl")
+        if line["task_step"] == 1
+    }
+    best, *others = sorted(margins, key=margins.get, reverse=True)
+    reasons = {name: task["stopped_early"] for name, task in together.tasks.items()}
+    assert reasons.pop(best) is None
+    assert [reasons[name] for name in others] == [
+        f"at rung 1 (step 1), {place} of 3 by rewards/margins" for place in ("2nd", "3rd")
+    ]
+    found = json.loads((tmp_path / "together" / "sweep.json").read_text())["pairs"]
+    assert found["best_metric"] == "rewards/margins"
+    result = {
+        name: task["eval_metrics"]["rewards/margins"] for name, task in together.tasks.items()
+    }
+    assert list(found["tasks"]) == sorted(result, key=result.get, reverse=True)
+    columns = [column.header for column in sweep_table(sweep, together).columns]
+    assert columns == ["beta", "steps", "train", "held-out", "rewards/margins", "result"]
 
 
 def test_a_server_goes_on_with_the_reference_of_the_beginning(

@@ -18,6 +18,7 @@ import pytest
 from rich.console import Console
 
 from jaxmux import (
+    DPO,
     DoRA,
     Engine,
     Interrupted,
@@ -31,6 +32,7 @@ from jaxmux.cli import gin_bindings
 from jaxmux.cli.arguments import train_options
 from jaxmux.cli.main import run_command
 from jaxmux.errors import OutOfDeviceMemory
+from jaxmux.runs.metrics import objects
 from jaxmux.runs.run_directory import lock_state
 from jaxmux.server import Meter, ServerOptions, StateChange, TaskStatus, serve
 from jaxmux.server.console import ServerConsole
@@ -498,16 +500,19 @@ def test_the_demo_serves_and_sigterm_saves_and_exits_with_143_within_10_seconds(
 
 @pytest.mark.slow
 def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
-    backbone, specify, adapter_bytes, tmp_path, monkeypatch, capsys
+    backbone, specify, pairs, adapter_bytes, tmp_path, monkeypatch, capsys
 ):
-    """SIGKILL, some rounds after a checkpoint. Before, a second server is refused; later, the same
-    command goes on in this process and is stopped by SIGTERM. CI crashes servers at their system
-    calls, in test_crash_points.py."""
-    steps = {"one": 36, "two": 30}
-    for name, own in steps.items():
-        specify(f"acme/{name}", steps=own)
+    """SIGKILL, some rounds after a checkpoint, between two turns of a global batch of DPO. Before,
+    a second server is refused; later, the same command goes on in this process and is stopped by
+    SIGTERM. CI crashes servers at their system calls, in test_crash_points.py."""
+    steps = {"one": 60, "two": 50, "pairs": 18}
+    for name in ("one", "two"):
+        specify(f"acme/{name}", steps=steps[name])
     inbox, server = tmp_path / "inbox", tmp_path / "server"
-    options = SIZES | {"checkpoint_every": 4}
+    (inbox / "acme" / "pairs.jsonl").write_text(Path(pairs["train"]).read_text())
+    of_pairs = {"data": "pairs.jsonl", "batch_size": 9, "objective": {"kind": "dpo"}}
+    specify("acme/pairs", steps=steps["pairs"], **of_pairs)
+    options = SIZES | {"checkpoint_every": 4, "round_tokens": 64}
     settings = [f"--gin.serve.{name}={value!r}" for name, value in options.items()]
     gin_file = tmp_path / "server.gin"
     gin_file.write_text(f"serve.backbone = {str(backbone)!r}\n")
@@ -518,14 +523,26 @@ def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     process = subprocess.Popen(command, env=environment, **pipes)
 
+    def updates(folder):
+        events = objects((folder / "events.jsonl").read_bytes())
+        return [event for event in events if event["kind"] == "update"]
+
     def saved_and_beyond():
         saved = [p.name for p in server.glob("checkpoints/*") if p.name.isdigit()]
-        trained = server / "events.jsonl"
-        return saved and trained.read_bytes().count(b'"kind": "update"') > 8
+        return saved and len(updates(server)) > 8
+
+    def stopped_within_a_batch_of_pairs():
+        process.send_signal(signal.SIGSTOP)
+        rounds = [line["round"] for line in objects((server / "rounds.jsonl").read_bytes())]
+        of_pairs = [update["step"] for update in updates(server) if update["task"] == "acme.pairs"]
+        if len(of_pairs) > 2 and max(rounds) > max(of_pairs):
+            return True
+        process.send_signal(signal.SIGCONT)
+        return False
 
     try:
         wait_until(saved_and_beyond, process)
-        process.send_signal(signal.SIGSTOP)
+        wait_until(stopped_within_a_batch_of_pairs, process)
         assert run_command("train", arguments, "jaxmux train") == 2
         error = capsys.readouterr().err
         assert lock_state(server).holder == "alive"
@@ -553,19 +570,33 @@ def test_a_server_that_is_killed_ends_with_the_adapter_of_a_calm_one(
     thread.join()
     assert lock_state(server).holder == "ended"
     printed, error = capsys.readouterr()
-    assert "tasks of an earlier start: 2 preparing" in printed
+    assert "tasks of an earlier start: 3 preparing" in printed
     assert error.splitlines()[-1].startswith("stopped by SIGTERM; state saved, the same command")
     assert "Traceback" not in error
     adapter = LoRA(rank=2, target_modules=("q_proj", "down_proj"))
-    data = str(inbox / "acme" / "a.jsonl")
-    with tuning_server(backbone, tmp_path / "calm", OPTIONS, say=print) as calm:
+    # Sums of the gradients of other turns would have another order.
+    calmly = dataclasses.replace(OPTIONS, round_tokens=options["round_tokens"])
+    with tuning_server(backbone, tmp_path / "calm", calmly, say=print) as calm:
         for name, own in steps.items():
-            calm.register(Task(f"acme.{name}", data, adapter, batch_size=4, steps=own))
+            data, fields = str(inbox / "acme" / "a.jsonl"), {"batch_size": 4}
+            if name == "pairs":
+                data = str(inbox / "acme" / "pairs.jsonl")
+                fields = {"batch_size": 9, "objective": DPO()}
+            calm.register(Task(f"acme.{name}", data, adapter, steps=own, **fields))
         calm.step()
         while any(status.state != "succeeded" for status in calm.statuses()):
             calm.step()
     expected = adapter_bytes(tmp_path / "calm" / "adapters")
-    assert len(expected) >= 4 and adapter_bytes(server / "adapters") == expected
+    assert len(expected) >= 6 and adapter_bytes(server / "adapters") == expected
+    # Updates after the last checkpoint were written before the kill, and again after it.
+    killed, calm = (
+        {
+            (update["task"], update["task_step"]): (update["loss"], update.get("metrics"))
+            for update in updates(folder)
+        }
+        for folder in (server, tmp_path / "calm")
+    )
+    assert killed == calm and len(calm) == sum(steps.values())
 
 
 def test_without_a_config_the_model_of_the_demo_is_served(tmp_path, monkeypatch, capsys):

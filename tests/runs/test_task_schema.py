@@ -119,6 +119,8 @@ TIED = {
     "eval_every": [None, 2],
     "patience": [None, 2],
     "keep_best": [False, True],
+    "best_metric": ["loss", "kl", "reward"],
+    "stop_when": [None, "loss < 0.5", "kl > 1", "loss<1", "loss < 1e999"],
     "max_seconds": [None, 1e300, 2**53, 2**53 - 1],
     "schedule": ["cosine", {"kind": "linear", "warmup_steps": 3}, {"warmup_ratio": 0.5}],
     "max_length": [2, 300],
@@ -177,6 +179,7 @@ def choices(values: dict) -> list[dict]:
 
 TOGETHER = {"epochs": 2, "steps": 3, "eval_data": "b.json", "validation_fraction": 0.5}
 TOGETHER |= {"eval_every": 2, "keep_best": True, "patience": 2, "validation_seed": 0}
+TOGETHER |= {"stop_when": "loss < 1"}
 STARTS = {"start": "random", "start_text": "a", "start_tokens": [0]}
 
 
@@ -187,7 +190,7 @@ def test_the_schema_and_the_classes_permit_the_same_fields_together(validator):
     fields += [least | {"steps": 3, "adapter": prompt} for prompt in prompts]
     for task in fields:
         assert validator.is_valid(task) == is_read(task, limits), task
-    assert sum(map(validator.is_valid, fields)) == 32 + 4
+    assert sum(map(validator.is_valid, fields)) == 56 + 4
 
 
 def test_values_are_refused_as_by_their_schemas():

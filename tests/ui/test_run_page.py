@@ -187,6 +187,29 @@ def test_tasks_with_metrics_of_their_objective_are_shown_by_their_losses(run_dir
     assert state["events"][-1]["text"].startswith("loss -0.5 at step 61")
 
 
+def test_tasks_that_are_compared_by_a_metric_show_it(run_dir):
+    record = json.loads((run_dir / "run.json").read_text())
+    record["tasks"]["legal_0"]["best_metric"] = "rewards/accuracies"
+    (run_dir / "run.json").write_text(json.dumps(record))
+    measured = synthetic.evaluation(60, "legal_0", -0.5, synthetic.BEGUN + 1e6)
+    measured |= {"metrics": {"rewards/accuracies": 0.75}, "best": False}
+    synthetic.append(run_dir / "held_out.jsonl", measured)
+    result = {"status": "succeeded", "eval_loss": -0.75, "eval_metrics": {"rewards/accuracies": 1}}
+    summary = {"tasks": {"legal_0": result}, "wall_seconds": 1}
+    (run_dir / "summary.json").write_text(json.dumps(summary))
+    state = client(run_dir).get("/api/state").json()
+    first, _, row = state["tasks"]
+    assert (row["metric"], row["higher"], row["held_out"], row["value"]) == (
+        "rewards/accuracies",
+        True,
+        -0.5,
+        0.75,
+    )
+    assert (row["final"], row["final_value"]) == (-0.75, 1)
+    assert first["value"] == first["held_out"]
+    assert state["events"][-1]["text"] == "loss -0.5, rewards/accuracies 0.75 at step 61"
+
+
 def test_page_of_a_task_holds_its_specification_and_its_curves(run_dir):
     fields = {"lr": 0.5, "grad_norm": None, "skipped": True}
     line = synthetic.update(60, "legal_0", 0.5, synthetic.BEGUN + 1e6) | fields

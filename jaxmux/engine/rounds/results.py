@@ -18,7 +18,7 @@ from jaxtyping import Float
 
 from jaxmux.data import Sample
 from jaxmux.data.batches import GivenBatches
-from jaxmux.objectives import Graded, Known, Objective, Recorded
+from jaxmux.objectives import Comparison, Graded, Known, Objective, Recorded
 from jaxmux.peft import SlotArrays
 from jaxmux.planner.costs.pool_spec import PoolSpec
 
@@ -514,16 +514,16 @@ class RoundResults:
         known = slot.reference.of_held_out(slot.prepared) if slot.reference else None
         held_out = measured.scores[: measured.held_out]
         graded = grade(task.objective, slot.prepared.eval_samples, held_out, known)
-        loss = graded.loss
-        finite = math.isfinite(loss)
-        best = progress.best_loss is None or loss < progress.best_loss
-        best = step > 0 and finite and best
+        compared, loss = Comparison(task.best_metric), graded.loss
+        value = compared.value(loss, graded.metrics) if math.isfinite(loss) else None
+        before = compared.value(progress.best_loss, progress.best_metrics)
+        best = step > 0 and compared.cost(value) < compared.cost(before)
         tokens = slot.held_out_tokens
         done = TaskEvaluation(index, slot.name, step, loss, tokens, best, graded.metrics)
         _succeed_after(step, slot)
-        record_evaluation(progress, done, task.patience, task.keep_best)
+        record_evaluation(progress, done, task)
         if step == slot.pause_after:
-            progress.rung_losses.append(loss if finite else None)
+            progress.rung_values.append(None if math.isinf(compared.cost(value)) else value)
         if best and adapter:
             slot.best = adapter
         self._evaluations.append(done)

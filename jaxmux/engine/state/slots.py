@@ -201,8 +201,8 @@ class Slot:
         counted. None until the first results have arrived, because the time before them is mostly
         compilation.
       measuring: the measurement that must end before the task trains again; None if there is none.
-      best: function that waits for the adapter with the lowest held-out loss, and returns its
-        arrays by path; None if it is not kept, or not known yet.
+      best: function that waits for the adapter with the best value of `Task.best_metric`, and
+        returns its arrays by path; None if it is not kept, or not known yet.
       computed: by index of a global batch that has not been updated, number of its tokens that have
         been computed, with padding, as far as results have been fetched.
       part_of_turn: number of these tokens that belong to a partly computed turn.
@@ -365,8 +365,8 @@ def after_last_update(arrays: SlotArrays) -> SlotArrays:
 
 class Kept(NamedTuple):
     """What is kept of a task besides its slot: a function that returns the arrays of the adapter
-    with the lowest held-out loss, by path, and the reference of its objective. None if a task has
-    none."""
+    with the best value of `Task.best_metric`, by path, and the reference of its objective. None if
+    a task has none."""
 
     best: Callable[[], SlotArrays] | None
     reference: Reference | None

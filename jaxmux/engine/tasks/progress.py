@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from jaxmux.objectives import LOSS, Bound, Comparison
 from jaxmux.planner.numbers import numbered
 from jaxmux.tasks import Task
 
@@ -31,18 +32,22 @@ class TaskProgress:
         the loss is not finite.
       eval_loss: loss of the held-out data at the last measurement after a step; once training has
         ended, the loss of the resulting adapter. None as for `eval_loss_first`.
+      eval_metrics: the other metrics of that measurement by name, without those that are not
+        finite.
       eval_step: number of steps after which `eval_loss` was measured.
       eval_target_tokens: number of target tokens in the held-out data.
-      best_loss: lowest loss of the held-out data that was measured after a step.
-      best_step: number of steps after which it was measured.
+      best_step: number of steps after which `Task.best_metric` was best, of the measurements after
+        a step.
+      best_loss, best_metrics: as `eval_loss` and `eval_metrics`, measured after `best_step`.
       evaluations_since_best: number of measurements since then.
+      bound_passed: how the last measurement passes `Task.stop_when`, in words; None if it does not.
       seconds: seconds for which the task has been trained.
       status: "running", "succeeded" (all steps are trained and the held-out loss is measured, or
         the task has stopped early) or "failed".
       error: reason for the status "failed"; otherwise None.
       stopped_early: why the task has succeeded before its last step; None if it has not.
-      rung_losses: losses of the held-out data at the rungs of successive halving that the task has
-        reached; None as for `eval_loss_first`.
+      rung_values: values of `Task.best_metric` at the rungs of successive halving that the task
+        has reached; None if the value or the loss is not finite.
     """
 
     step: int = 0
@@ -55,26 +60,31 @@ class TaskProgress:
     train_loss_last: float | None = None
     eval_loss_first: float | None = None
     eval_loss: float | None = None
+    eval_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     eval_step: int | None = None
     eval_target_tokens: int = 0
     best_loss: float | None = None
+    best_metrics: Mapping[str, float] = dataclasses.field(default_factory=dict)
     best_step: int | None = None
     evaluations_since_best: int = 0
+    bound_passed: str | None = None
     # Not compared, because equal tasks take different times.
     seconds: float = dataclasses.field(default=0.0, compare=False)
     status: str = "running"
     error: str | None = None
     stopped_early: str | None = None
-    rung_losses: list[float | None] = dataclasses.field(default_factory=list)
+    rung_values: list[float | None] = dataclasses.field(default_factory=list)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> "TaskProgress":
-        """The progress in a JSON object that `to_json` made."""
-        return cls(**fields)
+        """The progress in a JSON object that `to_json` of this or of an earlier version made."""
+        # Earlier versions compared losses only.
+        names = {"rung_losses": "rung_values"}
+        return cls(**{names.get(name, name): value for name, value in fields.items()})
 
     def to_json(self) -> dict[str, Any]:
         """The fields by name, as a checkpoint stores them."""
-        return {**vars(self), "rung_losses": list(self.rung_losses)}
+        return {**vars(self), "rung_values": list(self.rung_values)}
 
 
 class TaskUpdate(NamedTuple):
@@ -124,7 +134,7 @@ class TaskEvaluation(NamedTuple):
       loss: value of the task's objective, for `SFT` the mean cross entropy in nats per target
         token; NaN if the forward pass was not finite.
       target_tokens: number of target tokens in the held-out data.
-      best: True if no lower loss has been measured after an earlier step.
+      best: True if `Task.best_metric` is better than it was after all earlier steps.
       metrics: as in `TaskUpdate`.
     """
 
@@ -145,29 +155,28 @@ def as_line(result: TaskUpdate | TaskEvaluation) -> dict[str, Any]:
     return {"step": fields.pop("round"), **fields} | ({"metrics": metrics} if metrics else {})
 
 
-def record_evaluation(
-    progress: TaskProgress, done: TaskEvaluation, patience: int | None, keep_best: bool
-) -> None:
-    """Enters a loss of held-out data into its task's progress, and decides whether the task stops
-    early or has failed. After `patience` measurements without a lower loss the task stops; None
-    never stops it. `keep_best` tells whether training gives the adapter with the lowest loss, not
-    the last one."""
+def record_evaluation(progress: TaskProgress, done: TaskEvaluation, task: Task) -> None:
+    """Enters a measurement of held-out data into its task's progress, and decides whether the task
+    stops early or has failed."""
     loss = done.loss if math.isfinite(done.loss) else None
+    metrics = {name: value for name, value in done.metrics.items() if math.isfinite(value)}
     progress.eval_target_tokens = done.target_tokens
     if done.task_step == 0:
         progress.eval_loss_first = loss
         return
-    progress.eval_loss = loss
+    progress.eval_loss, progress.eval_metrics = loss, metrics
     if done.best:
-        progress.best_loss, progress.best_step = loss, done.task_step
+        progress.best_loss, progress.best_metrics = loss, metrics
+        progress.best_step = done.task_step
         progress.evaluations_since_best = 0
     elif done.task_step != progress.eval_step:
         # An extended task may be measured again at its former last step.
         progress.evaluations_since_best += 1
     progress.eval_step = done.task_step
-    _stop_if_patience_ended(progress, patience)
+    progress.bound_passed = _how_passed(task.stop_when, done)
+    _stop_if_due(progress, task)
     if progress.status == "succeeded":
-        _take_result(progress, keep_best)
+        _take_result(progress, task.keep_best)
 
 
 def stop_early(progress: TaskProgress, reason: str, keep_best: bool) -> None:
@@ -179,21 +188,21 @@ def stop_early(progress: TaskProgress, reason: str, keep_best: bool) -> None:
 
 def _take_result(progress: TaskProgress, keep_best: bool) -> None:
     if keep_best and progress.best_loss is not None:
-        progress.eval_loss = progress.best_loss
+        progress.eval_loss, progress.eval_metrics = progress.best_loss, progress.best_metrics
     elif progress.eval_loss is None:
         progress.status, progress.error = "failed", "loss of the held-out data is not finite"
 
 
 def train_on(progress: TaskProgress, task: Task) -> None:
     """Continues a task that has succeeded with its last step, because it has more steps now. If its
-    patience or its time ended with that step, it has stopped early instead. `progress` is
-    changed."""
+    patience or its time ended with that step, or a bound was passed, it has stopped early instead.
+    `progress` is changed."""
     if progress.status == "succeeded" and progress.stopped_early is None:
         if task.max_seconds is not None and progress.seconds >= task.max_seconds:
             stop_in_time(progress)
             return
         progress.status = "running"
-        _stop_if_patience_ended(progress, task.patience)
+        _stop_if_due(progress, task)
 
 
 def stop_in_time(progress: TaskProgress) -> None:
@@ -201,14 +210,32 @@ def stop_in_time(progress: TaskProgress) -> None:
     progress.stopped_early = f"trained for {progress.seconds:.0f} s"
 
 
-def _stop_if_patience_ended(progress: TaskProgress, patience: int | None) -> None:
-    ended = patience is not None and progress.evaluations_since_best >= patience
-    if progress.status == "running" and ended:
-        progress.status = "succeeded"
-        progress.stopped_early = (
-            f"{numbered(progress.evaluations_since_best, 'measurement')} of the held-out loss "
-            f"without a lower one than after step {progress.best_step or 0}"
-        )
+def _stop_if_due(progress: TaskProgress, task: Task) -> None:
+    reason = progress.bound_passed or _how_patience_ended(progress, task)
+    if progress.status == "running" and reason:
+        progress.status, progress.stopped_early = "succeeded", reason
+
+
+def _how_passed(bound: str | None, done: TaskEvaluation) -> str | None:
+    if bound is None:
+        return None
+    metric = Bound.of(bound).metric
+    value = Comparison(metric).value(done.loss, done.metrics)
+    if not Bound.of(bound).is_passed(value):
+        return None
+    label = Comparison(metric).label
+    return f"{label} {value:.4g} after step {done.task_step}, and stop_when is {bound!r}"
+
+
+def _how_patience_ended(progress: TaskProgress, task: Task) -> str | None:
+    if task.patience is None or progress.evaluations_since_best < task.patience:
+        return None
+    compared = Comparison(task.best_metric)
+    the = "the " * (compared.metric == LOSS)
+    return (
+        f"{numbered(progress.evaluations_since_best, 'measurement')} of {the}{compared.label} "
+        f"without a {compared.better} one than after step {progress.best_step or 0}"
+    )
 
 
 def record_update(progress: TaskProgress, done: TaskUpdate, steps: int, max_bad_steps: int) -> None:

@@ -70,6 +70,7 @@ class Shown(NamedTuple):
                 "rank": status.rank,
                 "loss": finite_or_none(status.loss),
                 "held_out_loss": finite_or_none(status.held_out_loss),
+                "held_out_metrics": finite_or_none(status.held_out_metrics),
                 "best_step": status.best_step,
                 "share": round(status.share, 4),
                 "adapter": self.adapter and str(self.adapter),

@@ -28,15 +28,17 @@ export class Sweeps {
   }
 }
 
-// The configurations, the best first: by held-out loss, or by training loss if none is measured.
-// Those that failed or have no loss come last.
+// The configurations, the best first: by the best_metric of the task, or by training loss if no
+// held-out data are measured. Those that failed or have no such number come last.
 export function ranked(sweep, tasks) {
   const rows = tasks.filter((row) => row.name in sweep.values);
   const held = rows.some((row) => row.held_out !== null);
-  const loss = (row) => (held ? row.final ?? row.held_out : row.nan ? null : row.loss);
-  const key = (row) => [row.state === "failed" ? 1 : 0, loss(row) === null ? 1 : 0, loss(row) ?? 0];
+  const score = (row) => (held ? row.final_value ?? row.value : row.nan ? null : row.loss);
+  const sign = held && rows[0]?.higher ? -1 : 1;
+  const key = (row) => [row.state === "failed" ? 1 : 0, score(row) === null ? 1 : 0, sign * (score(row) ?? 0)];
   rows.sort((a, b) => key(a).reduce((order, value, i) => order || value - key(b)[i], 0));
-  return rows.map((row) => ({ row, loss: loss(row), values: sweep.values[row.name], result: resultOf(row), held }));
+  const metric = held ? rows[0].metric : "loss";
+  return rows.map((row) => ({ row, score: score(row), values: sweep.values[row.name], result: resultOf(row), held, metric }));
 }
 
 function resultOf(row) {
@@ -93,17 +95,19 @@ class SweepView {
       }
       this.scatters.get(path).show(found.map((own, i) => ({ ...own, value: own.values[path], tint: tints[i] })), path);
     }
-    const loss = found[0]?.held ? "held-out loss" : "last training loss";
+    const metric = found[0]?.metric ?? "loss";
+    const loss = metric !== "loss" ? metric : found[0]?.held ? "held-out loss" : "last training loss";
     this.note.textContent = `Above: held-out loss by step${steps.length ? ", dashed: rungs" : ""}. Below: ${loss} against each swept value. Bright: best, dark: worst. Circles: trained or training, triangles: stopped at a rung, squares: stopped early, crosses: failed.${found.length > MOST_ROWS ? ` The table shows the best ${MOST_ROWS}.` : ""}`;
   }
 
   drawTable(found, paths, names) {
-    const heads = ["", ...paths.map((path) => names.get(path)), "steps", "train", "held-out", "result"];
-    const rows = found.slice(0, MOST_ROWS).map(({ row, values, result }, i) => {
+    const metric = found[0]?.metric ?? "loss";
+    const heads = ["", ...paths.map((path) => names.get(path)), "steps", "train", "held-out", ...(metric === "loss" ? [] : [metric]), "result"];
+    const rows = found.slice(0, MOST_ROWS).map(({ row, values, result, score }, i) => {
       const open = make("button", { type: "button", className: "link", title: row.name }, String(i + 1));
       open.setAttribute("aria-label", `${i + 1}: open ${row.name}`);
       open.addEventListener("click", () => this.onOpen(row.name));
-      const cells = [...paths.map((path) => shownValue(values[path])), row.steps ? `${row.step}/${row.steps}` : row.step, row.nan ? "nan" : number(row.loss), number(row.final ?? row.held_out), result];
+      const cells = [...paths.map((path) => shownValue(values[path])), row.steps ? `${row.step}/${row.steps}` : row.step, row.nan ? "nan" : number(row.loss), number(row.final ?? row.held_out), ...(metric === "loss" ? [] : [number(score)]), result];
       return make("tr", {}, make("td", {}, open), ...cells.map((text) => make("td", {}, String(text))));
     });
     this.table.replaceChildren(make("thead", {}, make("tr", {}, ...heads.map((text) => make("th", { scope: "col" }, text)))), make("tbody", {}, ...rows));
@@ -118,7 +122,7 @@ function rankColour(rank, count) {
   return `rgb(${VIRIDIS[low].map((value, i) => Math.round(value + (VIRIDIS[low + 1][i] - value) * (place - low))).join(" ")})`;
 }
 
-// The loss of each configuration against the values of one swept field.
+// The loss of each configuration, or its best_metric, against the values of one swept field.
 class Scatter {
   constructor(onOpen) {
     this.canvas = make("canvas");
@@ -137,10 +141,12 @@ class Scatter {
   }
 
   show(found, path) {
-    this.found = found.filter(({ loss }) => loss !== null && loss > 0);
+    this.metric = found[0]?.metric ?? "loss";
+    this.found = found.filter(({ score }) => score !== null && (this.metric !== "loss" || score > 0));
     this.title.textContent = path;
     const best = this.found[0];
-    this.canvas.setAttribute("aria-label", `Loss against ${path}. ${best ? `Best: ${number(best.loss)} at ${shownValue(best.value)}.` : "No losses yet."} The table has all values.`);
+    const name = this.metric === "loss" ? "Loss" : this.metric;
+    this.canvas.setAttribute("aria-label", `${name} against ${path}. ${best ? `Best: ${number(best.score)} at ${shownValue(best.value)}.` : "No losses yet."} The table has all values.`);
     this.draw();
   }
 
@@ -168,20 +174,22 @@ class Scatter {
     context.textAlign = "center";
     if (!this.found.length) return context.fillText("no losses yet", width / 2, height / 2);
     const box = { left: 52, right: width - 8, top: 8, bottom: height - 22 };
-    const logs = this.found.map(({ loss }) => Math.log(loss));
-    let [low, high] = [Math.min(...logs), Math.max(...logs)];
+    // Values of metrics other than the loss may be 0 or negative.
+    const [bend, unbent] = this.metric === "loss" ? [Math.log, Math.exp] : [(score) => score, (score) => score];
+    const bent = this.found.map(({ score }) => bend(score));
+    let [low, high] = [Math.min(...bent), Math.max(...bent)];
     if (high - low < 1e-3) [low, high] = [low - 0.05, high + 0.05];
-    const y = (loss) => box.bottom - 6 - ((Math.log(loss) - low) / (high - low)) * (box.bottom - box.top - 12);
+    const y = (score) => box.bottom - 6 - ((bend(score) - low) / (high - low)) * (box.bottom - box.top - 12);
     context.textBaseline = "middle";
     context.textAlign = "right";
     for (const share of [0, 1 / 3, 2 / 3, 1]) {
-      const loss = Math.exp(low + share * (high - low));
+      const score = unbent(low + share * (high - low));
       context.strokeStyle = css("--rule");
       context.beginPath();
-      context.moveTo(box.left, Math.round(y(loss)) + 0.5);
-      context.lineTo(box.right, Math.round(y(loss)) + 0.5);
+      context.moveTo(box.left, Math.round(y(score)) + 0.5);
+      context.lineTo(box.right, Math.round(y(score)) + 0.5);
       context.stroke();
-      context.fillText(number(loss, 3), box.left - 7, y(loss));
+      context.fillText(number(score, 3), box.left - 7, y(score));
     }
     const { place, marks } = this.scale();
     const x = (share) => box.left + share * (box.right - box.left);
@@ -198,7 +206,7 @@ class Scatter {
       free = at + half + 6;
     }
     for (const own of [...this.found].reverse()) {
-      const spot = { ...own, x: x(place(own.value)), y: y(own.loss) };
+      const spot = { ...own, x: x(place(own.value)), y: y(own.score) };
       this.spots.push(spot);
       marker(context, spot);
     }
@@ -214,7 +222,7 @@ class Scatter {
     const spot = this.near(event);
     this.canvas.style.cursor = spot ? "pointer" : "";
     if (!spot) return hideTip();
-    showTip(event.clientX, event.clientY, `${spot.row.name} · ${spot.result}`, [["loss", number(spot.loss)], ...Object.entries(spot.values).map(([path, value]) => [path, shownValue(value)])]);
+    showTip(event.clientX, event.clientY, `${spot.row.name} · ${spot.result}`, [[this.metric, number(spot.score)], ...Object.entries(spot.values).map(([path, value]) => [path, shownValue(value)])]);
   }
 }
 

@@ -9,7 +9,7 @@ from jaxmux.engine import TaskProgress
 from jaxmux.objectives import DPO, Policy
 from jaxmux.planner.devices import Stage
 
-TP2, DP2 = Stage(tp=2), Stage(dp=2)
+TP2, DP2, DP2_TP2 = Stage(tp=2), Stage(dp=2), Stage(dp=2, tp=2)
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,8 @@ def test_a_pipeline_keeps_the_bits_of_one_device(
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param({"layers": (4,), "stage": TP2}, id="tp2"),
+        pytest.param({"layers": (4,), "stage": DP2_TP2}, id="dp2,tp2"),
+        pytest.param({"layers": (4,), "stage": TP2}, id="tp2", marks=pytest.mark.slow),
         pytest.param({"layers": (4,), "stage": DP2}, id="dp2", marks=pytest.mark.slow),
         pytest.param({"layers": (4,), "others": (((4,), TP2),)}, id="1+tp2"),
     ],

@@ -312,7 +312,8 @@ def test_sweep_has_the_table_and_the_ranking_of_sweep_json(tab, tmp_path):
     for own in results.values():
         own |= {"eval_target_tokens": 9}
     summary = SimpleNamespace(tasks=results, sweeps={"pirate": values})
-    order = ranked(SimpleNamespace(name="pirate"), summary)
+    task = SimpleNamespace(best_metric="loss")
+    order = ranked(SimpleNamespace(name="pirate", task=task), summary)
     with served(path) as address:
         tab.show(address, 1280, 900)
         rows = "[...document.querySelectorAll('#sweeps tbody tr')]"
