@@ -345,6 +345,31 @@ def test_dropped_records_are_shown(tmp_path, capsys):
     assert "task one: 1 of 3 records dropped" in capsys.readouterr().out
 
 
+def test_mismatched_answers_are_not_planned(tmp_path, capsys):
+    data = tmp_path / "data.jsonl"
+    # The mismatched sample of the long prompt is longer than all others.
+    texts = [("a" * 60, "b"), ("a", "b" * 60)]
+    records = [{"prompt": a, "completion": b, "label": b == "b"} for a, b in texts]
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    config = tmp_path / "tasks.gin"
+    config.write_text(f"""
+        fine_tune.backbone = "jaxmux:demo/base"
+        fine_tune.tasks = [@Task()]
+        Task.name = "one"
+        Task.data = "{data}"
+        Task.steps = 3
+        Task.batch_size = 2
+        Task.adapter = @LoRA()
+        Task.objective = @KTO()
+    """)
+    assert main([*QUICK, f"--gin_file={config}", f"--out={tmp_path}/out"]) == 0
+    assert "2 answers" in capsys.readouterr().out
+    plan = Plan.from_json(json.loads((tmp_path / "out" / "plan.json").read_text()))
+    assert [len(microbatch) for microbatch in plan.microbatches] == [2] * plan.rounds
+    longest = max(sample.tokens for microbatch in plan.microbatches for sample in microbatch)
+    assert plan.shape.row_len > longest and plan.prediction.update_seconds > 0
+
+
 @pytest.mark.long
 def test_fewer_rounds_of_large_global_batches_are_planned_and_announced(tmp_path, capsys):
     without_rounds = [argument for argument in QUICK if "rounds" not in argument]

@@ -301,27 +301,22 @@ def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded)
     )
 
 
-def _scored(prepared: PreparedTask) -> float:
-    """`TaskLoad.scored` of a task."""
-    objective, samples = prepared.task.objective, prepared.samples.samples
-    if not objective.needs_log_probs:
-        return 0.0
-    return stream_lengths(samples).sum() / stream_lengths(objective.trained(samples)).sum()
-
-
 def _load(prepared: PreparedTask) -> TaskLoad:
-    task = prepared.task
+    task, objective = prepared.task, prepared.task.objective
+    samples = stream_lengths(prepared.samples.samples)
+    trained = objective.trained(samples)
+    only_read = samples if objective.needs_mismatched else samples[:0]
     return TaskLoad(
         name=task.name,
         pool=prepared.pool,
         batch_size=task.batch_size,
         steps=prepared.steps,
-        lengths=stream_lengths(prepared.samples.samples).tolist(),
+        lengths=trained.tolist(),
         batches=prepared.batch_lengths,
-        held_out=stream_lengths(prepared.eval_samples).tolist(),
+        only_read=[*only_read.tolist(), *stream_lengths(prepared.eval_samples).tolist()],
         dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
-        scored=_scored(prepared),
-        members=task.objective.members,
-        unit=task.objective.unit,
+        scored=float(samples.sum() / trained.sum()) if objective.needs_log_probs else 0.0,
+        members=len(objective.trained(range(objective.members))),
+        unit=objective.unit,
     )

@@ -26,7 +26,7 @@ _WORDS = {
     "shape class": "rows × tokens of a row; a chunk is a part of a row that belongs to one task, "
     "a sequence is a sample",
     "pairs": "two samples each: the prompt with the chosen and with the rejected answer",
-    "answers": "labelled ones; most losses of KTO also read each with the prompt of another one",
+    "answers": "answers that are labelled as desirable or undesirable",
     "padding": "the share of a microbatch that holds no token of a sample",
     "hTask": "tasks that train faster in shared microbatches, joined by plus signs",
     "bucket": "hTasks that are packed into the same microbatches",

@@ -203,6 +203,41 @@ def test_records_of_preferences_are_shown_and_counted_as_pairs(tmp_path, capsys)
     assert report["answers"]["chosen"]["longest"] > report["answers"]["rejected"]["longest"]
 
 
+def test_labelled_answers_are_shown_with_their_labels(tmp_path, capsys):
+    records = [
+        {"prompt": f"Max is {n}.", "completion": " Why?" * (1 + n % 2), "label": n > 0}
+        for n in range(4)
+    ]
+    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = tmp_path / "labels.gin"
+    config.write_text(
+        f"""
+        fine_tune.backbone = "jaxmux:demo/base"
+        fine_tune.tasks = [@Task()]
+        Task.name = "labels"
+        Task.data = "{tmp_path}/labels.jsonl"
+        Task.objective = @KTO()
+        Task.epochs = 2
+        Task.batch_size = 2
+        """
+    )
+    assert main([f"--gin_file={config}", "--samples=2"]) == 0
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    words = " ".join(shown.split())
+    assert "task labels: 4 answers in an epoch, 0 held out, 4 steps of 2 answers" in words
+    assert "divided by undesirable_weight times 1 undesirable ones, is 3;" in words
+    assert "answer 1, undesirable" in words and "answer 2, desirable" in words
+    assert "<s>Max is 0.⟦ Why?</s>⟧" in words and "answer 3," not in words
+    assert main([f"--gin_file={config}", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    of_task = report["tasks"]["labels"]
+    # Mismatched answers are neither counted nor trained.
+    assert sum(count for *_, count in of_task["histogram"]) == 4
+    assert [of_task["answers"][name]["count"] for name in ("undesirable", "desirable")] == [1, 3]
+    assert sum(map(len, report["packing"]["first_microbatch"])) == 2
+
+
 def test_a_task_can_be_chosen(config, capsys):
     assert main([config, "--task=plain", "--samples=0"]) == 0
     shown = capsys.readouterr().out

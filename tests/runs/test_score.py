@@ -86,6 +86,16 @@ def test_both_answers_of_preference_records_are_scored(backbone, write_lines, li
     assert len(lines_of(*arguments)) == 2
 
 
+def test_labelled_answers_are_scored_with_their_labels(backbone, write_lines, lines_of):
+    file = write_lines(
+        {"prompt": "eat", "completion": " red", "label": True},
+        {"prompt": "eat", "completion": " apple", "label": False},
+    )
+    found = lines_of(f"--backbone={backbone}", f"--data={file}")
+    assert [(line["record"], line["label"]) for line in found] == [(0, True), (1, False)]
+    assert "answer" not in found[0]
+
+
 def test_what_is_cut_is_said_on_standard_error(backbone, write_lines, capsys):
     file = write_lines(*PAIRS)
     assert score([f"--backbone={backbone}", f"--data={file}", "--max_length=4"]) == 0

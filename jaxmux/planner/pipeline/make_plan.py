@@ -291,13 +291,14 @@ class TaskLoad(NamedTuple):
       steps: number of global batches that the task trains.
       batches: stream lengths of the trained samples of each global batch, of all steps or at least
         of the first step.
-      held_out: lengths of the held-out samples, which must also fit into the rows of microbatches.
+      only_read: lengths of the samples that are not trained, held-out ones and others, which must
+        also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
       virtual_tokens: number of virtual tokens in each length; for reports only.
       scored: tokens whose log-probabilities are computed before a global batch is trained, divided
         by its trained tokens: 0 for none, 1 if they are the same tokens.
-      members, unit: number of samples of a record, and what it is called, as in `Objective`; for
-        reports only.
+      members, unit: number of trained samples of a record, and what it is called, as in
+        `Objective`; for reports only.
     """
 
     name: str
@@ -306,7 +307,7 @@ class TaskLoad(NamedTuple):
     steps: int
     lengths: Sequence[int]
     batches: Batches
-    held_out: Sequence[int] = ()
+    only_read: Sequence[int] = ()
     dropped: int = 0
     virtual_tokens: int = 0
     scored: float = 0.0
@@ -315,8 +316,8 @@ class TaskLoad(NamedTuple):
 
     @property
     def longest(self) -> int:
-        """Stream length in tokens of the longest sample, held-out samples included."""
-        return max((*self.lengths, *self.held_out))
+        """Stream length in tokens of the longest sample, those that are not trained included."""
+        return max((*self.lengths, *self.only_read))
 
 
 def shared_pool(tasks: Sequence[TaskLoad]) -> PoolSpec:
@@ -460,7 +461,7 @@ def choose_shape_class(
     """Returns the shape class in which rounds of the whole training run take the least time. The
     gain of smaller microbatches in a pipeline is not considered (see
     `try_smaller_microbatches`)."""
-    lengths = [length for task in tasks for length in (*task.lengths, *task.held_out)]
+    lengths = [length for task in tasks for length in (*task.lengths, *task.only_read)]
     if request.row_len is not None:
         require_rows(tasks, request)
     rounds = sample_rounds([task.batches for task in tasks])

@@ -94,7 +94,7 @@ def test_32_tasks_are_planned_in_seconds(plan_of, draw_tasks):
 
 
 def test_held_out_samples_fit_a_row_too(plan_of, tasks):
-    assert plan_of([tasks[0]._replace(held_out=[4000])]).shape.row_len >= 4000
+    assert plan_of([tasks[0]._replace(only_read=[4000])]).shape.row_len >= 4000
 
 
 @pytest.mark.long
@@ -102,9 +102,11 @@ def test_held_out_samples_fit_a_row_too(plan_of, tasks):
 def test_forward_passes_for_objectives_take_time(replica, plan_of, tasks):
     scored = [task._replace(scored=1.0) for task in tasks[:2]]
     plain, some = plan_of(tasks, replica), plan_of([*scored, *tasks[2:]], replica)
-    every = plan_of([task._replace(scored=1.0) for task in tasks], replica)
-    seconds = [plan.prediction.round_seconds for plan in (plain, some, every)]
-    assert seconds[0] < seconds[1] < seconds[2]
+    every, twice = (
+        plan_of([task._replace(scored=tokens) for task in tasks], replica) for tokens in (1.0, 2.0)
+    )
+    seconds = [plan.prediction.round_seconds for plan in (plain, some, every, twice)]
+    assert seconds[0] < seconds[1] < seconds[2] < seconds[3]
     # A forward pass is a third to a half of a training microbatch.
     assert 1.2 < seconds[2] / seconds[0] < 1.6
     for one, other in zip(plain.baselines, every.baselines, strict=True):

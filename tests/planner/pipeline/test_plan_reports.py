@@ -21,7 +21,7 @@ def test_dropped_records_are_counted_by_task(plan):
 @pytest.mark.long
 def test_tokens_of_a_task_are_those_of_its_samples(plan_of, tasks, request_4096):
     lengths = [140, 155, 130]
-    prompt = tasks[0]._replace(lengths=lengths, held_out=[161], virtual_tokens=20)
+    prompt = tasks[0]._replace(lengths=lengths, only_read=[161], virtual_tokens=20)
     (found, *_) = plan_of((prompt, *tasks[1:]), Replica.uniform(2, 1), request_4096).tasks
     assert (found.samples, found.tokens, found.longest) == (3, 121 + 136 + 111, 142)
 
