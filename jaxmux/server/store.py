@@ -55,9 +55,10 @@ class Event(NamedTuple):
         task is legal but suspicious), "update" (a step of the task has been trained) or
         "evaluation" (its held-out loss has been measured).
       fields: the content of the event. For "state": `state`, `reason`, `priority`, `steps` (None
-        until the data have been read), `adapter` (its kind) and `rank` (None if the kind has none).
-        For "warning": `warnings`, a list of texts that have not been reported before. For the other
-        kinds: the fields of `TaskUpdate` or `TaskEvaluation` without the name of the task.
+        until the data have been read), `adapter` (its kind), `rank` (None if the kind has none) and
+        `best_metric`. For "warning": `warnings`, texts that have not been reported before. For the
+        other kinds: the fields of `TaskUpdate` or `TaskEvaluation` without the name of the
+        task.
     """
 
     number: int

@@ -516,6 +516,7 @@ class LiveTraining:
             fields = {"state": task.state, "reason": task.reason, "priority": task.priority}
             fields |= {"steps": task.steps, "adapter": kind_of(adapter).name}
             fields["rank"] = getattr(adapter, "rank", None)
+            fields["best_metric"] = task.specification.best_metric
             if self._tell(task.name, "state", fields):
                 task.change({"told": True})
 

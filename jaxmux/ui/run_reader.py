@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxmux.errors import InputError
-from jaxmux.objectives import HIGHER_IS_BETTER
 from jaxmux.runs.run_directory import LockState, lock_state
 
 from .line_file import LineFile, line_at
-from .run_view import RunView, TaskView
+from .run_view import RunView, TaskView, metric_of
 
 # If there are more new lines than this, the page loads everything again.
 _MOST_SENT = 2000
@@ -217,9 +216,7 @@ class RunReader:
         for name, task in self._record.get("tasks", {}).items():
             adapter = task.get("adapter", {})
             fields = {"steps": task.get("steps"), "kind": adapter.get("kind")}
-            metric = task.get("best_metric")
-            if isinstance(metric, str) and metric in HIGHER_IS_BETTER:
-                fields |= {"metric": metric, "higher": HIGHER_IS_BETTER[metric]}
+            fields |= metric_of(task)
             self._view.task(name, rank=adapter.get("rank"), **fields)
         self._logs = [[LineFile(path) for path in parts] for parts in self._paths()]
 

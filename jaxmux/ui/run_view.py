@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from jaxmux.objectives import HIGHER_IS_BETTER
 from jaxmux.printable import shown_state
 
 from .line_file import Line
@@ -81,6 +82,14 @@ def _short(value: float) -> float:
 def _merged(first: list[float], second: list[float]) -> list[float]:
     sums = [a + b for a, b in zip(first[1:-2], second[1:-2], strict=True)]
     return [second[0], *sums, min(first[-2], second[-2]), max(first[-1], second[-1])]
+
+
+def metric_of(fields: dict[str, Any]) -> dict[str, Any]:
+    """The entries of a task's row about its `best_metric`, from its settings or its state; none if
+    an earlier version wrote them."""
+    metric = fields.get("best_metric")
+    known = isinstance(metric, str) and metric in HIGHER_IS_BETTER
+    return {"metric": metric, "higher": HIGHER_IS_BETTER[metric]} if known else {}
 
 
 class TaskView:
@@ -377,6 +386,7 @@ class RunView:
         # Events of earlier versions lack some of these entries.
         row |= {n: fields[n] for n in ("priority", "steps", "rank") if n in fields}
         row["kind"] = fields.get("adapter", row["kind"])
+        row |= metric_of(fields)
         reason = f": {row['reason']}" if row["reason"] else ""
         self._tell(fields["time"], name, "state", f"{state}{reason}")
         self._new["tasks"][name] = None
