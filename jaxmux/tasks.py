@@ -107,8 +107,8 @@ class Task:
         the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
         to samples.jsonl. None prints nothing.
       objective: what training minimises: an `SFT`; for records with a chosen and a rejected answer
-        a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`; or
-        for rollouts a `Policy`.
+        a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`; for
+        labelled answers a `KTO`; or for rollouts a `Policy`.
 
     Raises:
       TaskError: a value has the wrong type or is outside its range, or not exactly one of `epochs`
