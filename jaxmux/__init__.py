@@ -40,7 +40,7 @@ _NAMES = {
     ),
     "generation": ("Generator", "Request", "Sampling", "complete"),
     "models": ("Backbone", "BackboneConfig", "BackboneError", "load_backbone", "save_backbone"),
-    "objectives": ("CPO", "DPO", "KTO", "ORPO", "Policy", "SFT", "SimPO"),
+    "objectives": ("CPO", "CustomLoss", "DPO", "KTO", "ORPO", "Policy", "SFT", "SimPO"),
     "optimizers": ("AdamW", "Lion", "SGD", "Schedule"),
     "peft": (
         "IA3",

@@ -108,6 +108,8 @@ class Part:
         empty if there is none.
       several: whether the field may hold a list of specifications too.
       optional: whether the field may be None.
+      base: class of which the field may hold other subclasses too, which have no JSON but a `kind`;
+        None if there is none.
     """
 
     classes: Mapping[str, type]
@@ -115,6 +117,7 @@ class Part:
     short: str = ""
     several: bool = False
     optional: bool = False
+    base: type | None = None
 
     def __get_pydantic_core_schema__(self, source, handler):
         written = core_schema.plain_serializer_function_ser_schema(self.to_object)
@@ -128,6 +131,8 @@ class Part:
         if value is None or isinstance(value, tuple):
             return value and [self.to_object(part) for part in value]
         kind = next((kind for kind, cls in self.classes.items() if type(value) is cls), "")
+        if self.base and not kind:
+            kind = value.kind
         return ({KIND: kind} if kind else {}) | to_object(value)
 
     def class_of(self, fields: Mapping[str, Any]) -> type | None:
@@ -147,7 +152,7 @@ class Part:
         if info.context == _OBJECTS and isinstance(value, dict) and (cls := self.class_of(value)):
             has_kind = "" not in self.classes
             return from_object(cls, {k: v for k, v in value.items() if not has_kind or k != KIND})
-        if isinstance(value, tuple(self.classes.values())):
+        if isinstance(value, (*self.classes.values(), *filter(None, [self.base]))):
             return value
         hint = "; write it with parentheses" if isinstance(value, type) else ""
         if reason := why_left_out(getattr(value, "__name__", value)):

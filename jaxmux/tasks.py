@@ -113,8 +113,9 @@ class Task:
         the adapter. If the task has an adapter, `fine_tune` prints both completions and writes them
         to samples.jsonl. None prints nothing.
       objective: what training minimises: an `SFT`; for records with a chosen and a rejected answer
-        a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`; or
-        for rollouts a `Policy`.
+        a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`;
+        for answers that are marked as good or bad a `KTO`; for rollouts a `Policy`. Python code may
+        also give a function (`CustomLoss`).
       best_metric: the metric of the held-out records by which adapters are compared, for
         `keep_best`, `patience` and the configurations of a `Sweep`: "loss", the value of the
         objective, or another metric of the objective, such as "rewards/accuracies" or "kl". Whether
@@ -162,7 +163,7 @@ class Task:
     sample_prompt: Text | None = None
     validation_fraction: Annotated[float, Field(gt=0, lt=1), EXACT] | None = None
     validation_seed: Natural | None = None
-    objective: Annotated[Objective, Part(OBJECTIVES)] = SFT()
+    objective: Annotated[Objective, Part(OBJECTIVES, base=Objective)] = SFT()
     best_metric: Annotated[str, Field(json_schema_extra={"enum": [*HIGHER_IS_BETTER]})] = LOSS
     stop_when: (
         Annotated[

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from .custom import CustomLoss, LossInputs
 from .objective import (
     BOUND,
     HIGHER_IS_BETTER,
@@ -26,10 +27,12 @@ __all__ = [
     "ACCURACY",
     "BOUND",
     "CPO",
+    "CustomLoss",
     "DPO",
     "HIGHER_IS_BETTER",
     "KTO",
     "LOSS",
+    "LossInputs",
     "OBJECTIVES",
     "ORPO",
     "SFT",

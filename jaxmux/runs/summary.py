@@ -14,7 +14,7 @@ from jaxmux.data.sources import HUGGING_FACE_PREFIX
 from jaxmux.engine import Engine, TaskProgress, TrainedTask
 from jaxmux.installation import installed_versions
 from jaxmux.models import device_peak
-from jaxmux.objectives import LOSS, OBJECTIVES, SFT, Comparison
+from jaxmux.objectives import LOSS, OBJECTIVES, SFT, Comparison, CustomLoss
 from jaxmux.peft import Notes
 from jaxmux.printable import shown_state
 from jaxmux.specifications.reading import task_to_json
@@ -55,7 +55,7 @@ def notes_of_record(
     if (fraction := fields.get("validation_fraction")) is not None:
         held_out_data = f"{100 * fraction:.4g}% of the training records, which were not trained on"
     # Earlier versions have recorded no objective.
-    objective = OBJECTIVES[fields.get("objective", {"kind": SFT.kind})["kind"]]
+    objective = OBJECTIVES.get(fields.get("objective", {"kind": SFT.kind})["kind"], CustomLoss)
     losses = "Losses" + " in nats per target token" * (objective is SFT)
     compared = Comparison(fields.get("best_metric", LOSS))
     which = "" if compared.metric == LOSS else f" {compared.metric}"

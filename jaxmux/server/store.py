@@ -434,7 +434,7 @@ class ServerStore:
         if not same:
             raise TaskError(
                 f"task {task.name!r}: a server that is started again could not read it; neither it "
-                "nor its adapter, optimizer or data may be of a subclass"
+                "nor its adapter, objective, optimizer or data may be of a subclass"
             )
 
     def write(self, tasks: Rows, totals: Meter, rounds: int) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from jaxmux.engine import TaskProgress, driven_task
 from jaxmux.engine.rounds.rounds import recorded_of
-from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, ORPO, SFT, Policy, SimPO
+from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, ORPO, SFT, CustomLoss, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
 from jaxmux.tasks import TaskError
@@ -304,6 +304,24 @@ def test_policies_change_no_bit_beside_others(
     )
     train(beside)
     assert_same_bits(beside.adapter("rollouts"), alone.adapter("rollouts"))
+
+
+def test_a_function_trains_like_the_objective_that_it_spells_out(make_paired, make_engine, train):
+    def function(log_probs, inputs):
+        rewards = 0.1 * jnp.where(inputs.is_target, log_probs - inputs.reference, 0).sum(axis=1)
+        return -jax.nn.log_sigmoid(rewards[::2] - rewards[1::2]).mean()
+
+    found, updates = {}, {}
+    for name, objective in (
+        ("function", CustomLoss(function, "pairs", with_reference=True)),
+        ("dpo", DPO(0.1)),
+    ):
+        engine = make_engine(make_paired("pairs", objective), shape=SMALL)
+        updates[name] = [update.loss for update in train(engine)["pairs"]]
+        found[name] = jax.tree.leaves(engine.adapter("pairs"))
+    assert updates["function"] == pytest.approx(updates["dpo"], rel=1e-9)
+    for one, other in zip(found["function"], found["dpo"], strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
 
 
 def test_a_driven_task_trains_on_given_batches(

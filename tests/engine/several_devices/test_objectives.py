@@ -1,6 +1,8 @@
 """Objectives of two passes, and of one pass with losses of tokens, train on meshes and in replicas
 like on one device."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -28,11 +30,20 @@ def expected(make_engine, tasks, train):
     return engine, train(engine)
 
 
+def without_rounds(updates):
+    """A pipeline begins its second round before references are known."""
+    return {
+        name: [dataclasses.replace(update, round=0) for update in of_task]
+        for name, of_task in updates.items()
+    }
+
+
 def test_a_pipeline_keeps_the_bits_of_one_device(
     expected, make_engine, tasks, train, assert_same_training
 ):
     engine = make_engine(*tasks, layers=(2, 2))
-    assert_same_training(engine, train(engine), *expected)
+    first, updates = expected
+    assert_same_training(engine, without_rounds(train(engine)), first, without_rounds(updates))
 
 
 @pytest.mark.parametrize(
