@@ -139,7 +139,7 @@ class Policy(Objective):
 
     @property
     def compared(self):
-        return ("kl",) if self.kl_coef else ()
+        return ("kl",) if self.kl_coef and self.loss != "cross_entropy" else ()
 
     @property
     def rule(self) -> TokenRule:

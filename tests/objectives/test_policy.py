@@ -60,6 +60,13 @@ def test_slopes_are_differences_of_the_loss(name):
             )
 
 
+@pytest.mark.parametrize("name", POLICIES)
+def test_adapters_can_be_compared_by_the_divergence_if_there_is_one(name):
+    log_probs, reference, recorded = batch(np.random.default_rng(2))
+    metrics = POLICIES[name].grade(log_probs, reference, recorded).metrics
+    assert set(POLICIES[name].compared) == {"kl"} & set(metrics)
+
+
 def test_constant_ratios_have_no_slope():
     """The clipped ratio of CISPO, and in GSPO that of the answer but for the token itself."""
     log_probs, _, recorded = batch(np.random.default_rng(2))

@@ -288,6 +288,14 @@ def graded_answers(objective, labels, log_probs, reference):
 
 
 @pytest.mark.parametrize("name", LABELLED)
+def test_labelled_answers_can_be_compared_by_all_metrics(name, log_probs, reference):
+    objective = LABELLED[name]
+    labels = np.arange(len(log_probs) // objective.members) % 2
+    metrics = graded_answers(objective, labels, log_probs, reference).metrics
+    assert set(objective.compared) == set(metrics) <= set(HIGHER_IS_BETTER)
+
+
+@pytest.mark.parametrize("name", LABELLED)
 @pytest.mark.parametrize("mismatched", [3.0, -3.0])
 def test_labelled_answers_are_pulled_from_the_reference(name, mismatched, log_probs, reference):
     objective = LABELLED[name]

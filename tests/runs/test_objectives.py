@@ -287,6 +287,19 @@ def test_answers_out_of_balance_are_a_warning(
     assert warning in found
 
 
+def test_a_metric_of_labels_that_no_held_out_answer_has_is_refused(
+    make_labelled, backbone, write_lines
+):
+    path = write_lines(*({"prompt": "eat", "completion": f" {c}", "label": True} for c in COLOURS))
+    config, tokenizer = BackboneConfig.from_folder(backbone), load_tokenizer(backbone)
+    kept = {"eval_data": path, "eval_every": 1}
+    for fields in ({"best_metric": "rewards/margins"}, {"stop_when": "logps/rejected < -9"}):
+        task = make_labelled(**kept, **fields)
+        with pytest.raises(TaskError, match=r"'labels': .* no held-out answer is undesirable"):
+            read_data(task, config, tokenizer)
+    read_data(make_labelled(**kept, best_metric="rewards/chosen"), config, tokenizer)
+
+
 def test_a_run_continues_an_adapter_as_its_own_reference(train, make_task, make_paired, tmp_path):
     train(tmp_path / "first", make_task("sft", steps=3, optimizer=AdamW(5e-2)))
     folder = str(tmp_path / "first" / "adapters" / "sft")

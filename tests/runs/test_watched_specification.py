@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from jsonschema import Draft202012Validator
 
-from jaxmux import DPO, AdamW, LoRA, Schedule, Task, TaskError
+from jaxmux import DPO, AdamW, LoRA, Schedule, SimPO, Task, TaskError
 from jaxmux.specifications import SpecificationLimits, TenantLimits, watched_schema
 from jaxmux.specifications.schema import refused_change, registered_task, watched_specification
 
@@ -72,11 +72,13 @@ CHANGES = {
     "sample_prompt": "b",
     "keep_best": True,
     "objective": DPO(),
+    "best_metric": "rewards/margins",
+    "stop_when": "loss < 1",
 }
 
 
 def test_every_field_of_a_task_but_its_length_is_fixed():
-    old = Task("a", "a.jsonl", steps=5, eval_data="b.jsonl", eval_every=3)
+    old = Task("a", "a.jsonl", steps=5, eval_data="b.jsonl", eval_every=3, objective=SimPO())
     for field in dataclasses.fields(Task):
         if field.name not in ("steps", "epochs", "validation_fraction", "validation_seed"):
             other = CHANGES.get(field.name) or (getattr(old, field.name) or 0) + 1

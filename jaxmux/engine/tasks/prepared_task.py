@@ -33,6 +33,7 @@ from jaxmux.data import (
     load_samples,
 )
 from jaxmux.data.batches import GivenBatches, copies, epoch_counts
+from jaxmux.data.preferences import LABEL
 from jaxmux.data.rollouts import GROUP, REWARD
 from jaxmux.data.stored_samples import joined, stored, stream_lengths
 from jaxmux.data.tokenization import encode
@@ -42,7 +43,7 @@ from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
 from jaxmux.models.loss import block_bytes
 from jaxmux.models.modules import abstract_weights, divisible_weights, layer_linears
 from jaxmux.models.weight_sharding import FSDP, TP, WeightSharding
-from jaxmux.objectives import Objective, Policy
+from jaxmux.objectives import LOSS, Bound, Objective, Policy
 from jaxmux.peft import (
     AdapterError,
     LayerMask,
@@ -100,8 +101,28 @@ def read_data(
     except ValueError as e:
         raise TaskError(f"task {task.name!r}: {e}") from e
     held_out = read_held_out(task, config, tokenizer, loaded)
+    _refuse_missing_labels(task, held_out)
     steps = len(batches) if task.steps is None else task.steps
     return TaskData(samples, batches, steps, held_out, sources)
+
+
+def _refuse_missing_labels(task: Task, held_out: StoredSamples | tuple[()]) -> None:
+    """Raises TaskError if the metrics that a task names need held-out answers of a label that none
+    has."""
+    if task.objective.records != "labels" or not held_out:
+        return
+    named = {"best_metric": task.best_metric}
+    if task.stop_when is not None:
+        named["stop_when"] = Bound.of(task.stop_when).metric
+    labels = task.objective.trained(held_out.numbers[LABEL])
+    for field, metric in named.items():
+        for label, answers, others in ((1, "desirable", "rejected"), (0, "undesirable", "chosen")):
+            needed = metric not in (LOSS, "kl") and not metric.endswith(f"/{others}")
+            if needed and label not in labels:
+                raise TaskError(
+                    f"task {task.name!r}: {field} names {metric}, and no held-out answer is "
+                    f"{answers}"
+                )
 
 
 def batches_of(task: Task, samples: Sequence[Sample], epochs: int | None = None) -> GlobalBatches:
