@@ -24,7 +24,7 @@ class LossInputs(NamedTuple):
         `CustomLoss.with_reference`.
       values: of rollouts, "logprobs" and "advantages" of target tokens; NaN where a record has
         none.
-      numbers: of rollouts, "reward", "group" and "advantage" of samples, as far as there are any.
+      numbers: of rollouts, "reward" and "group" of samples; NaN where a record has none.
     """
 
     is_target: Bool[np.ndarray, "samples targets"]
@@ -84,10 +84,6 @@ class CustomLoss(Objective):
     @property
     def needs_reference(self) -> bool:
         return self.with_reference
-
-    def advantages(self, rewards, groups):
-        """Rewards are not compared with those of their group."""
-        return rewards
 
     def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         lengths = np.array([len(each) for each in log_probs])
