@@ -248,7 +248,7 @@ def test_rows_of_replicas_hold_held_out_samples_and_large_rounds_take_longer():
     def plan(task: TaskLoad):
         return make_deployment_plan([task], ShapeRequest(1024), deployment, costs, SOURCE, rounds=1)
 
-    held_out = load(prepared("a", short, 64))._replace(held_out=[300])
+    held_out = load(prepared("a", short, 64))._replace(only_read=[300])
     assert plan(held_out).plans[0].shape.row_len == 512
 
     small, large = (load(prepared("a", short, size, steps=1)) for size in (512, 2048))
