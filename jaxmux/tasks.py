@@ -114,7 +114,7 @@ class Task:
         to samples.jsonl. None prints nothing.
       objective: what training minimises: an `SFT`; for records with a chosen and a rejected answer
         a `DPO`, `CPO`, `SimPO` or `ORPO`, of which a pair counts as one sample of `batch_size`;
-        for answers that are marked as good or bad a `KTO`; for rollouts a `Policy`. Python code may
+        for labelled answers a `KTO`; for rollouts a `Policy`. Python code may
         also give a function (`CustomLoss`).
       best_metric: the metric of the held-out records by which adapters are compared, for
         `keep_best`, `patience` and the configurations of a `Sweep`: "loss", the value of the

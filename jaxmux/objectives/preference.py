@@ -642,9 +642,9 @@ class KTO(Objective):
         read forward and not trained.
         "apo_zero_unpaired": the same with z0 = 0, without mismatched answers (D'Oosterlinck et al.
         2024).
-      desirable_weight: factor of the losses of desirable answers. The paper takes factors with
-        which `desirable_weight` times the desirable answers of the data is 1 to 4/3 times
-        `undesirable_weight` times the undesirable ones.
+      desirable_weight: factor of the losses of desirable answers. In the paper, this factor times
+        the number of desirable answers is 1 to 4/3 of `undesirable_weight` times the number of
+        undesirable ones.
       undesirable_weight: factor of the losses of undesirable answers.
 
     Raises:

@@ -185,19 +185,20 @@ def of_labels(task: Task, data: Samples) -> list[str]:
     undesirable = len(labels) - desirable
     if not desirable or not undesirable:
         which = "desirable" if desirable else "undesirable"
-        return [f"all {len(labels)} answers are {which}, and {KTO.__name__} compares both kinds"]
-    first, last = _BALANCE
-    pulls = objective.desirable_weight * desirable, objective.undesirable_weight * undesirable
-    if first * pulls[1] <= pulls[0] <= last * pulls[1]:
+        return [f"all {len(labels)} answers are {which}, and KTO compares both kinds"]
+    least, most = _BALANCE
+    pull, other = objective.desirable_weight * desirable, objective.undesirable_weight * undesirable
+    ratio = pull / other if other else math.inf
+    # Products of decimal fractions are not exact.
+    if least <= round(ratio, 2) <= round(most, 2):
         return []
-    ratio = f"{pulls[0] / pulls[1]:.3g}" if pulls[1] else "infinite"
     warning = (
         f"desirable_weight times {desirable:,} desirable answers, divided by undesirable_weight "
-        f"times {undesirable:,} undesirable ones, is {ratio}; it should be between {first:g} and "
-        f"{last:.3g}"
+        f"times {undesirable:,} undesirable ones, is {ratio:.3g}; it should be between {least:g} "
+        f"and {most:.3g}"
     )
-    if pulls[1]:
-        low, high = (limit * pulls[1] / desirable for limit in _BALANCE)
+    if other:
+        low, high = (limit * other / desirable for limit in _BALANCE)
         warning += f", as with a desirable_weight of {low:.3g} to {high:.3g}"
     return [warning]
 

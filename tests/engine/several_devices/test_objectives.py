@@ -1,8 +1,6 @@
 """Objectives of two passes, and of one pass with losses of tokens, train on meshes and in replicas
 like on one device."""
 
-import dataclasses
-
 import jax
 import numpy as np
 import pytest
@@ -33,8 +31,7 @@ def expected(make_engine, tasks, train):
 def without_rounds(updates):
     """A pipeline begins its second round before references are known."""
     return {
-        name: [dataclasses.replace(update, round=0) for update in of_task]
-        for name, of_task in updates.items()
+        name: [update._replace(round=0) for update in of_task] for name, of_task in updates.items()
     }
 
 
