@@ -13,7 +13,8 @@ from .errors import DataError
 from .rollouts import rollout
 from .sources import Record, Source, SplitPart, read_records
 from .stored_samples import Sample, StoredSamples, TokenFile, stored
-from .tokenization import Samples, load_samples, load_tokenizer
+from .tokenization import Samples, load_samples
+from .tokenizers import load_tokenizer
 
 if TYPE_CHECKING:
     from .batches import GlobalBatches, Microbatch, fill_microbatch

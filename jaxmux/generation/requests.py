@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxmux.data import DataError
-from jaxmux.data.tokenization import encode
+from jaxmux.data.tokenizers import encode
 from jaxmux.models import BackboneConfig
 from jaxmux.peft import kind_of
 

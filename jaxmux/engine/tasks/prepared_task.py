@@ -36,7 +36,7 @@ from jaxmux.data.batches import GivenBatches, copies, epoch_counts
 from jaxmux.data.preferences import LABEL
 from jaxmux.data.rollouts import GROUP, REWARD
 from jaxmux.data.stored_samples import joined, stored, stream_lengths
-from jaxmux.data.tokenization import encode
+from jaxmux.data.tokenizers import encode
 from jaxmux.installation import resolve_path
 from jaxmux.models import MODULES, BackboneConfig, linear_sizes
 from jaxmux.models.adapter_ops import LOW_RANK_KIND, OUTSIDE
