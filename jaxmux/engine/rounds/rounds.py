@@ -290,9 +290,7 @@ def paired_slots(
     return frozenset(slot for slot, task in tasks.items() if task.pairs_fit(longest))
 
 
-def waiting_slots(
-    tasks: Mapping[int, PreparedTask], paired: Collection[int]
-) -> frozenset[int]:
+def waiting_slots(tasks: Mapping[int, PreparedTask], paired: Collection[int]) -> frozenset[int]:
     """The slots whose global batches are trained only when the host knows log-probabilities. Those
     in `paired` are trained in one pass."""
     return frozenset(
@@ -441,7 +439,10 @@ def shares_of_replicas(
     units = {slot: _units(indices, slot in paired) for slot, indices in samples.items()}
     lengths = {slot: _unit_lengths(batches[slot], of_slot) for slot, of_slot in units.items()}
     return [
-        {slot: [i for unit in indices for i in units[slot][unit]] for slot, indices in share.items()}
+        {
+            slot: [i for unit in indices for i in units[slot][unit]]
+            for slot, indices in share.items()
+        }
         for share in dispatch(lengths)
     ]
 
@@ -552,7 +553,9 @@ def _pack_shards(
             slot: _units(share.get(slot, ()), slot in paired)[shard::shards] for slot in batches
         }
         lengths = {
-            slot: _unit_lengths(batches[slot], of_slot) for slot, of_slot in units.items() if of_slot
+            slot: _unit_lengths(batches[slot], of_slot)
+            for slot, of_slot in units.items()
+            if of_slot
         }
         yield [
             [placed for p in placements for placed in _one_by_one(p, units, batches)]

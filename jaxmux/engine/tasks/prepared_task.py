@@ -228,9 +228,7 @@ class BatchLengths(Sequence[list[int]]):
     minus 1, because the model does not read the last token. A global batch is read only when its
     lengths are requested."""
 
-    def __init__(
-        self, batches: GlobalBatches, steps: int, objective: Objective, members: int = 1
-    ):
+    def __init__(self, batches: GlobalBatches, steps: int, objective: Objective, members: int = 1):
         self.batches, self.steps, self._objective = batches, steps, objective
         self._members = members
 
@@ -252,10 +250,6 @@ def lengths_together(samples: Sequence[Sample], members: int = 1) -> list[int]:
     """The stream lengths of samples, or of each `members` consecutive ones together."""
     lengths = [sample.stream_length for sample in samples]
     return [sum(lengths[i : i + members]) for i in range(0, len(lengths), members)]
-
-
-# Longer pairs are not trained in one pass unless rows have to be long for other reasons.
-_LONGEST_PAIR = 4096
 
 
 # An arbitrary mesh that divides linears along both axes.
