@@ -187,7 +187,8 @@ class Objective:
 
     @property
     def waits(self) -> bool:
-        """Whether a global batch can be trained only when the host knows log-probabilities."""
+        """Whether a global batch can be trained only when the host knows log-probabilities, unless
+        it is trained by `rule_of_pairs`."""
         return self.needs_log_probs or self.needs_reference
 
     @property
