@@ -104,6 +104,7 @@ def test_updates_are_those_of_a_plain_model(name, make_paired, make_engine, plai
 SHORT = ShapeClass(rows=2, row_len=64, chunk_len=64, max_sequences=8)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "objective",
     [
@@ -144,19 +145,18 @@ def test_the_place_of_a_pair_changes_no_bit(
     make_paired, make_task, make_rollouts, make_engine, train, assert_same_bits
 ):
     """Pairs of different tasks share rows, at other places than alone."""
-    shape = ShapeClass(rows=2, row_len=128, chunk_len=64, max_sequences=8)
 
     def pairs():
         return make_paired("pairs", DPO(0.5), lengths=(5, 20), dropout=0.3)
 
-    alone = make_engine(pairs(), shape=shape)
+    alone = make_engine(pairs(), shape=SMALL)
     expected = train(alone)["pairs"]
     beside = make_engine(
         make_task("sft", steps=6, lengths=(5, 60)),
         make_paired("simpo", SimPO(), lengths=(5, 20)),
         make_rollouts("rollouts", POLICIES["importance sampling"]),
         pairs(),
-        shape=shape,
+        shape=SMALL,
     )
     found = train(beside)["pairs"]
     assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
@@ -165,13 +165,18 @@ def test_the_place_of_a_pair_changes_no_bit(
     assert_same_bits(beside.adapter("pairs"), alone.adapter("pairs"))
 
 
-def test_neighbours_change_no_bit(make_paired, make_task, make_engine, train, assert_same_bits):
+@pytest.mark.parametrize("name", ["dpo", "mixed"])
+def test_neighbours_change_no_bit(
+    name, make_paired, make_task, make_engine, train, assert_same_bits
+):
+    """In one pass and in two."""
+    objective = OBJECTIVES[name]
     fields = {"dropout": 0.3, "eval_data": "random.jsonl", "eval_every": 2}
-    alone = make_engine(make_paired("pairs", DPO(0.5), **fields), shape=SMALL)
+    alone = make_engine(make_paired("pairs", objective, **fields), shape=SMALL)
     expected = train(alone)["pairs"]
     others = [make_task("sft", steps=6), make_paired("more", ORPO(), dropout=0.1)]
     beside = make_engine(
-        others[0], make_paired("pairs", DPO(0.5), **fields), others[1], shape=SMALL
+        others[0], make_paired("pairs", objective, **fields), others[1], shape=SMALL
     )
     found = train(beside)["pairs"]
     assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
@@ -231,10 +236,12 @@ def test_other_tasks_keep_their_bits_beside_labelled_answers(
     assert_same_bits(beside.adapter("answers"), alone.adapter("answers"))
 
 
-def test_a_global_batch_may_take_several_turns(make_paired, make_engine, train):
-    expected = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL)
+@pytest.mark.parametrize("name", ["dpo", "mixed"])
+def test_a_global_batch_may_take_several_turns(name, make_paired, make_engine, train):
+    objective = OBJECTIVES[name]
+    expected = make_engine(make_paired("pairs", objective, dropout=0.3), shape=SMALL)
     updates = train(expected)["pairs"]
-    turns = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL, round_tokens=60)
+    turns = make_engine(make_paired("pairs", objective, dropout=0.3), shape=SMALL, round_tokens=60)
     found = train(turns)["pairs"]
     # Turns divide a batch into other microbatches, so gradients are summed in another order.
     assert [u.loss for u in found] == pytest.approx([u.loss for u in updates], rel=1e-5)
@@ -262,7 +269,7 @@ def test_labelled_answers_keep_their_bits_in_several_turns(
     assert turns.rounds > 2 * whole.rounds
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "mixed", "kto"])
 def test_a_task_continues_within_a_global_batch(
     name, make_paired, make_engine, train, assert_same_bits
 ):
