@@ -1,6 +1,6 @@
 """The samples of an epoch, the global batches of a task, and the arrays of a microbatch."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from types import MappingProxyType
 from typing import NamedTuple
@@ -197,6 +197,9 @@ class Microbatch(NamedTuple):
       sampled, advantage, reference: float32, the other terms of each position's loss
         (`jaxmux.objectives.token_losses.TokenTerms`); 0 where there are none. None if the
         microbatch is not for training.
+      pair_spans: int32, for each row the pairs whose losses depend on both answers: position in the
+        row of the first token, and number of tokens of both answers together, which follow each
+        other; 0 tokens where there is no pair. None if rows cannot hold pairs.
     """
 
     tokens: Int[Array, "rows row_len"]
@@ -209,11 +212,11 @@ class Microbatch(NamedTuple):
     sampled: Float[Array, "rows row_len"] | None = None
     advantage: Float[Array, "rows row_len"] | None = None
     reference: Float[Array, "rows row_len"] | None = None
+    pair_spans: Int[Array, "rows pairs 2"] | None = None
 
 
-# The terms of the losses of a batch's target tokens: loss weight, log-probability under the policy
-# that sampled the token, advantage, and log-probability under the reference. Each has an array for
-# every sample.
+# The terms of the losses of a batch's target tokens: the fields of
+# `jaxmux.objectives.token_losses.TokenTerms`. Each has an array for every sample.
 BatchTerms = Sequence[Sequence[Float[np.ndarray, " targets"]]]
 
 
@@ -225,6 +228,8 @@ def fill_microbatch(
     rows: int,
     row_len: int,
     chunk_len: int,
+    max_pairs: int = 0,
+    paired: Collection[int] = (),
 ) -> Microbatch:
     """Copies the samples of one microbatch to their positions in NumPy arrays and pads the rest.
 
@@ -242,6 +247,10 @@ def fill_microbatch(
       terms: by slot, what the losses of that batch depend on; other slots have only weights.
       chunk_len: tokens of a chunk; it divides rows · row_len. A chunk covers a part of a row or
         several whole rows.
+      max_pairs: most pairs of a row.
+      paired: slots whose losses are those of pairs. Of two samples of their batches, which follow
+        each other and begin with an even index, either both are placed, one after the other, or
+        none.
     """
     shape = (rows, row_len)
     tokens, targets, positions = (np.zeros(shape, np.int32) for _ in range(3))
@@ -251,6 +260,8 @@ def fill_microbatch(
     chunk_slot = np.full(rows * row_len // chunk_len, -1, np.int32)
     weight = {slot: 1 / target_tokens(batch) for slot, batch in batches.items()}
     sequences = [0] * rows
+    pair_spans = np.zeros((rows, max_pairs, 2), np.int32) if max_pairs else None
+    pairs = [0] * rows
 
     for slot, index, row, offset in placements:
         sample = batches[slot][index]
@@ -271,7 +282,19 @@ def fill_microbatch(
         start, stop = row * row_len + span.start, row * row_len + span.stop
         chunk_slot[start // chunk_len : -(-stop // chunk_len)] = slot
         sequences[row] += 1
+        if slot in paired and index % 2 == 0:
+            both = sample.stream_length + batches[slot][index + 1].stream_length
+            pair_spans[row, pairs[row]] = offset, both
+            pairs[row] += 1
     loss_weight, *others = loss_terms
     return Microbatch(
-        tokens, targets, loss_weight, positions, segment_ids, sample_id, chunk_slot, *others
+        tokens,
+        targets,
+        loss_weight,
+        positions,
+        segment_ids,
+        sample_id,
+        chunk_slot,
+        *others,
+        pair_spans=pair_spans,
     )

@@ -3,15 +3,18 @@
   python scripts/benchmark_objectives.py --out benchmarks/objectives_h200.json
 
 The backbone has the shape of Llama-3.1-8B and random bf16 weights. Four tasks have random tokens,
-LoRA of rank 16 on all linears, and AdamW. A pair has two samples of 1,024 tokens. SFT trains on the
-same samples. A time is the median over rounds of the time from the end of one round to the end of
-the next; all cases are measured in one process, one after another, and SFT at the beginning and at
-the end.
+LoRA of rank 16 on all linears, and AdamW. A pair has two samples of 1,024 tokens, which share a row
+of 2,048. SFT and PPO train on the same samples in rows of 1,024, and so does DPO in two passes. A
+time is the median over rounds of the time from the end of one round to the end of the next; all
+cases are measured in one process, one after another, and SFT at the beginning and at the end.
 
 Figures:
 
   dpo             tokens per second of DPO over those of SFT, the reference being kept
   dpo_first_epoch the same with the time in which the reference is computed
+  dpo_two_passes  tokens per second of DPO over those of SFT if pairs do not fit into rows
+  sft_in_rows     tokens per second of SFT in the rows of pairs over those of SFT in rows of one
+                  sample
   ppo             tokens per second of PPO, whose weights the devices compute while they train,
                   over those of SFT
   simpo           tokens per second of SimPO, which needs no reference, over those of SFT
@@ -49,7 +52,16 @@ from jaxmux.profiling import in_other_names, random_task
 
 # Forward passes in a step of training with remat "norms", by XLA's counts of an 8B model.
 FORWARD_PASSES = 2.05
-CASES = {"sft": SFT(), "dpo": DPO(), "simpo": SimPO(), "ppo": Policy("ppo"), "sft again": SFT()}
+# For each case, its objective, and whether both samples of a pair share a row.
+CASES = {
+    "sft": (SFT(), False),
+    "dpo": (DPO(), True),
+    "dpo, two passes": (DPO(), False),
+    "simpo": (SimPO(), True),
+    "sft in rows of pairs": (SFT(), True),
+    "ppo": (Policy("ppo"), False),
+    "sft again": (SFT(), False),
+}
 
 
 class Measured(NamedTuple):
@@ -77,14 +89,16 @@ def main() -> None:
     )
     backbone = Backbone.random(config, dtype=jnp.bfloat16)
     found = {}
-    for name, objective in CASES.items():
-        found[name] = measure(backbone, objective, args)
+    for name, (objective, in_pairs) in CASES.items():
+        found[name] = measure(backbone, objective, in_pairs, args)
         print(name, found[name], flush=True)
     sft = statistics.mean([found["sft"].round, found["sft again"].round])
     dpo = found["dpo"]
     figures = {
         "dpo": (sft / dpo.round, 0.62, "at least"),
         "dpo_first_epoch": (sft / (dpo.round + dpo.reference), 0.47, "at least"),
+        "dpo_two_passes": (sft / found["dpo, two passes"].round, 0.62, "at least"),
+        "sft_in_rows": (sft / found["sft in rows of pairs"].round, None, "at least"),
         "ppo": (sft / found["ppo"].round, 0.97, "at least"),
         "simpo": (sft / found["simpo"].round, None, "at least"),
         "memory": (dpo.peak / max(1, found["sft"].peak), 1.05, "at most"),
@@ -95,6 +109,9 @@ def main() -> None:
         "sft_tokens_per_second": tokens / sft,
         "sft_seconds": [found["sft"].round, found["sft again"].round],
         "dpo_seconds": dpo.round,
+        "dpo_two_passes_seconds": found["dpo, two passes"].round,
+        "simpo_seconds": found["simpo"].round,
+        "sft_in_rows_seconds": found["sft in rows of pairs"].round,
         "ppo_seconds": found["ppo"].round,
         "reference_seconds": dpo.reference,
         "score_seconds": found["sft again"].score,
@@ -120,8 +137,10 @@ def main() -> None:
         replace_records(args.out, "objectives_", records)
 
 
-def measure(backbone: Backbone, objective: Objective, args: argparse.Namespace) -> Measured:
-    """Trains tasks with this objective."""
+def measure(
+    backbone: Backbone, objective: Objective, in_pairs: bool, args: argparse.Namespace
+) -> Measured:
+    """Trains tasks with this objective, in rows of one sample or of both samples of a pair."""
     members, batch = objective.members, args.pairs * (2 // objective.members)
     task = random_task(
         backbone.config,
@@ -140,7 +159,13 @@ def measure(backbone: Backbone, objective: Objective, args: argparse.Namespace) 
         samples=task.samples._replace(samples=trained),
         batches=GlobalBatches(trained, batch, seed=0, members=members),
     )
-    shape = smallest_shape_class([args.length], args.tokens, chunk_len=args.chunk_len)
+    samples_in_row = 1 + in_pairs
+    shape = smallest_shape_class(
+        [samples_in_row * args.length], args.tokens, chunk_len=args.chunk_len
+    )
+    shape = dataclasses.replace(shape, max_sequences=samples_in_row)
+    if objective.rule_of_pairs:
+        assert task.pairs_fit(shape) == in_pairs
     engine = Engine(backbone, EngineOptions(shape))
     engine.register_tasks(in_other_names(task, args.tasks))
     # The first call computes references, if there are any. It compiles, so a second one is timed.

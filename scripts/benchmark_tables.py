@@ -285,6 +285,8 @@ def packing_table(records: Sequence[Record]) -> str:
 _OBJECTIVES = {
     "objectives_dpo": "DPO over SFT, tokens/s, the reference being kept",
     "objectives_dpo_first_epoch": "DPO over SFT, tokens/s, with the time of the reference",
+    "objectives_dpo_two_passes": "DPO in two passes over SFT, tokens/s",
+    "objectives_sft_in_rows": "SFT in the rows of pairs over SFT, tokens/s",
     "objectives_ppo": "PPO over SFT, tokens/s",
     "objectives_simpo": "SimPO over SFT, tokens/s",
     "objectives_memory": "DPO over SFT, peak memory",

@@ -242,7 +242,7 @@ def _read_inputs(run: RunConfig, device: PlannedDevice | None, rounds: int | Non
         notes += (
             f"the plan is of the first {layout.places} of {len(tasks)} tasks; the others wait",
         )
-    planned = [_load(task) for task in prepared[: layout.places]]
+    planned = [_load(task, layout.shape) for task in prepared[: layout.places]]
     return _Inputs(
         planned,
         run.shape_request(first.least_chunk_len),
@@ -301,10 +301,12 @@ def _prepare(task: Task, config: BackboneConfig, tokenizer: Any, loaded: Loaded)
     )
 
 
-def _load(prepared: PreparedTask) -> TaskLoad:
+def _load(prepared: PreparedTask, shape: ShapeClass) -> TaskLoad:
+    """The load of a task in microbatches of this shape, or with rows of this length."""
     task, objective = prepared.task, prepared.task.objective
     samples = stream_lengths(prepared.samples.samples)
     trained = objective.trained(samples)
+    is_scored = objective.needs_log_probs and not prepared.pairs_fit(shape)
     only_read = samples if objective.needs_mismatched else samples[:0]
     return TaskLoad(
         name=task.name,
@@ -312,11 +314,12 @@ def _load(prepared: PreparedTask) -> TaskLoad:
         batch_size=task.batch_size,
         steps=prepared.steps,
         lengths=trained.tolist(),
-        batches=prepared.batch_lengths,
+        batches=prepared.packed_lengths(shape),
         only_read=[*only_read.tolist(), *stream_lengths(prepared.eval_samples).tolist()],
         dropped=prepared.samples.dropped,
         virtual_tokens=kind_of(task.adapter).virtual_tokens(task.adapter),
-        scored=float(samples.sum() / trained.sum()) if objective.needs_log_probs else 0.0,
+        scored=float(samples.sum() / trained.sum()) if is_scored else 0.0,
         members=len(objective.trained(range(objective.members))),
         unit=objective.unit,
+        longest_pair=prepared.longest_pair if prepared.pairs_fit(shape) else 0,
     )

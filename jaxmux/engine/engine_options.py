@@ -61,7 +61,8 @@ class EngineOptions:
         is skipped if the task's loss, gradient or new parameters are not finite.
       packing: function that lays out the samples of tasks that share microbatches, for benchmarks;
         see `rounds.Packing`. None packs with `planner.packing.pack_round`, and lets groups of tasks
-        that follow each other in a pipeline share the microbatch between them.
+        that follow each other in a pipeline share the microbatch between them. With a function,
+        objectives of pairs train in two passes.
       schedule: order of the passes in a pipeline of several devices, as in `RunOptions`.
         "interleaved" is for backbones with several parts on a device. Results do not depend on it.
         A stop waits for all microbatches that have begun, with "gpipe" for the whole round.

@@ -41,7 +41,14 @@ from .rounds.results import (
     grade,
     of_targets,
 )
-from .rounds.rounds import RoundPlan, all_samples, turn_from, with_log_probs
+from .rounds.rounds import (
+    RoundPlan,
+    all_samples,
+    paired_slots,
+    turn_from,
+    waiting_slots,
+    with_log_probs,
+)
 from .state.slots import Slot, Slots, Weighted
 from .state.stored_state import StoredState
 from .state.updates import DueUpdates, UpdateStats, no_updates
@@ -402,8 +409,11 @@ class RoundLoop:
     def _plan_following(self) -> RoundPlan | None:
         """Returns the round after the current one, with the tasks that are known now; None if it
         may not begin yet."""
-        live = self._live(after=self._position.current)
-        if self._slots.are_scored(live):
+        current = self._position.current
+        live = self._live(after=current)
+        tasks = {n: self._slots[n].prepared for n in live}
+        paired = paired_slots(tasks, self._executor.replicas, self.options.packing)
+        if waiting_slots(tasks, paired) or current.scored - current.ends:
             # The terms of its losses may depend on the updates of this round.
             return None
         return self._position.plan_following(live)
@@ -417,7 +427,11 @@ class RoundLoop:
         updated = plan.ends.difference(*(update.slots for update in plan.updates))
         waiting = plan.scored - updated
         slots = {n: self._slots[n] for n in plan.steps if n in waiting and n in self._slots}
-        scored = {n: x for n, x in slots.items() if x.prepared.task.objective.needs_log_probs}
+        scored = {
+            n: slot
+            for n, slot in slots.items()
+            if n not in plan.paired and slot.prepared.task.objective.needs_log_probs
+        }
         computed = dict(plan.computed_tokens)
         missing = {n: slot for n, slot in scored.items() if slot.weighted is None}
         if missing or any(slot.lacks_reference for slot in slots.values()):
@@ -443,13 +457,13 @@ class RoundLoop:
                 slot.weighted = Weighted(_of_read_tokens(batches[n], weights), graded)
                 computed[n] += dispatched.tokens[n]
         weights = {n: slot.weighted.weights for n, slot in scored.items()}
-        references = {
-            n: _of_read_tokens(
-                slot.prepared.batches[plan.steps[n]], _reference_of(slot, plan.steps[n])
-            )
-            for n, slot in slots.items()
-            if n not in scored
-        }
+        references = {}
+        for n in slots.keys() - scored.keys():
+            prepared, known = slots[n].prepared, _reference_of(slots[n], plan.steps[n])
+            batch = prepared.batches[plan.steps[n]]
+            targets = [sample.target_tokens for sample in batch]
+            of_tokens = prepared.task.objective.reference_of_tokens(targets, known)
+            references[n] = _of_read_tokens(batch, of_tokens)
         replicas = self._executor.replicas
         microbatches = [
             each

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Bool, Float
 
 from jaxmux.data.batches import Microbatch
@@ -12,7 +13,7 @@ from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .adapter_ops import AdapterOps, LayerAdapters
 from .head_adapters import changed_logits, enter_head
-from .loss import TokenLosses, chunk_losses, log_probs
+from .loss import PairLosses, TokenLosses, chunk_losses, log_probs
 from .modules import Weights
 from .weight_sharding import TP, UNDIVIDED, WeightSharding, enter, gathered
 
@@ -27,9 +28,8 @@ def microbatch_losses(
     *,
     rules: TokenRule,
 ) -> Float[Array, "chunks sums"]:
-    """The loss of every chunk and the other sums of `TOKEN_SUMS`, from the results of
-    `hidden_states` or `finish`: the results of `chunk_losses`, and NaN for chunks that are not
-    `finite`.
+    """The loss of every chunk and the other sums of `TOKEN_SUMS`, or of `PAIR_SUMS`, from the
+    results of `hidden_states` or `finish`; NaN for chunks that are not `finite`.
 
     Args:
       weights: those of the backbone, of which only the head is read.
@@ -37,21 +37,47 @@ def microbatch_losses(
       rules: `SlotTable.rules`.
     """
     hidden, axis, ops, arrays = _at_head(hidden, sharding, at_head)
-    m = microbatch
+    m, head = microbatch, head_kernel(weights, sharding)
     terms = TokenTerms(m.loss_weight, m.sampled, m.advantage, m.reference)
-    slots = jnp.repeat(microbatch.chunk_slot, len(hidden) // len(microbatch.chunk_slot))
+    slots = jnp.repeat(m.chunk_slot, len(hidden) // len(m.chunk_slot))
+    rules = jax.tree.map(lambda x: x[slots], rules)
+
+    def no_pairs():
+        return PairLosses.none(*m.targets.shape)
+
+    def pairs():
+        constant = jax.tree.map(lax.stop_gradient, (hidden, head, arrays))
+        found = log_probs(
+            constant[0],
+            constant[1],
+            m.targets.reshape(-1),
+            m.chunk_slot,
+            axis,
+            ops,
+            constant[2],
+            with_squares=False,
+        )
+        of_tokens = jax.tree.map(lambda x: x.reshape(m.targets.shape), rules)
+        return PairLosses.of(found.reshape(m.targets.shape), terms, of_tokens, m.pair_spans)
+
+    if m.pair_spans is None:
+        of_pairs = no_pairs()
+    else:
+        # Another product with the head, which microbatches without pairs need not pay for.
+        of_pairs = lax.cond((m.pair_spans[..., 1] > 0).any(), pairs, no_pairs)
     sums = chunk_losses(
         hidden,
-        head_kernel(weights, sharding),
-        microbatch.targets.reshape(-1),
+        head,
+        m.targets.reshape(-1),
         TokenLosses(
-            jax.tree.map(lambda x: x.reshape(-1), terms), jax.tree.map(lambda x: x[slots], rules)
+            jax.tree.map(lambda x: x.reshape(-1), terms), rules, of_pairs.weight.reshape(-1)
         ),
-        microbatch.chunk_slot,
+        m.chunk_slot,
         axis,
         ops,
         arrays,
     )
+    sums += of_pairs.sums.reshape(len(finite), -1, sums.shape[-1]).sum(axis=1)
     return jnp.where(finite[:, None], sums, jnp.nan)
 
 

@@ -15,7 +15,15 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from jaxmux.objectives.token_losses import TOKEN_SUMS, TokenRule, TokenTerms, token_losses
+from jaxmux.objectives.token_losses import (
+    SUMS,
+    AnswerSums,
+    TokenRule,
+    TokenTerms,
+    pair_losses,
+    token_losses,
+    token_parts,
+)
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 from .adapter_ops import AdapterOps
@@ -51,16 +59,75 @@ class TokenLosses(NamedTuple):
     Attributes:
       terms: arrays [N].
       rules: arrays [N], the numbers of each token's task.
+      of_pairs: [N], what the losses of pairs add to the weights of their tokens; 0 of others.
     """
 
     terms: TokenTerms
     rules: TokenRule
+    of_pairs: Float[Array, " N"]
 
     @classmethod
     def cross_entropy(cls, weight: Float[Array, " N"]) -> "TokenLosses":
         """The cross entropy with this weight of each token."""
         zeros = jnp.zeros_like(weight)
-        return cls(TokenTerms(weight, zeros, zeros, zeros), TokenRule.table({}, len(weight)))
+        rules = TokenRule.table({}, len(weight))
+        return cls(TokenTerms(weight, zeros, zeros, zeros), rules, zeros)
+
+
+class PairLosses(NamedTuple):
+    """The losses of pairs.
+
+    Attributes:
+      weight: what they add to the weights of tokens in the cross entropy.
+      sums: what they add to `PAIR_SUMS`, each pair at its first token.
+    """
+
+    weight: Float[Array, "rows row_len"]
+    sums: Float[Array, "rows row_len sums"]
+
+    @classmethod
+    def none(cls, rows: int, row_len: int) -> "PairLosses":
+        return cls(jnp.zeros((rows, row_len)), jnp.zeros((rows, row_len, SUMS)))
+
+    @classmethod
+    def of(
+        cls,
+        log_probs: Float[Array, "rows row_len"],
+        terms: TokenTerms,
+        rules: TokenRule,
+        spans: Int[Array, "rows pairs 2"],
+    ) -> "PairLosses":
+        """Arrays of `terms` and `rules` are [rows, row_len], and `spans` are
+        `Microbatch.pair_spans`. The bits of a pair's numbers do not depend on its place."""
+        rows, row_len = log_probs.shape
+        begin, length = spans[..., 0, None], spans[..., 1, None]
+        within = jnp.arange(row_len)
+        places = jnp.minimum(begin + within, row_len - 1).reshape(rows, -1)
+
+        def aligned(of_tokens):
+            # [rows, pairs, row_len]: each pair begins at 0, so that the order of sums is the same.
+            found = jnp.take_along_axis(of_tokens, places, axis=1).reshape(*spans.shape[:2], -1)
+            return jnp.where(within < length, found, 0)
+
+        chosen, rejected = (
+            AnswerSums(*(aligned(x).sum(axis=-1) for x in token_parts(jnp, log_probs, terms, side)))
+            for side in (False, True)
+        )
+        first = jnp.minimum(begin[..., 0], row_len - 1)
+        rule = TokenRule(*(jnp.take_along_axis(x, first, axis=1) for x in rules))
+        share = aligned(terms.sampled).max(axis=-1)
+        of_pairs, of_chosen, of_rejected = pair_losses(jnp, rule, share, chosen, rejected)
+        # [rows, pairs, row_len]. One of the summands at most is not 0.
+        is_inside = (within >= begin) & (within < begin + length)
+        slopes = jnp.where(
+            terms.advantage[:, None] > 0, of_chosen[..., None], of_rejected[..., None]
+        )
+        is_counted = is_inside & (terms.advantage[:, None] != 0)
+        slope = jnp.where(is_counted, slopes, 0).sum(axis=1)
+        weight = jnp.where(terms.advantage != 0, slope * terms.advantage, 0)
+        is_first = is_inside & (within == begin)
+        sums = jnp.where(is_first[..., None], of_pairs[:, :, None], 0).sum(axis=1)
+        return cls(weight, sums)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))
@@ -74,8 +141,8 @@ def chunk_losses(
     ops: AdapterOps = (),
     own: Any = None,
 ) -> Float[Array, "chunks sums"]:
-    """The sums of `TOKEN_SUMS` over the tokens of every chunk. The first is the loss: for cross
-    entropy, Σ weight · (log Σ exp(logits) − logit of the target).
+    """The sums of `TOKEN_SUMS` over the tokens of every chunk, without the losses of pairs. The
+    first is the loss: for cross entropy, Σ weight · (log Σ exp(logits) − logit of the target).
 
     A chunk is a number of consecutive tokens that belong to one task; N tokens are divided into
     chunks of equal length. The logits are computed in blocks, so they are never all in memory. The
@@ -108,7 +175,7 @@ def chunk_losses(
 
 
 def _of_chunks(sums: Float[Array, "pieces sums"], chunks: int) -> Float[Array, "chunks sums"]:
-    return sums.reshape(chunks, -1, len(TOKEN_SUMS)).sum(axis=1)
+    return sums.reshape(chunks, -1, SUMS).sum(axis=1)
 
 
 def _forward(hidden, head, targets, losses, chunk_slot, vocabulary_axis, ops, arrays):
@@ -137,12 +204,16 @@ def log_probs(
     vocabulary_axis: str | None = None,
     ops: AdapterOps = (),
     own: Any = None,
-) -> Float[Array, "N 2"]:
-    """At each position, the log-probability of the target in nats, at temperature 1, and log Σ p²
-    over the probabilities p of all tokens. Arguments are those of `chunk_losses`."""
+    with_squares: bool = True,
+) -> Float[Array, "N scores"]:
+    """At each position, the log-probability of the target in nats, at temperature 1; and
+    `with_squares`, log Σ p² over the probabilities p of all tokens. Other arguments are those of
+    `chunk_losses`."""
 
     def block_log_probs(hidden, targets, arrays):
         found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
+        if not with_squares:
+            return (found.of_target - found.log_total).reshape(*targets.shape, 1)
         total = jax.nn.logsumexp(2 * found.logits, axis=-1, keepdims=True)
         if vocabulary_axis is not None:
             total = jax.nn.logsumexp(lax.all_gather(total, vocabulary_axis), axis=0)
@@ -150,7 +221,7 @@ def log_probs(
         return jnp.concatenate(log_probs, axis=-1).reshape(*targets.shape, 2)
 
     found = _per_block(block_log_probs, (hidden, targets), len(chunk_slot), own)
-    return found.reshape(*targets.shape, 2)
+    return found.reshape(*targets.shape, -1)
 
 
 def _per_block(block_function, streams, whole_chunks, arrays):
@@ -215,9 +286,10 @@ def _block_losses(vocabulary_axis, ops, head, hidden, targets, losses, arrays):
     """Sums [chunks, sums] of a block of hidden states [chunks, chunk_len, d], and the gradients of
     the loss with respect to `hidden` and `arrays`, or this device's summands of the gradients."""
     found = _logits(vocabulary_axis, ops, head, hidden, targets, arrays)
-    terms, rules = jax.tree.map(lambda x: x.reshape(-1), losses)
+    terms, rules, of_pairs = jax.tree.map(lambda x: x.reshape(-1), losses)
     log_probs = (found.of_target - found.log_total)[:, 0]
     of_tokens, weight = token_losses(jnp, rules, log_probs, terms)
+    weight += of_pairs
     sums = of_tokens.reshape(*targets.shape, -1).sum(axis=1)
 
     is_target = jnp.arange(found.logits.shape[1]) == found.target

@@ -138,7 +138,7 @@ class Objective:
         the answer to another one, as `load_samples` makes them.
       needs_log_probs: whether the weight of a token depends on log-probabilities of other tokens
         or in another way than `rule` says, so that a forward pass precedes the training of each
-        global batch.
+        global batch, unless the batch is trained by `rule_of_pairs`.
       needs_reference: whether they depend on the log-probabilities under the adapter with which the
         task begins.
       by_token: whether the objective knows its reference by token; otherwise it knows `sums`.
@@ -187,7 +187,8 @@ class Objective:
 
     @property
     def waits(self) -> bool:
-        """Whether a global batch can be trained only when the host knows log-probabilities."""
+        """Whether a global batch can be trained only when the host knows log-probabilities, unless
+        it is trained by `rule_of_pairs`."""
         return self.needs_log_probs or self.needs_reference
 
     @property
@@ -195,25 +196,41 @@ class Objective:
         """The losses of tokens that the devices compute."""
         return CROSS_ENTROPY
 
+    @property
+    def rule_of_pairs(self) -> TokenRule | None:
+        """The losses of pairs, and of their tokens, that the devices compute if both answers of
+        each pair lie in the same microbatch; None if such losses do not give the objective."""
+        return None
+
     def terms(
-        self, lengths: Sequence[int], recorded: Recorded | None, reference: Known | None
+        self,
+        lengths: Sequence[int],
+        recorded: Recorded | None,
+        reference: Sequence[Float[np.ndarray, " targets"]],
     ) -> TokenTerms | None:
-        """What `rule` reads of a global batch: in each field, for each sample an array with a
-        number for each target token. None if all tokens of the batch have the same weight. Not
-        called if the objective needs log-probabilities.
+        """What `rule` or `rule_of_pairs` reads of a global batch: in each field, for each sample an
+        array with a number for each target token. None if all tokens of the batch have the same
+        weight. Not called if the objective needs log-probabilities and has no `rule_of_pairs`.
 
         Args:
           lengths: number of target tokens of each sample.
           recorded: as for `grade`.
-          reference: for each sample the log-probabilities under the reference.
+          reference: the result of `reference_of_tokens`.
         """
         return None
 
+    def reference_of_tokens(
+        self, lengths: Sequence[int], reference: Known
+    ) -> Sequence[Float[np.ndarray, " targets"]]:
+        """For each sample, what `terms` says of the reference of its target tokens, from the result
+        of `known`."""
+        return reference
+
     def metrics(
-        self, sums: Sequence[float], targets: int, recorded: Recorded | None
+        self, sums: Sequence[float], targets: int, samples: int, recorded: Recorded | None
     ) -> Mapping[str, float]:
-        """The metrics of a global batch with this number of target tokens, from what the devices
-        have added up for it (`TOKEN_SUMS`)."""
+        """The metrics of a global batch with these numbers of target tokens and of samples, from
+        what the devices have added up for it (`TOKEN_SUMS`, or `PAIR_SUMS`)."""
         return {}
 
     def trained[Samples: Sequence](self, samples: Samples) -> Samples:

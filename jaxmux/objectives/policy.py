@@ -14,7 +14,7 @@ from pydantic import Field
 from jaxmux.data.sources import Records
 from jaxmux.field_checks import EXACT, Count, Positive, checked_dataclass
 
-from .objective import Graded, Objective
+from .objective import LOSS, Graded, Objective
 from .token_losses import (
     CROSS_ENTROPY,
     SURROGATES,
@@ -204,7 +204,7 @@ class Policy(Objective):
         with np.errstate(all="ignore"):
             grade = self._by_sequence if self.needs_log_probs else self._by_token
             sums, slopes = grade(lp, terms, lengths)
-        metrics = self.metrics(sums, len(lp), recorded)
+        metrics = self.metrics(sums, len(lp), len(lengths), recorded)
         return Graded(float(sums[0]), np.split(slopes, ends), metrics)
 
     def terms(self, lengths, recorded, reference):
@@ -228,8 +228,9 @@ class Policy(Objective):
             repeated = [w * a for w, a in zip(repeated, advantages, strict=True)]
         return TokenTerms(repeated, sampled, advantages, reference)
 
-    def metrics(self, sums, targets, recorded):
-        means = dict(zip(TOKEN_SUMS[1:], np.asarray(sums[1:], float) / targets, strict=True))
+    def metrics(self, sums, targets, samples, recorded):
+        named = zip(TOKEN_SUMS, np.asarray(sums, float) / targets, strict=False)
+        means = {name: mean for name, mean in named if name != LOSS}
         if self.loss == "cross_entropy":
             means = {}
         elif not self.kl_coef:

@@ -20,6 +20,7 @@ from jaxmux.data.sources import Records
 from jaxmux.field_checks import EXACT, Positive, checked_dataclass
 
 from .objective import Graded, Objective, TargetLogProbs, token_mean
+from .token_losses import PAIR_SUMS, TokenRule, TokenTerms
 
 Pairs = Float[np.ndarray, " pairs"]
 
@@ -104,6 +105,35 @@ class _Paired(Objective):
         of_rewards = "rewards/chosen", "rewards/rejected", ACCURACY, "rewards/margins"
         of_pairs = *of_rewards, "logps/chosen", "logps/rejected"
         return (*of_pairs, "nll_loss") if self._likelihood() else of_pairs
+
+    def terms(self, lengths, recorded, reference):
+        chosen = sum(lengths[::2])
+        likelihood = [
+            np.full(n, 0.0 if i % 2 else self._likelihood() / chosen) for i, n in enumerate(lengths)
+        ]
+        shares = [np.full(n, 2 / len(lengths)) for n in lengths]
+        factors = self._factors(lengths)
+        signed = [-factor if i % 2 else factor for i, factor in enumerate(factors)]
+        return TokenTerms(likelihood, shares, signed, reference)
+
+    def reference_of_tokens(self, lengths, reference):
+        """The log-probability of an answer is spread evenly over its target tokens. The first token
+        makes up for the rounding of the others to float32."""
+        found = []
+        for factor, of_answer in zip(self._factors(lengths), reference, strict=True):
+            of_tokens = np.full(len(factor), np.float32(of_answer / factor.sum()), float)
+            # The factor of the first token is 1.
+            of_tokens[0] += of_answer - (factor * of_tokens).sum()
+            found.append(of_tokens)
+        return found
+
+    def metrics(self, sums, targets, samples, recorded):
+        total = dict(zip(PAIR_SUMS, map(float, sums), strict=True))
+        metrics = {name: total[name] / (samples // 2) for name in PAIR_SUMS[1:-1]}
+        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
+        if weight := self._likelihood():
+            metrics["nll_loss"] = total["cross_entropy"] / weight
+        return metrics
 
     def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
         sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
@@ -291,6 +321,21 @@ class DPO(_Paired):
 
     def _likelihood(self):
         return self._weights.get(_SFT, 0.0)
+
+    @property
+    def rule_of_pairs(self):
+        weights = {name: weight for name, weight in self._weights.items() if name != _SFT}
+        is_plain = self.f_divergence == "reverse_kl" and not self.use_weighting
+        if not (is_plain and weights) or weights.keys() - {"sigmoid", "robust", "hinge"}:
+            return None
+        smoothing = self.label_smoothing
+        robust = weights.get("robust", 0.0) / (1 - 2 * smoothing)
+        return TokenRule(
+            beta=self.beta,
+            sigmoid=weights.get("sigmoid", 0.0) + robust * (1 - smoothing),
+            swapped=-robust * smoothing,
+            hinge=weights.get("hinge", 0.0),
+        )
 
     def _weights_of_pairs(self, log_probs, log_squares):
         if not self.use_weighting:
@@ -520,6 +565,15 @@ class CPO(_Paired):
     def _likelihood(self):
         return self.cpo_alpha
 
+    @property
+    def rule_of_pairs(self):
+        if self.loss == "ipo" or self.alpha:
+            return None
+        if self.loss == "hinge":
+            return TokenRule(beta=self.beta, hinge=1.0)
+        smoothing = self.label_smoothing
+        return TokenRule(beta=self.beta, sigmoid=1 - smoothing, swapped=smoothing)
+
     def _slopes(self, chosen, rejected):
         by_length = self.loss == "ipo"
         match self.loss:
@@ -564,6 +618,18 @@ class SimPO(_Paired):
 
     def _likelihood(self):
         return self.cpo_alpha
+
+    @property
+    def rule_of_pairs(self):
+        if self.alpha:
+            return None
+        return TokenRule(
+            beta=self.beta,
+            gamma=self.gamma,
+            by_length=1.0,
+            sigmoid=1 - self.label_smoothing,
+            swapped=self.label_smoothing,
+        )
 
     def _slopes(self, chosen, rejected):
         of_difference = _scaled(

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxmux.engine import BEST, REFERENCE, Engine, Reference, TaskProgress, train_on
-from jaxmux.objectives.token_losses import TOKEN_SUMS
+from jaxmux.objectives.token_losses import SUMS
 from jaxmux.peft import LeafSpec, SlotArrays
 from jaxmux.peft.leaves import named_leaves
 
@@ -302,8 +302,9 @@ def _rename(arrays: SlotArrays) -> None:
     """Gives the arrays of a checkpoint that an earlier version has written their present names and
     shapes."""
     if "loss" in arrays:
-        arrays["sums"] = np.zeros(len(TOKEN_SUMS), np.float32)
-        arrays["sums"][0] = arrays.pop("loss")
+        arrays["sums"] = arrays.pop("loss").reshape(1)
+    if "sums" in arrays:
+        arrays["sums"] = np.pad(arrays["sums"], (0, max(0, SUMS - len(arrays["sums"]))))
 
 
 def _checksum(arrays: SlotArrays) -> int:

@@ -26,7 +26,7 @@ from jaxmux.planner.packing import (
 )
 
 from .run_options import RunOptions
-from .run_shape import Choice, PlannedDevice, choose_run_shape, costs_of_run
+from .run_shape import Choice, PlannedDevice, choose_run_shape, costs_of_run, plans_pairs
 
 if TYPE_CHECKING:
     from jaxmux.planner.pipeline.pipeline_plan import PipelinePlan
@@ -131,7 +131,7 @@ def fit_replica(
         reserved = pool_with_places(tasks, reserved, slots)
     admission = Admission(costs.replica, shape, asked, reserved, more_stages=False)
     parts = replica.shards * shares
-    lengths = [PartOfBatches(task.batch_lengths, parts, longest) for task in tasks]
+    lengths = [PartOfBatches(task.packed_lengths(shape), parts, longest) for task in tasks]
     return ReplicaFit(costs.replica, costs.source, shape, choice, admission, lengths)
 
 
@@ -154,8 +154,10 @@ def fit_longest(
     small for the longest samples, it leaves these to the others. The arguments are those of
     `fit_replica`. Raises PlanningError if the replica has no memory for any sample of the tasks."""
     lengths = [length for task in tasks for length in task.lengths]
-    longest = power_of_two(max(lengths))
     costs = costs_of_run(tasks, config, options, replica, slots, shares, device)
+    request = options.shape_request(costs.least_chunk_len)
+    lengths += [task.longest_pair for task in tasks if plans_pairs(task, request)]
+    longest = power_of_two(max(lengths))
     # Testing a single row rules out most lengths without choosing a shape class.
     while (
         longest > MIN_CHUNK_LEN and not options.row_len and not _holds_row(costs.replica, longest)

@@ -12,8 +12,10 @@ rows for short samples.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Sequence
 from functools import cache
+from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -213,6 +215,7 @@ def choose_run_shape(
     request: ShapeRequest,
     longest: int | None = None,
     shares: int = 1,
+    pairs: bool = True,
 ) -> Choice:
     """Chooses the shape class in which the tasks' rounds are predicted to take the least time, and
     logs the choice.
@@ -222,22 +225,57 @@ def choose_run_shape(
       costs: the costs of these tasks on this device, from `run_costs`.
       longest: ignore samples with more tokens; None means that none are ignored.
       shares: number of parts into which a global batch is divided among replicas.
+      pairs: whether rows should hold whole pairs of answers (`plans_pairs`). If there is no memory
+        for such rows, they need not.
 
     Raises:
       PlanningError: a sample is longer than `request.row_len`, or a length in `request` is not a
         power of two.
     """
-    lengths = at_most(longest, [length for task in tasks for length in task.lengths])
+    are_paired = [pairs and plans_pairs(task, request) for task in tasks]
+    lengths = [length for task in tasks for length in task.lengths]
+    lengths += [task.longest_pair for task in compress(tasks, are_paired)]
+    lengths = at_most(longest, lengths)
     shards = costs.replica.replica.shards * shares
-    batches = [task.batch_lengths for task in tasks]
+    batches = [
+        task.pair_lengths if is_paired else task.batch_lengths
+        for task, is_paired in zip(tasks, are_paired, strict=True)
+    ]
     rounds = sample_rounds([PartOfBatches(of_task, shards, longest) for of_task in batches])
     if longest is not None:
         rounds = [a_round for a_round in rounds if any(a_round.values())] or [{0: lengths}]
-    alignment = choose_shape(rounds, request, costs.replica.microbatch, lengths)
+    seconds, prescribed = costs.replica.microbatch, request.row_len and request.chunk_len
+    if any(are_paired) and not (prescribed and request.max_sequences):
+        # A pair, which is packed as one sequence, consists of two.
+        alignment = choose_shape(
+            rounds, request, lambda shape, tokens: seconds(_with_pairs(shape), tokens), lengths
+        )
+        alignment = alignment._replace(shape=_with_pairs(alignment.shape))
+    else:
+        alignment = choose_shape(rounds, request, seconds, lengths)
+    if any(are_paired) and math.isinf(alignment.seconds):
+        return choose_run_shape(tasks, costs, request, longest, shares, pairs=False)
     choice = Choice(alignment, str(costs.source), len(rounds))
     sequences = numbered(alignment.shape.max_sequences, "sequence")
     _log.info("%s, %s a row at most, the fastest by costs %s", choice, sequences, choice.source)
     return choice
+
+
+# Longer pairs are trained in one pass only if rows are long for other reasons.
+_LONGEST_PAIR = 4096
+
+
+def plans_pairs(task: PreparedTask, request: ShapeRequest) -> bool:
+    """Whether a task's pairs should fit into the rows of the shape class, so that it trains in one
+    pass."""
+    row_len = request.row_len
+    one_sequence = row_len and request.chunk_len and request.max_sequences == 1
+    longest = task.longest_pair
+    return longest is not None and longest <= (row_len or _LONGEST_PAIR) and not one_sequence
+
+
+def _with_pairs(shape: ShapeClass) -> ShapeClass:
+    return dataclasses.replace(shape, max_sequences=2 * shape.max_sequences)
 
 
 def shrinking_of(
@@ -260,7 +298,7 @@ def shrinking_of(
 
     @cache
     def shape_of(names: tuple[str, ...]) -> PricedShape:
-        batches = [by_name[name].batch_lengths for name in names]
+        batches = [by_name[name].packed_lengths(shape) for name in names]
         rounds = sample_rounds(
             [PartOfBatches(of_task, costs.replica.shards) for of_task in batches]
         )

@@ -1,5 +1,5 @@
-"""Objectives of two passes in the engine: against a plain model with autodiff, alone and in
-company, in several turns, and continued from a checkpoint."""
+"""Objectives in the engine, in one pass and in two: against a plain model with autodiff, alone and
+in company, in several turns, and continued from a checkpoint."""
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +7,12 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress, driven_task
+from jaxmux.engine.devices.executor import Executor
 from jaxmux.engine.rounds.rounds import recorded_of
 from jaxmux.objectives import ACCURACY, CPO, DPO, KTO, ORPO, SFT, CustomLoss, Policy, SimPO
 from jaxmux.optimizers import SGD
 from jaxmux.peft import LoRA
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.tasks import TaskError
 from tests.engine.conftest import SMALL, measured_to_the_end, random_samples
 
@@ -98,13 +100,83 @@ def test_updates_are_those_of_a_plain_model(name, make_paired, make_engine, plai
             assert update.grad_norm == pytest.approx(norm, rel=1e-4)
 
 
-def test_neighbours_change_no_bit(make_paired, make_task, make_engine, train, assert_same_bits):
+# Rows that are too short for the pairs of `make_paired`.
+SHORT = ShapeClass(rows=2, row_len=64, chunk_len=64, max_sequences=8)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "objective",
+    [
+        DPO(0.5, ("sigmoid", "robust", "sft"), (1.0, 0.3, 0.2), 0.1, ld_alpha=0.4),
+        SimPO(cpo_alpha=0.3, label_smoothing=0.1),
+    ],
+)
+def test_one_pass_trains_like_two(objective, make_paired, make_engine, train, monkeypatch):
+    passes, log_probs = [], Executor.log_probs
+    monkeypatch.setattr(
+        Executor, "log_probs", lambda *args: passes.append(args) or log_probs(*args)
+    )
+    found = []
+    for shape in (SMALL, SHORT):
+        prepared = make_paired("pairs", objective, dropout=0.3)
+        assert prepared.pairs_fit(shape) == (shape is SMALL)
+        engine = make_engine(prepared, shape=shape)
+        before = np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.adapter("pairs"))])
+        passes.clear()
+        updates = train(engine)["pairs"]
+        # One pass for the reference, if there is one.
+        assert len(passes) == objective.needs_reference + (0 if shape is SMALL else 4)
+        after = np.concatenate([np.ravel(x) for x in jax.tree.leaves(engine.adapter("pairs"))])
+        found.append((updates, after))
+    (one, of_one), (two, of_two) = found
+    assert [u.loss for u in one] == pytest.approx([u.loss for u in two], rel=1e-5)
+    assert np.linalg.norm(of_one - of_two) < 1e-4 * np.linalg.norm(of_two - before)
+    assert len(one) == 4
+    for step, (update, expected) in enumerate(zip(one, two, strict=True)):
+        if objective.needs_reference and step == 0:
+            # All rewards are 0, or rounding errors.
+            assert expected.metrics[ACCURACY] == 0
+            update.metrics[ACCURACY] = 0
+        assert update.metrics == pytest.approx(expected.metrics, rel=1e-4, abs=1e-5)
+
+
+def test_the_place_of_a_pair_changes_no_bit(
+    make_paired, make_task, make_rollouts, make_engine, train, assert_same_bits
+):
+    """Pairs of different tasks share rows, at other places than alone."""
+
+    def pairs():
+        return make_paired("pairs", DPO(0.5), lengths=(5, 20), dropout=0.3)
+
+    alone = make_engine(pairs(), shape=SMALL)
+    expected = train(alone)["pairs"]
+    beside = make_engine(
+        make_task("sft", steps=6, lengths=(5, 60)),
+        make_paired("simpo", SimPO(), lengths=(5, 20)),
+        make_rollouts("rollouts", POLICIES["importance sampling"]),
+        pairs(),
+        shape=SMALL,
+    )
+    found = train(beside)["pairs"]
+    assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
+        (u.loss, u.grad_norm, u.metrics) for u in expected
+    ]
+    assert_same_bits(beside.adapter("pairs"), alone.adapter("pairs"))
+
+
+@pytest.mark.parametrize("name", ["dpo", "mixed"])
+def test_neighbours_change_no_bit(
+    name, make_paired, make_task, make_engine, train, assert_same_bits
+):
+    """In one pass and in two."""
+    objective = OBJECTIVES[name]
     fields = {"dropout": 0.3, "eval_data": "random.jsonl", "eval_every": 2}
-    alone = make_engine(make_paired("pairs", DPO(0.5), **fields), shape=SMALL)
+    alone = make_engine(make_paired("pairs", objective, **fields), shape=SMALL)
     expected = train(alone)["pairs"]
     others = [make_task("sft", steps=6), make_paired("more", ORPO(), dropout=0.1)]
     beside = make_engine(
-        others[0], make_paired("pairs", DPO(0.5), **fields), others[1], shape=SMALL
+        others[0], make_paired("pairs", objective, **fields), others[1], shape=SMALL
     )
     found = train(beside)["pairs"]
     assert [(u.loss, u.grad_norm, u.metrics) for u in found] == [
@@ -164,10 +236,12 @@ def test_other_tasks_keep_their_bits_beside_labelled_answers(
     assert_same_bits(beside.adapter("answers"), alone.adapter("answers"))
 
 
-def test_a_global_batch_may_take_several_turns(make_paired, make_engine, train):
-    expected = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL)
+@pytest.mark.parametrize("name", ["dpo", "mixed"])
+def test_a_global_batch_may_take_several_turns(name, make_paired, make_engine, train):
+    objective = OBJECTIVES[name]
+    expected = make_engine(make_paired("pairs", objective, dropout=0.3), shape=SMALL)
     updates = train(expected)["pairs"]
-    turns = make_engine(make_paired("pairs", DPO(0.5), dropout=0.3), shape=SMALL, round_tokens=60)
+    turns = make_engine(make_paired("pairs", objective, dropout=0.3), shape=SMALL, round_tokens=60)
     found = train(turns)["pairs"]
     # Turns divide a batch into other microbatches, so gradients are summed in another order.
     assert [u.loss for u in found] == pytest.approx([u.loss for u in updates], rel=1e-5)
@@ -195,7 +269,7 @@ def test_labelled_answers_keep_their_bits_in_several_turns(
     assert turns.rounds > 2 * whole.rounds
 
 
-@pytest.mark.parametrize("name", ["dpo", "kto"])
+@pytest.mark.parametrize("name", ["dpo", "mixed", "kto"])
 def test_a_task_continues_within_a_global_batch(
     name, make_paired, make_engine, train, assert_same_bits
 ):

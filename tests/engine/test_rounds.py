@@ -11,9 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from jaxmux.data import GlobalBatches
 from jaxmux.engine.rounds import results
-from jaxmux.engine.rounds.rounds import ReplicaInput, TaskGroups, training_rounds
+from jaxmux.engine.rounds.rounds import ReplicaInput, TaskGroups, Turns, training_rounds
 from jaxmux.models import BackboneConfig
+from jaxmux.objectives import DPO, SimPO
 from jaxmux.planner import pipeline
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.devices import Replica
@@ -76,6 +78,78 @@ def test_unlike_replicas_train_every_sample_once_and_update_every_task_once_a_ro
         for update in plan.updates:
             last = [i for i, m in enumerate(plan.microbatches) if {*m.samples} & {*update.slots}]
             assert update.after == max(last)
+
+
+@pytest.mark.parametrize(("seed", "most_tokens"), [(0, None), (1, 200), (2, 1)])
+def test_the_answers_of_a_pair_follow_each_other_in_a_row(seed, most_tokens):
+    rng = np.random.default_rng(seed)
+    tasks = {
+        slot: random_task(CONFIG, f"task{slot}", rng.integers(20, 64, 40).tolist(), 6, 4, rank=4)
+        for slot in range(3)
+    }
+    for slot, objective in ((1, DPO()), (2, SimPO())):
+        task = tasks[slot]
+        tasks[slot] = dataclasses.replace(
+            task,
+            task=dataclasses.replace(task.task, objective=objective),
+            batches=GlobalBatches(task.samples.samples, 3, seed=0, members=2),
+        )
+    # Rows of both replicas hold pairs, and rows of the second one a single pair.
+    shapes = {
+        Replica.uniform(pp=1, tp=2): ShapeClass(2, 256, 64, 5),
+        Replica.uniform(pp=2, tp=1): ShapeClass(4, 128, 64, 2),
+    }
+    inputs = [ReplicaInput(shape, replica, groups="planned") for replica, shape in shapes.items()]
+    dispatch = partial(assign_samples, list(shapes), TokenCosts(shapes))
+    rounds = training_rounds(
+        tasks, dict.fromkeys(tasks, 0), PoolSpec(slots=3, rank=4), inputs, None, dispatch, None,
+        most_tokens,
+    )  # fmt: skip
+    trained = Counter()
+    for plan in rounds:
+        assert plan.paired == plan.steps.keys() & {1, 2}
+        assert plan.scored == plan.steps.keys() & {1}
+        for packed in plan.microbatches:
+            shape = inputs[packed.replica].shape
+            rows = Counter((text.shard, text.row) for text in packed.texts)
+            assert max(rows.values()) <= shape.max_sequences
+            texts = {(text.slot, text.sample): text for text in packed.texts}
+            spans = Counter()
+            for (slot, sample), text in texts.items():
+                trained[slot, plan.steps[slot], sample] += 1
+                if slot and sample % 2 == 0:
+                    other = texts[slot, sample + 1]
+                    assert (other.shard, other.row, other.begin) == (*text[2:4], text.end)
+                    spans[text.shard, text.row, text.begin, other.end - text.begin] += 1
+            found = Counter(
+                (shard, row, *map(int, span))
+                for shard, arrays in enumerate(packed.arrays)
+                for row, of_row in enumerate(arrays.pair_spans)
+                for span in of_row
+                if span[1]
+            )
+            assert found == spans
+    assert trained == {
+        (slot, step, i): 1 for slot in range(3) for step in range(4) for i in range(6)
+    }
+
+
+def test_a_batch_of_which_one_answer_has_been_trained_is_completed_without_pairs():
+    task = random_task(CONFIG, "pairs", [30] * 40, 6, 4, rank=4)
+    task = dataclasses.replace(
+        task,
+        task=dataclasses.replace(task.task, objective=DPO()),
+        batches=GlobalBatches(task.samples.samples, 3, seed=0, members=2),
+    )
+
+    def turns(accumulated):
+        found = Turns({0: task}, {0: 0}, 70, {0: accumulated}, paired={0})
+        return [(turn[0].paired, turn[0].samples) for turn in iter(found.next, {})][:4]
+
+    in_pairs = [(True, range(i, i + 2)) for i in (0, 2, 4)]
+    assert turns([]) == [*in_pairs, in_pairs[0]]
+    assert turns([0, 1]) == [*in_pairs[1:], *in_pairs[:2]]
+    assert turns([0]) == [*((False, pair) for _, pair in in_pairs), in_pairs[0]]
 
 
 @pytest.fixture

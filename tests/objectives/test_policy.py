@@ -10,7 +10,7 @@ import pytest
 
 from jaxmux.models import TokenLosses, chunk_losses
 from jaxmux.objectives import Policy, Recorded
-from jaxmux.objectives.token_losses import TOKEN_SUMS, TokenRule, TokenTerms
+from jaxmux.objectives.token_losses import SUMS, TokenRule, TokenTerms
 from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 LENGTHS = 5, 1, 9
@@ -111,14 +111,15 @@ def test_devices_compute_the_losses_of_tokens(name):
 
     def sums_of(hidden):
         weight = FrozenWeight.of(jnp.asarray(head, jnp.float32))
-        return chunk_losses(hidden, weight, targets, TokenLosses(terms, rules), owners)
+        losses = TokenLosses(terms, rules, jnp.zeros(2 * tokens))
+        return chunk_losses(hidden, weight, targets, losses, owners)
 
     sums, pull = jax.vjp(sums_of, jnp.asarray(hidden, jnp.float32))
     (found,) = pull(jnp.ones_like(sums))
-    assert sums.shape == (2, len(TOKEN_SUMS))
+    assert sums.shape == (2, SUMS)
     assert float(sums[0, 0]) == pytest.approx(graded.loss, rel=1e-5)
     assert float(sums[1, 0]) == pytest.approx(-(plain * lp[tokens:]).sum(), rel=1e-5)
-    assert policy.metrics(sums[0], sum(LENGTHS), recorded) == pytest.approx(
+    assert policy.metrics(sums[0], sum(LENGTHS), len(LENGTHS), recorded) == pytest.approx(
         graded.metrics, rel=1e-5
     )
     weights = np.concatenate([*(-x for x in graded.slopes), [0.0], plain])

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from jax.nn import log_sigmoid, sigmoid
 
+from jaxmux.data import Sample, fill_microbatch
+from jaxmux.models.head import microbatch_losses
 from jaxmux.objectives import (
     ACCURACY,
     CPO,
@@ -22,6 +24,8 @@ from jaxmux.objectives import (
     Recorded,
     SimPO,
 )
+from jaxmux.objectives.token_losses import TokenRule
+from jaxmux.pallas_kernels.frozen_weight import FrozenWeight
 
 BETA = 0.4
 LOSSES = (
@@ -48,12 +52,20 @@ CASES = {
     "ld": DPO(BETA, ld_alpha=0.3),
     "ld of 0": DPO(BETA, "ipo", ld_alpha=0.0),
     "mixture": DPO(BETA, ("sigmoid", "bco_pair", "sft"), (0.8, 0.2, 1.0)),
+    "mixture of one pass": DPO(
+        BETA,
+        ("hinge", "robust", "sigmoid", "sft"),
+        (0.7, 0.2, 0.4, -0.3),
+        label_smoothing=0.1,
+        ld_alpha=0.3,
+    ),
     "mixture, ld": DPO(BETA, ("ipo", "sft", "aot"), (0.1, -0.5, 2.0), ld_alpha=0.6),
     **{f"cpo, {name}": CPO(BETA, name) for name in ("sigmoid", "hinge", "ipo")},
     "cpo, smoothed": CPO(BETA, cpo_alpha=0.0, label_smoothing=0.2),
     "alphapo": CPO(BETA, cpo_alpha=0.5, alpha=0.1),
     "alphapo, ipo": CPO(BETA, "ipo", alpha=-0.2),
     "simpo": SimPO(),
+    "simpo, cross entropy": SimPO(1.5, 0.3, cpo_alpha=0.4, label_smoothing=0.2),
     "simpo, smoothed": SimPO(1.5, 0.3, cpo_alpha=0.4, label_smoothing=0.2, alpha=0.25),
     "orpo": ORPO(BETA),
 }
@@ -149,6 +161,7 @@ UNBOUNDED = {
     *("ipo", "sppo_hard", "ld of 0", "mixture, ld", "cpo, ipo", "alphapo, ipo"),
     *("robust, smoothed", "aot, smoothed", "aot_unpaired, smoothed"),
     *("cpo, smoothed", "simpo, smoothed", *(f"ipo, {f}" for f in DIVERGENCES)),
+    *("mixture of one pass", "simpo, cross entropy"),
 }
 # Sigmoids and their divergence are at most 1 or -log(label_smoothing).
 BOUNDED = {
@@ -385,3 +398,78 @@ def test_wrong_settings_are_refused(make, message):
 def test_kinds_have_names_and_values_can_be_replaced():
     assert list(OBJECTIVES) == ["sft", "dpo", "kto", "cpo", "simpo", "orpo", "policy"]
     assert dataclasses.replace(DPO(), beta=0.2) == DPO(0.2)
+
+
+@pytest.mark.parametrize("name", [name for name, x in CASES.items() if x.rule_of_pairs])
+def test_devices_compute_the_losses_of_pairs(name, rng):
+    """Beside a task of plain cross entropy, and a pair of another task that is not finite."""
+    objective, width, vocab, row_len = CASES[name], 8, 31, 64
+    batch = [
+        Sample(rng.integers(1, vocab, n + 2).astype(np.int32), np.arange(n + 2) > 1, i)
+        for i, n in enumerate(LENGTHS)
+    ]
+    begins = np.cumsum([0, *(sample.stream_length for sample in batch)]).tolist()
+    places = [(0, i, 0, begins[i]) for i in range(6)]
+    places += [(0, i, 1, 16 + begins[i] - begins[6]) for i in (6, 7)]
+    places += [(1, 0, 1, 0), (2, 6, 1, 48), (2, 7, 1, 48 + batch[6].stream_length)]
+    reference = objective.known([-rng.uniform(0.05, 3, n) for n in LENGTHS])
+    of_tokens = objective.reference_of_tokens(LENGTHS, reference)
+    for factors, of_answer, total in zip(
+        objective._factors(LENGTHS), of_tokens, reference, strict=True
+    ):
+        assert (factors * of_answer.astype(np.float32)).sum() == pytest.approx(total, rel=2e-7)
+    if not objective.needs_reference:
+        reference, of_tokens = None, [np.zeros(n) for n in LENGTHS]
+    terms = objective.terms(LENGTHS, None, of_tokens)
+    microbatch = fill_microbatch(
+        sorted(places, key=lambda place: place[2:]),
+        {0: batch, 1: batch[:1], 2: batch},
+        {0: terms, 2: terms},
+        rows=2,
+        row_len=row_len,
+        chunk_len=16,
+        max_pairs=4,
+        paired=(0, 2),
+    )
+    assert microbatch.pair_spans[:, :3].tolist() == [
+        *([[begins[i], begins[i + 2] - begins[i]] for i in (0, 2, 4)],),
+        [[16, 5], [48, 5], [0, 0]],
+    ]
+    hidden, head = rng.normal(size=(2 * row_len, width)), rng.normal(size=(width, vocab))
+    is_ruined = np.repeat(microbatch.chunk_slot == 2, 16)
+    flat = microbatch.targets.ravel()
+    logits = hidden @ head
+    all_log_probs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    at = {
+        (slot, i): row * row_len + offset + 1 + np.arange(LENGTHS[i])
+        for slot, i, row, offset in places
+    }
+    log_probs = [all_log_probs[at[0, i], flat[at[0, i]]] for i in range(8)]
+    graded = objective.grade(log_probs, reference)
+
+    arrays = jax.tree.map(jnp.asarray, microbatch)
+
+    @jax.jit
+    def sums_of(hidden):
+        weights = {"lm_head": {"kernel": FrozenWeight.of(jnp.asarray(head, jnp.float32))}}
+        of_tasks = {n: objective.rule_of_pairs for n in (0, 2)}
+        rules = jax.tree.map(jnp.asarray, TokenRule.table(of_tasks, 3))
+        return microbatch_losses(weights, hidden, jnp.ones(8, bool), arrays, rules=rules)
+
+    ruined = np.where(is_ruined[:, None], np.nan, hidden).astype(np.float32)
+    sums, pull = jax.vjp(sums_of, jnp.asarray(ruined))
+    (found,) = pull(jnp.ones_like(sums))
+    by_slot = [np.asarray(sums)[microbatch.chunk_slot == slot].sum(axis=0) for slot in range(3)]
+    assert by_slot[0][0] == pytest.approx(graded.loss, rel=1e-5)
+    metrics = objective.metrics(by_slot[0], sum(LENGTHS), len(LENGTHS), None)
+    assert metrics == pytest.approx(graded.metrics, rel=1e-5, abs=1e-5)
+    plain = all_log_probs[at[1, 0], flat[at[1, 0]]]
+    assert by_slot[1][0] == pytest.approx(-plain.mean(), rel=1e-5)
+    assert np.isnan(by_slot[2][0])
+    weight = np.zeros(2 * row_len)
+    for i, slopes in enumerate(graded.slopes):
+        weight[at[0, i]] = -slopes
+    weight[at[1, 0]] = 1 / LENGTHS[0]
+    is_target = np.arange(vocab) == flat[:, None]
+    expected = weight[:, None] * (np.exp(all_log_probs) - is_target) @ head.T
+    np.testing.assert_allclose(found[~is_ruined], expected[~is_ruined], rtol=1e-4, atol=2e-6)

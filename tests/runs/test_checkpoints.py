@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from jaxmux.objectives.token_losses import TOKEN_SUMS
+from jaxmux.objectives.token_losses import SUMS
 from jaxmux.peft import LeafSpec
 from jaxmux.runs.checkpoints import Checkpoints
 
@@ -56,9 +56,9 @@ def assert_equal(found, expected):
 
 def test_the_loss_of_an_earlier_version_is_the_first_of_the_sums(checkpoints, save):
     save(1, {"a": {"loss": np.asarray(np.float32(2.5))}})
-    spec = LeafSpec((len(TOKEN_SUMS),), ("sum",))
+    spec = LeafSpec((SUMS,), ("sum",))
     found = checkpoints.newest(lambda record: {"a": {"sums": spec}})
-    assert_equal(found.arrays["a"], {"sums": np.array([2.5, 0, 0, 0, 0], np.float32)})
+    assert_equal(found.arrays["a"], {"sums": np.array([2.5, *[0] * (SUMS - 1)], np.float32)})
 
 
 @pytest.mark.parametrize("wanted", [NAMES, NAMES[:1], NAMES[1:3], ()])

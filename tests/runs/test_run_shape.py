@@ -15,11 +15,13 @@ from rich.console import Console
 from jaxmux import AdamW, Engine, Interrupted, LoRA, Task
 from jaxmux.cli import gin_bindings
 from jaxmux.cli.main import run_command
+from jaxmux.cli.plan_command import _load
 from jaxmux.data import GlobalBatches, Sample, Samples, load_tokenizer
 from jaxmux.engine import PreparedTask, prepare_task
 from jaxmux.engine.rounds.rounds import ReplicaInput, training_rounds
 from jaxmux.engine.tasks.prepared_task import size_of
 from jaxmux.models import Backbone, BackboneConfig
+from jaxmux.objectives import ORPO, SimPO
 from jaxmux.planner import PlanningError
 from jaxmux.planner.costs import CostSource, PoolSpec
 from jaxmux.planner.costs.cost_models import estimated_memory
@@ -110,6 +112,38 @@ def ship(tmp_path, monkeypatch, small_profile):
 def chosen(tasks, **given):
     costs = run_costs(tasks, CONFIG, jnp.float32)
     return choose_run_shape(tasks, costs, ShapeRequest(2048, **given))
+
+
+@pytest.mark.parametrize(
+    ("objective", "given", "fits"),
+    [
+        (SimPO(), {}, True),
+        (SimPO(), {"row_len": 256}, True),
+        (SimPO(), {"row_len": 128}, False),
+        (SimPO(), {"row_len": 256, "chunk_len": 64, "max_sequences": 1}, False),
+        (ORPO(), {}, False),
+    ],
+)
+def test_rows_hold_pairs_that_train_in_one_pass(objective, given, fits, tasks):
+    lengths = np.random.default_rng(1).integers(90, 110, 64)
+    task = prepared("pairs", lengths, batch_size=4)
+    samples = task.samples.samples
+    task = dataclasses.replace(
+        task,
+        task=dataclasses.replace(task.task, objective=objective),
+        batches=GlobalBatches(samples, 4, seed=0, members=2),
+    )
+    shape = chosen([task], **given).alignment.shape
+    assert task.pairs_fit(shape) == fits
+    assert shape.row_len == given.get("row_len", 256 if fits else 128)
+    # Beside short samples, rows hold more sequences.
+    both = chosen([task, *tasks], **given).alignment.shape
+    assert task.pairs_fit(both) == fits
+    load = _load(task, shape)
+    assert load.scored == (not fits) and load.longest_pair == (task.longest_pair if fits else 0)
+    assert list(load.batches[0]) == list(
+        np.add.reduceat([s.stream_length for s in task.batches[0]], range(0, 8, 1 + fits))
+    )
 
 
 def by_plain_rule(tasks) -> PricedShape:

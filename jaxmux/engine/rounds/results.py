@@ -556,7 +556,10 @@ def grade(
 
 def _metrics(plan: RoundPlan, number: int, slot: Slot, stats: UpdateStats) -> Mapping[str, float]:
     return slot.prepared.task.objective.metrics(
-        stats.sums[number], plan.target_tokens[number], plan.recorded[number]
+        stats.sums[number],
+        plan.target_tokens[number],
+        plan.samples[number],
+        plan.recorded[number],
     )
 
 

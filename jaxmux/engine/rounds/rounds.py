@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import zip_longest
 from types import MappingProxyType
@@ -20,7 +20,7 @@ from jaxmux.objectives.token_losses import TokenRule
 from jaxmux.peft import dropout_of, scale_of
 from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
-from jaxmux.planner.packing import Placement, ShapeClass, pack_round
+from jaxmux.planner.packing import Members, Placement, ShapeClass, pack_round
 
 from ..tasks.prepared_task import PreparedTask
 
@@ -128,7 +128,9 @@ class RoundPlan(NamedTuple):
         and virtual tokens, and number of those that count in the loss. Samples that are not trained
         do not count.
       computed_tokens: by slot, number of tokens of the chunks of the task's turn, with padding.
+      samples: by slot, number of samples in the task's global batch.
       recorded: by slot, what the records of the task's global batch say.
+      paired: the slots whose pairs are trained in one pass, by `Objective.rule_of_pairs`.
       scored: the slots whose losses depend on log-probabilities, of the task's present adapter or
         of its reference, that the host must know.
     """
@@ -143,7 +145,9 @@ class RoundPlan(NamedTuple):
     tokens: dict[int, int]
     target_tokens: dict[int, int]
     computed_tokens: dict[int, int]
+    samples: dict[int, int]
     recorded: Mapping[int, Recorded | None]
+    paired: frozenset[int] = frozenset()
     scored: frozenset[int] = frozenset()
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
@@ -242,7 +246,7 @@ class TaskGroups:
         from jaxmux.planner.pipeline import grouping_of_share
 
         replica, slots = self._longest.replica, list(tasks)
-        lengths = [task.batch_lengths for task in tasks.values()]
+        lengths = [task.packed_lengths(self._longest.shape) for task in tasks.values()]
         present = [tuple(slots.index(slot) for slot in group) for group in kept]
         shape = self._longest.shape
         grouping = grouping_of_share(lengths, replica, shape, self._devices, present)
@@ -254,17 +258,47 @@ def _names(tasks: Mapping[int, PreparedTask]) -> frozenset[tuple[int, str]]:
 
 
 def pack_tightly(
-    lengths: Mapping[int, Sequence[int]], shape: ShapeClass, groups: Groups = ()
+    lengths: Mapping[int, Sequence[int]],
+    shape: ShapeClass,
+    groups: Groups = (),
+    members: Members = MappingProxyType({}),
 ) -> Sequence[Sequence[Placement]]:
     """Packs a round into few microbatches, for which it returns the placements of their samples.
     The engine uses this packing unless its options name another. `lengths` are stream lengths in
-    tokens. Groups of tasks follow each other and share no more than the microbatch in which one
-    group ends and the next begins; without groups, all tasks share microbatches."""
+    tokens, and `members` the numbers of sequences of the samples of slots, if it is not 1. Groups
+    of tasks follow each other and share no more than the microbatch in which one group ends and the
+    next begins; without groups, all tasks share microbatches."""
     if len(groups) < 2:
-        return pack_round(lengths, shape).microbatches()
+        return pack_round(lengths, shape, members).microbatches()
     from jaxmux.planner.pipeline import pack_in_groups
 
-    return [packed.placements(shape) for packed in pack_in_groups(lengths, groups, shape)]
+    return [packed.placements(shape) for packed in pack_in_groups(lengths, groups, shape, members)]
+
+
+def paired_slots(
+    tasks: Mapping[int, PreparedTask], replicas: Sequence[ReplicaInput], packing: Packing | None
+) -> frozenset[int]:
+    """The slots of tasks that train pairs in one pass: every pair fits into a row of a replica, and
+    rows of all replicas may hold two sequences. Other packings than `pack_tightly` do not keep the
+    answers of a pair together."""
+    if packing:
+        return frozenset()
+    shapes = [replica.shape for replica in replicas]
+    if min(shape.max_sequences for shape in shapes) < 2:
+        return frozenset()
+    longest = max(shapes, key=lambda shape: shape.row_len)
+    return frozenset(slot for slot, task in tasks.items() if task.pairs_fit(longest))
+
+
+def waiting_slots(tasks: Mapping[int, PreparedTask], paired: Collection[int]) -> frozenset[int]:
+    """The slots whose global batches are trained only when the host knows log-probabilities. Those
+    in `paired` are trained in one pass."""
+    return frozenset(
+        slot
+        for slot, task in tasks.items()
+        if task.task.objective.needs_reference
+        or (task.task.objective.needs_log_probs and slot not in paired)
+    )
 
 
 def training_rounds(
@@ -292,9 +326,9 @@ def training_rounds(
       groups_of: chooses the groups of these replicas; None lets a new `TaskGroups` do so.
     """
     least_tokens = replicas[0].shape.least_tokens
-    turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens)
+    pairs_fit = paired_slots(tasks, replicas, packing)
+    turns_of = Turns(tasks, steps, most_tokens, accumulated, least_tokens, pairs_fit)
     groups_of = groups_of or TaskGroups(replicas)
-    waiting = frozenset(n for n, task in tasks.items() if task.task.objective.waits)
     done = dict(accumulated or {})
     while turns := turns_of.next():
         live = {slot: tasks[slot] for slot in turns}
@@ -303,16 +337,18 @@ def training_rounds(
         batches = {slot: turn.batch for slot, turn in turns.items()}
         trained = {n: live[n].task.objective.trained(batch) for n, batch in batches.items()}
         samples_of = {slot: turn.samples for slot, turn in turns.items()}
-        shares = shares_of_replicas(batches, samples_of, dispatch)
+        paired = frozenset(slot for slot, turn in turns.items() if turn.paired)
+        waiting = waiting_slots(live, paired)
+        shares = shares_of_replicas(batches, samples_of, dispatch, paired)
         recorded = {n: recorded_of(task.task.objective, batches[n]) for n, task in live.items()}
-        terms = terms_of_batches(live, batches, recorded)
+        terms = terms_of_batches(live, batches, recorded, paired)
         groups, microbatches, computed = groups_of(live), [], Counter()
         # Groups that share no microbatch are packed by themselves.
         apart = groups_of.task_by_task or packing
         for together in [[group] for group in groups] if apart else [groups]:
             samples = {slot: batches[slot] for group in together for slot in group}
             for packed in fill_microbatches(
-                samples, replicas, shares, packing, done, together, terms
+                samples, replicas, shares, packing, done, together, terms, paired
             ):
                 computed.update(packed.tokens)
                 if packed.samples:
@@ -325,14 +361,16 @@ def training_rounds(
             ends,
             microbatches,
             _updates(groups, ends, microbatches),
-            slot_table(live, steps, pool.slots),
+            slot_table(live, steps, pool.slots, paired),
             pool.dropout,
             frozenset(task.task.optimizer.kind for task in live.values()),
             {slot: sum(s.read_tokens for s in batch) for slot, batch in trained.items()},
             {slot: sum(s.target_tokens for s in batch) for slot, batch in trained.items()},
             dict(computed),
+            {slot: len(batch) for slot, batch in batches.items()},
             recorded,
-            waiting & live.keys(),
+            paired,
+            waiting,
         )
         done = {slot: samples for slot, samples in done.items() if slot not in ends}
 
@@ -341,13 +379,14 @@ def terms_of_batches(
     tasks: Mapping[int, PreparedTask],
     batches: Mapping[int, Sequence[Sample]],
     recorded: Mapping[int, Recorded | None],
+    paired: Collection[int] = (),
 ) -> dict[int, BatchTerms]:
     """By slot, the terms of the losses of global batches (`Objective.terms`), with a reference of
     zeros; only slots that have such terms. `recorded` has the results of `recorded_of`."""
     found = {}
     for slot, batch in batches.items():
         objective = tasks[slot].task.objective
-        if not objective.needs_log_probs:
+        if slot in paired or not objective.needs_log_probs:
             targets = [sample.target_tokens for sample in batch]
             unknown = [np.zeros(n) for n in targets]
             found[slot] = objective.terms(targets, recorded[slot], unknown)
@@ -388,19 +427,34 @@ def with_log_probs(
 
 
 def shares_of_replicas(
-    batches: Mapping[int, Sequence[Sample]], samples: SampleIndices, dispatch: Dispatch | None
+    batches: Mapping[int, Sequence[Sample]],
+    samples: SampleIndices,
+    dispatch: Dispatch | None,
+    paired: Collection[int] = (),
 ) -> Sequence[SampleIndices]:
     """The samples that each replica reads. `samples` has the indices of all samples that are read;
-    without `dispatch`, one replica gets them all."""
+    without `dispatch`, one replica gets them all. The pairs of slots in `paired` stay together."""
     if dispatch is None:
         return [samples]
-    lengths = {
-        slot: [batches[slot][i].stream_length for i in indices] for slot, indices in samples.items()
-    }
+    units = {slot: _units(indices, slot in paired) for slot, indices in samples.items()}
+    lengths = {slot: _unit_lengths(batches[slot], of_slot) for slot, of_slot in units.items()}
     return [
-        {slot: [samples[slot][i] for i in indices] for slot, indices in share.items()}
+        {
+            slot: [i for unit in indices for i in units[slot][unit]]
+            for slot, indices in share.items()
+        }
         for share in dispatch(lengths)
     ]
+
+
+def _units(samples: Sequence[int], paired: bool) -> list[Sequence[int]]:
+    """Indices of the samples that are packed together: of two answers, or of one sample."""
+    members = 2 if paired else 1
+    return [samples[i : i + members] for i in range(0, len(samples), members)]
+
+
+def _unit_lengths(batch: Sequence[Sample], units: Sequence[Sequence[int]]) -> list[int]:
+    return [sum(batch[i].stream_length for i in unit) for unit in units]
 
 
 def all_samples(batches: Mapping[int, Sequence[Sample]]) -> SampleIndices:
@@ -428,6 +482,7 @@ def fill_microbatches(
     left_out: SampleIndices | None = None,
     groups: Groups = (),
     terms: Mapping[int, BatchTerms] = MappingProxyType({}),
+    paired: Collection[int] = (),
 ) -> Iterator[PackedMicrobatch]:
     """Packs global batches and yields their microbatches, replica after replica. `arrays` is a list
     with one `Microbatch` of NumPy arrays for each data shard. Every sample occurs once.
@@ -435,13 +490,12 @@ def fill_microbatches(
     A replica's samples, its share, go to its data shards in turn. With one replica, the sum of a
     task's gradients on a shard therefore does not depend on the other tasks. Samples in `left_out`
     are packed like the others but left out of the arrays. `packing` and `groups` are as for
-    `training_rounds` and `pack_tightly`, `terms` as for `fill_microbatch`.
+    `training_rounds` and `pack_tightly`, `terms` and `paired` as for `fill_microbatch`.
     """
     absent = {(slot, sample) for slot, samples in (left_out or {}).items() for sample in samples}
     for i, (replica, share) in enumerate(zip(replicas, shares, strict=True)):
         shape = replica.shape
-        sizes = {"rows": shape.rows, "row_len": shape.row_len, "chunk_len": shape.chunk_len}
-        packed = _pack_shards(batches, replica, share, packing, groups)
+        packed = _pack_shards(batches, replica, share, packing, groups, paired)
         # A shard that has fewer microbatches than another one gets empty ones.
         for of_shards in zip_longest(*packed, fillvalue=()):
             kept = [
@@ -458,7 +512,7 @@ def fill_microbatches(
                     read[p.slot] += sample.read_tokens
                     begin, end = p.offset + sample.virtual_tokens, p.offset + sample.stream_length
                     texts.append(Text(p.slot, p.sample, shard, p.row, begin, end))
-            arrays = [fill_microbatch(placements, batches, terms, **sizes) for placements in kept]
+            arrays = [_filled(shape, placements, batches, terms, paired) for placements in kept]
             tokens = _tokens(of_shards, batches, shape)
             trained = _tokens(kept, batches, shape) if absent else tokens
             yield PackedMicrobatch(i, arrays, samples, tokens, trained, dict(read), texts)
@@ -490,33 +544,69 @@ def _pack_shards(
     share: SampleIndices,
     packing: Packing | None,
     groups: Groups,
+    paired: Collection[int],
 ) -> Iterator[list[list[Placement]]]:
-    shards, packing = replica.replica.shards, packing or partial(pack_tightly, groups=groups)
+    shards, members = replica.replica.shards, dict.fromkeys(paired, 2)
+    packing = packing or partial(pack_tightly, groups=groups, members=members)
     for shard in range(shards):
-        of_shard = {slot: share.get(slot, ())[shard::shards] for slot in batches}
+        units = {
+            slot: _units(share.get(slot, ()), slot in paired)[shard::shards] for slot in batches
+        }
         lengths = {
-            slot: [batches[slot][i].stream_length for i in samples]
-            for slot, samples in of_shard.items()
-            if samples
+            slot: _unit_lengths(batches[slot], of_slot)
+            for slot, of_slot in units.items()
+            if of_slot
         }
         yield [
-            [p._replace(sample=of_shard[p.slot][p.sample]) for p in placements]
+            [placed for p in placements for placed in _one_by_one(p, units, batches)]
             for placements in packing(lengths, replica.shape)
         ]
 
 
-def empty_microbatch(shape: ShapeClass) -> Microbatch:
+def _one_by_one(
+    placement: Placement,
+    units: Mapping[int, Sequence[Sequence[int]]],
+    batches: Mapping[int, Sequence[Sample]],
+) -> Iterator[Placement]:
+    """The placements of the samples of a unit, which follow each other."""
+    slot, offset = placement.slot, placement.offset
+    for sample in units[slot][placement.sample]:
+        yield placement._replace(sample=sample, offset=offset)
+        offset += batches[slot][sample].stream_length
+
+
+def _filled(
+    shape: ShapeClass,
+    placements: Sequence[Placement] = (),
+    batches: Mapping[int, Sequence[Sample]] = MappingProxyType({}),
+    terms: Mapping[int, BatchTerms] = MappingProxyType({}),
+    paired: Collection[int] = (),
+) -> Microbatch:
     return fill_microbatch(
-        (), {}, rows=shape.rows, row_len=shape.row_len, chunk_len=shape.chunk_len
+        placements,
+        batches,
+        terms,
+        rows=shape.rows,
+        row_len=shape.row_len,
+        chunk_len=shape.chunk_len,
+        max_pairs=shape.max_sequences // 2,
+        paired=paired,
     )
 
 
+def empty_microbatch(shape: ShapeClass) -> Microbatch:
+    return _filled(shape)
+
+
 def slot_table(
-    tasks: Mapping[int, PreparedTask], steps: Mapping[int, int] | None, slots: int
+    tasks: Mapping[int, PreparedTask],
+    steps: Mapping[int, int] | None,
+    slots: int,
+    paired: Collection[int] = (),
 ) -> SlotTable:
     """Scales, dropout rates, dropout keys and token losses of all slots; zeros, and the cross
-    entropy, in slots without a task. A dropout key depends on the index of the global batch in
-    `steps`; without `steps`, dropout is off."""
+    entropy, in slots without a task. Slots in `paired` have the losses of pairs. A dropout key
+    depends on the index of the global batch in `steps`; without `steps`, dropout is off."""
     scale, rate = np.zeros(slots, np.float32), np.zeros(slots, np.float32)
     key = np.zeros(slots, np.uint32)
     for slot, prepared in tasks.items():
@@ -524,7 +614,11 @@ def slot_table(
         if steps is not None:
             rate[slot] = dropout_of(prepared.task.adapter)
             key[slot] = prepared.dropout_key(steps[slot])
-    rules = {slot: prepared.task.objective.rule for slot, prepared in tasks.items()}
+    objectives = {slot: prepared.task.objective for slot, prepared in tasks.items()}
+    rules = {
+        slot: objective.rule_of_pairs if slot in paired else objective.rule
+        for slot, objective in objectives.items()
+    }
     return SlotTable(scale, rate, key, TokenRule.table(rules, slots))
 
 
@@ -535,12 +629,14 @@ class Turn(NamedTuple):
       step: index of the task's global batch, from 0.
       samples: indices of the samples of `batch` that are trained, ascending.
       last: whether the global batch is complete with them.
+      paired: whether pairs are trained in one pass, so that both answers are in the same turn.
     """
 
     step: int
     batch: Sequence[Sample]
     samples: range
     last: bool
+    paired: bool = False
 
 
 class Turns:
@@ -559,6 +655,7 @@ class Turns:
         most_tokens: int | None = None,
         accumulated: Mapping[int, Sequence[int]] | None = None,
         least_tokens: int = 1,
+        paired: Collection[int] = (),
     ):
         """Begins before the first round. `steps` has, by slot, the index of the task's next global
         batch.
@@ -570,9 +667,17 @@ class Turns:
             Turns that consist of such samples are left out.
           least_tokens: number of tokens that a shorter sample counts, see
             `ShapeClass.least_tokens`.
+          paired: slots of tasks that train pairs in one pass. A global batch of which a single
+            answer has been trained, by an earlier version, is completed without pairs.
         """
         self._tasks = tasks
         self._steps = dict(steps)
+        self._paired = paired
+        self._broken = {
+            slot: steps[slot]
+            for slot, samples in (accumulated or {}).items()
+            if slot in paired and any(i ^ 1 not in samples for i in samples)
+        }
         self._most_tokens, self._least_tokens = most_tokens, least_tokens
         # By slot, the remaining turns of the current global batch.
         self._left = {
@@ -599,9 +704,18 @@ class Turns:
         step = self._steps[slot]
         batch, objective = self._tasks[slot].batches[step], self._tasks[slot].task.objective
         trained = objective.trained(range(len(batch)))
-        lengths = [max(batch[i].stream_length, self._least_tokens) for i in trained]
+        paired = slot in self._paired and self._broken.get(slot) != step
+        units, members = _units(trained, paired), 2 if paired else 1
+        least = members * self._least_tokens
+        lengths = [max(length, least) for length in _unit_lengths(batch, units)]
         return [
-            Turn(step, batch, trained[part.start : part.stop], part.stop == len(trained))
+            Turn(
+                step,
+                batch,
+                trained[members * part.start : members * part.stop],
+                part.stop == len(units),
+                paired,
+            )
             for part in divide(lengths, self._most_tokens)
         ]
 

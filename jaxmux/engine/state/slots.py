@@ -4,7 +4,7 @@ the arrays of all tasks, and tasks that have left."""
 import dataclasses
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ from jaxmux.data import Rendering, Sample
 from jaxmux.data.stored_samples import chained, taken, target_counts, target_tokens
 from jaxmux.models import MODULES, BackboneConfig
 from jaxmux.objectives import Graded, Known, TargetLogProbs
-from jaxmux.objectives.token_losses import TOKEN_SUMS
+from jaxmux.objectives.token_losses import SUMS
 from jaxmux.optimizers import OPTIMIZERS
 from jaxmux.peft import KINDS, Layout, LeafSpec, SlotArrays, crop, own_leaves, pad
 from jaxmux.peft.leaves import named_leaves
@@ -360,7 +360,7 @@ class SuspendedTask(NamedTuple):
 def after_last_update(arrays: SlotArrays) -> SlotArrays:
     """The arrays of a task after its last update, without the gradients accumulated since."""
     kept = {path: array for path, array in arrays.items() if not path.startswith(ACCUMULATED)}
-    return kept | {"sums": np.zeros(len(TOKEN_SUMS), np.float32)}
+    return kept | {"sums": np.zeros(SUMS, np.float32)}
 
 
 class Kept(NamedTuple):
@@ -542,10 +542,6 @@ class Slots:
                 continue
             live[number] = step
         return live
-
-    def are_scored(self, numbers: Iterable[int]) -> bool:
-        """Whether a task in these slots has an objective that waits for log-probabilities."""
-        return any(self._slots[n].prepared.task.objective.waits for n in numbers)
 
     def due(self, numbers: Sequence[int]) -> tuple[DueUpdates, dict[int, float]]:
         """The updates of slots as arrays for the compiled programs; slots whose tasks do not run

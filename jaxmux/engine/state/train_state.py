@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxmux.models import BackboneConfig
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
-from jaxmux.objectives.token_losses import TOKEN_SUMS
+from jaxmux.objectives.token_losses import SUMS
 from jaxmux.optimizers import OPTIMIZERS, optimizer_class
 from jaxmux.peft import KINDS, Layout, LeafSpec
 from jaxmux.peft.leaves import named_leaves, trained
@@ -70,7 +70,7 @@ def state_specs(adapters: Mapping[str, Any], slots: int, optimizer: str) -> Trai
     return TrainState(
         dict(adapters),
         accumulators,
-        LeafSpec((slots, len(TOKEN_SUMS)), ("slot", "sum")),
+        LeafSpec((slots, SUMS), ("slot", "sum")),
         (accumulators,) * OPTIMIZERS[optimizer].moments,
         LeafSpec((slots,), ("slot",), dtype="int32"),
     )

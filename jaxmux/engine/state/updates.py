@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 from jaxmux.models import Weights
 from jaxmux.models.adapter_ops import LOW_RANK_KIND
 from jaxmux.models.weight_sharding import TP
-from jaxmux.objectives.token_losses import TOKEN_SUMS
+from jaxmux.objectives.token_losses import SUMS
 from jaxmux.optimizers import optimizer_class
 from jaxmux.peft import Layout, LeafSpec
 from jaxmux.peft.leaves import trained, with_trained
@@ -129,7 +129,7 @@ def no_updates(layout: Layout, layers: int, optimizers: Sequence[str]) -> DueUpd
 
 def no_stats(slots: int) -> UpdateStats:
     none = np.zeros(slots, np.float32)
-    return UpdateStats(np.zeros((slots, len(TOKEN_SUMS)), np.float32), none, none > 0)
+    return UpdateStats(np.zeros((slots, SUMS), np.float32), none, none > 0)
 
 
 def update(

@@ -58,6 +58,7 @@ from jaxmux.peft.peft_folder import refuse_other_tokens
 from jaxmux.planner.costs.device_profile import BackboneSize, PackedBytes
 from jaxmux.planner.costs.pool_spec import KindSize, PoolSpec
 from jaxmux.planner.devices import FSDP_BLOCKS, KEY_BLOCKS, TP_BLOCKS
+from jaxmux.planner.packing import ShapeClass
 from jaxmux.sharding.stage_mesh import KEY_MODULES
 from jaxmux.tasks import Task, TaskError
 
@@ -244,11 +245,13 @@ def _load(
 
 class BatchLengths(Sequence[list[int]]):
     """By step, the stream lengths in tokens of the samples of a task's global batch that are
-    trained. The stream length is the number of tokens minus 1, because the model does not read the
-    last token. A global batch is read only when its lengths are requested."""
+    trained, or of `members` consecutive ones together. The stream length is the number of tokens
+    minus 1, because the model does not read the last token. A global batch is read only when its
+    lengths are requested."""
 
-    def __init__(self, batches: GlobalBatches, steps: int, objective: Objective):
+    def __init__(self, batches: GlobalBatches, steps: int, objective: Objective, members: int = 1):
         self.batches, self.steps, self._objective = batches, steps, objective
+        self._members = members
 
     def __len__(self) -> int:
         return self.steps
@@ -258,10 +261,16 @@ class BatchLengths(Sequence[list[int]]):
             raise IndexError(f"step {step} of {self.steps}")
         # The search for a mesh requests the same steps repeatedly.
         known = _LENGTHS.setdefault(self.batches, {})
-        if step not in known:
+        if (at := (step, self._members)) not in known:
             batch = self._objective.trained(self.batches[step])
-            known[step] = [sample.stream_length for sample in batch]
-        return known[step]
+            known[at] = lengths_together(batch, self._members)
+        return known[at]
+
+
+def lengths_together(samples: Sequence[Sample], members: int = 1) -> list[int]:
+    """The stream lengths of samples, or of each `members` consecutive ones together."""
+    lengths = [sample.stream_length for sample in samples]
+    return [sum(lengths[i : i + members]) for i in range(0, len(lengths), members)]
 
 
 # An arbitrary mesh that divides linears along both axes.
@@ -375,6 +384,32 @@ class PreparedTask:
     @property
     def batch_lengths(self) -> BatchLengths:
         return BatchLengths(self.batches, self.steps, self.task.objective)
+
+    @functools.cached_property
+    def longest_pair(self) -> int | None:
+        """Stream length of both answers of the longest training pair together, if the objective has
+        a `rule_of_pairs`; None if it has not, or if the pairs are not known before training."""
+        samples = self.samples.samples
+        if self.task.objective.rule_of_pairs is None or not len(samples):
+            return None
+        lengths = np.asarray(stream_lengths(samples))
+        return int(lengths.reshape(-1, self.task.objective.members).sum(axis=1).max())
+
+    def pairs_fit(self, shape: ShapeClass) -> bool:
+        """Whether microbatches of this shape can hold both answers of every pair, so that the task
+        trains in one pass, although its objective needs log-probabilities."""
+        longest = self.longest_pair
+        return longest is not None and longest <= shape.row_len and shape.max_sequences > 1
+
+    @property
+    def pair_lengths(self) -> BatchLengths:
+        """Like `batch_lengths`, with the lengths of whole pairs."""
+        objective = self.task.objective
+        return BatchLengths(self.batches, self.steps, objective, objective.members)
+
+    def packed_lengths(self, shape: ShapeClass) -> BatchLengths:
+        """The lengths of what is packed into microbatches of this shape: pairs if they fit."""
+        return self.pair_lengths if self.pairs_fit(shape) else self.batch_lengths
 
     @property
     def longest(self) -> int:

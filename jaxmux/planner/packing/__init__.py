@@ -8,7 +8,7 @@ sample is its number of tokens without the last one, because the model predicts 
 alone. Other tasks only change the rows in which the chunks lie.
 """
 
-from .microbatches import PackedRound, Placement, RoundLengths, pack_round, pack_rounds
+from .microbatches import Members, PackedRound, Placement, RoundLengths, pack_round, pack_rounds
 from .rows import MIN_CHUNK_LEN, ShapeClass, smallest_shape_class
 from .shape_choice import (
     Batches,
@@ -28,6 +28,7 @@ from .shape_choice import (
 __all__ = [
     "Batches",
     "MIN_CHUNK_LEN",
+    "Members",
     "PackedRound",
     "PartOfBatches",
     "Placement",

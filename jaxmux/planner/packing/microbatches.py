@@ -8,6 +8,7 @@ into rows, which decides only the rows and offsets of the chunks.
 import dataclasses
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from types import MappingProxyType
 from typing import NamedTuple
 
 from .rows import (
@@ -23,6 +24,8 @@ from .rows import (
 
 # One round: for each slot, the stream lengths in tokens of the samples of the task's global batch.
 RoundLengths = Mapping[int, Sequence[int]]
+# By slot, the number of sequences of each sample, if it is not 1.
+Members = Mapping[int, int]
 
 
 class Placement(NamedTuple):
@@ -131,16 +134,20 @@ def pack_rounds(rounds: Sequence[RoundLengths], shape: ShapeClass) -> list[Packe
     return [pack_round(lengths, shape) for lengths in rounds]
 
 
-def pack_round(lengths: RoundLengths, shape: ShapeClass) -> PackedRound:
+def pack_round(
+    lengths: RoundLengths, shape: ShapeClass, members: Members = MappingProxyType({})
+) -> PackedRound:
     """Packs one round into few microbatches; the result depends on the arguments only. Raises
-    PlanningError if a sample is empty or longer than a row."""
-    return pack_cut(cut_batches(lengths, shape), shape)
+    PlanningError as `cut_spans` does."""
+    return pack_cut(cut_batches(lengths, shape, members), shape)
 
 
-def cut_batches(lengths: RoundLengths, shape: ShapeClass) -> dict[int, CutBatch]:
+def cut_batches(
+    lengths: RoundLengths, shape: ShapeClass, members: Members = MappingProxyType({})
+) -> dict[int, CutBatch]:
     """Cuts each task's global batch into spans. Use this to pack the same batches several times."""
     return {
-        slot: CutBatch(sizes, cut_spans(sizes, shape, f"slot {slot}"))
+        slot: CutBatch(sizes, cut_spans(sizes, shape, f"slot {slot}", members.get(slot, 1)))
         for slot, sizes in lengths.items()
     }
 

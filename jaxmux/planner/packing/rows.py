@@ -269,30 +269,40 @@ _MOST_FURTHER_CHUNKS = 0.2
 class Span(NamedTuple):
     """Consecutive chunks of one task. `samples` has, for each sample, its index in the task's
     global batch, its row and its first token, counted from the start of the span. The row is 0
-    unless a chunk covers several rows. `sequences` is the number of samples in the row with the
-    most samples."""
+    unless a chunk covers several rows. `sequences` is the number of sequences in the row with the
+    most of them."""
 
     samples: tuple[tuple[int, int, int], ...]
     chunks: int
     sequences: int
 
 
-def cut_spans(lengths: Sequence[int], shape: ShapeClass, name: str = "task") -> tuple[Span, ...]:
+def cut_spans(
+    lengths: Sequence[int], shape: ShapeClass, name: str = "task", members: int = 1
+) -> tuple[Span, ...]:
     """Cuts one task's global batch into spans, in the order in which they must be laid down. A task
     that trains alone needs no more rows than `row_bins` finds, because the spans of one row follow
-    each other. Raises PlanningError if a sample is empty or longer than a row."""
+    each other. Each sample consists of `members` sequences, 2 for a pair of answers. Raises
+    PlanningError if a sample is empty, longer than a row, or of more sequences than a row holds."""
+    if members > shape.max_sequences:
+        raise PlanningError(
+            f"{name}: a sample has {members} sequences, and a row holds {shape.max_sequences}"
+        )
     for sample, length in enumerate(lengths):
         if not 0 < length <= shape.row_len:
             raise PlanningError(
                 f"{name}: sample {sample} has {length} tokens, expected 1 to row_len="
                 f"{shape.row_len}"
             )
-    rows = row_bins(lengths, shape)
+    most_samples = shape.max_sequences // members
+    rows = row_bins(lengths, dataclasses.replace(shape, max_sequences=most_samples))
     if shape.chunk_len > shape.row_len:
-        return _stack(rows, lengths, shape.chunk_len // shape.row_len)
-    parts = [_cut(row, lengths, shape) for row in rows]
-    parts.sort(key=lambda part: -part[0].chunks)
-    return tuple(span for part in parts for span in part)
+        spans = _stack(rows, lengths, shape.chunk_len // shape.row_len)
+    else:
+        parts = [_cut(row, lengths, shape) for row in rows]
+        parts.sort(key=lambda part: -part[0].chunks)
+        spans = [span for part in parts for span in part]
+    return tuple(span._replace(sequences=members * span.sequences) for span in spans)
 
 
 def row_bins(lengths: Sequence[int], shape: ShapeClass) -> list[list[int]]:

@@ -290,7 +290,8 @@ class TaskLoad(NamedTuple):
       pool: sizes of the pool that the task needs alone.
       steps: number of global batches that the task trains.
       batches: stream lengths of the trained samples of each global batch, of all steps or at least
-        of the first step.
+        of the first step. Pairs of answers that are trained in one pass count as samples.
+      longest_pair: stream length of the longest of these pairs; 0 if there is none.
       only_read: lengths of the samples that are not trained, held-out ones and others, which must
         also fit into the rows of microbatches.
       dropped: number of records in the task's data that gave no sample; for reports only.
@@ -313,6 +314,12 @@ class TaskLoad(NamedTuple):
     scored: float = 0.0
     members: int = 1
     unit: str = "sample"
+    longest_pair: int = 0
+
+    @property
+    def in_rows(self) -> Sequence[int]:
+        """The stream lengths that rows of microbatches must be able to hold."""
+        return [*self.lengths, *self.only_read, *[self.longest_pair] * (self.longest_pair > 0)]
 
     @property
     def longest(self) -> int:
@@ -461,7 +468,7 @@ def choose_shape_class(
     """Returns the shape class in which rounds of the whole training run take the least time. The
     gain of smaller microbatches in a pipeline is not considered (see
     `try_smaller_microbatches`)."""
-    lengths = [length for task in tasks for length in (*task.lengths, *task.only_read)]
+    lengths = [length for task in tasks for length in task.in_rows]
     if request.row_len is not None:
         require_rows(tasks, request)
     rounds = sample_rounds([task.batches for task in tasks])

@@ -11,12 +11,14 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
 
 from ..devices import AUTO_SCHEDULE, Replica
 from ..packing.microbatches import (
+    Members,
     PackedRound,
     Placement,
     RoundLengths,
@@ -352,19 +354,27 @@ def plan_pipeline(
 
 
 def pack_in_groups(
-    batches: RoundLengths, groups: Groups, shape: ShapeClass
+    batches: RoundLengths,
+    groups: Groups,
+    shape: ShapeClass,
+    members: Members = MappingProxyType({}),
 ) -> list[PlannedMicrobatch]:
     """Packs a round, one group after another. Each group first fills up the last microbatch of the
     group before."""
-    return next(_Packings([batches], shape).in_groups(groups))[1]
+    return next(_Packings([batches], shape, members).in_groups(groups))[1]
 
 
 class _Packings:
     """The packed turns of groups. Each group is packed once for all groupings that contain it."""
 
-    def __init__(self, rounds: Sequence[RoundLengths], shape: ShapeClass):
+    def __init__(
+        self,
+        rounds: Sequence[RoundLengths],
+        shape: ShapeClass,
+        members: Members = MappingProxyType({}),
+    ):
         self.rounds = rounds
-        self.cut: list[CutRound] = [cut_batches(batches, shape) for batches in rounds]
+        self.cut: list[CutRound] = [cut_batches(batches, shape, members) for batches in rounds]
         self._shape = shape
         self._of_group = cache(self._pack_group)
 

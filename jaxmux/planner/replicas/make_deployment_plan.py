@@ -167,7 +167,7 @@ def _shape_of_share(
 ) -> ShapeClass:
     """The best shape class of a replica for the longest samples for which it has memory."""
     replica = costs.replica
-    lengths = [length for task in tasks for length in (*task.lengths, *task.only_read)]
+    lengths = [length for task in tasks for length in task.in_rows]
     parts = replica.shards * round(devices / replica.devices)
     pools = {task.name: task.pool for task in tasks}
 
