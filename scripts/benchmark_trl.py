@@ -182,7 +182,10 @@ def measure_jaxmux(args: argparse.Namespace) -> dict[str, Any]:
         samples=Samples(samples, len(samples), 0, 0),
         batches=GlobalBatches(samples, args.pairs, seed=0, members=2),
     )
-    shape = smallest_shape_class(lengths, args.tokens, chunk_len=args.chunk_len)
+    # A row holds a pair, which trains in one pass then.
+    shape = smallest_shape_class([2 * max(lengths)], args.tokens, chunk_len=args.chunk_len)
+    shape = dataclasses.replace(shape, max_sequences=2)
+    assert task.pairs_fit(shape)
     engine = Engine(backbone, EngineOptions(shape))
     engine.register_tasks([task])
     ends = [time.perf_counter()]
