@@ -16,8 +16,10 @@ from .objective import (
     Recorded,
     TargetLogProbs,
 )
+from .pairs import ACCURACY
 from .policy import Policy
-from .preference import ACCURACY, CPO, DPO, KTO, ORPO, SimPO
+from .preference import DPO, KTO
+from .reference_free import CPO, ORPO, SimPO
 
 OBJECTIVES: Mapping[str, type[Objective]] = {
     objective.kind: objective for objective in (SFT, DPO, KTO, CPO, SimPO, ORPO, Policy)

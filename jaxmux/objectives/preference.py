@@ -1,17 +1,13 @@
-"""Objectives of preferences: of two answers to a prompt, the chosen one shall become more probable
-than the rejected one; or desirable answers shall become more probable, and undesirable ones less.
+"""Objectives of preferences with a reference, of pairs of answers and of labelled answers.
 
-The names, defaults and values are those of TRL 1.16, unless a docstring says otherwise. In the
-formulas S is the log-probability of an answer (the sum over its n target tokens), R the same under
-the reference, x = S - R, a = S / n and σ the sigmoid; w is the chosen and l the rejected answer. An
-objective is the mean over the pairs, or the labelled answers, of a global batch.
+The names, defaults and values are those of TRL 1.16, unless a docstring says otherwise. Formulas
+are written as in `pairs`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, ClassVar, Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float
 from pydantic import Field
 from scipy.special import expit, log_expit
 
@@ -19,184 +15,24 @@ from jaxmux.data.preferences import LABEL
 from jaxmux.data.sources import Records
 from jaxmux.field_checks import EXACT, Positive, checked_dataclass
 
-from .objective import Graded, Objective, TargetLogProbs, token_mean
-from .token_losses import PAIR_SUMS, TokenRule, TokenTerms
-
-Pairs = Float[np.ndarray, " pairs"]
+from .objective import Graded, Objective
+from .pairs import (
+    Answers,
+    NotNegative,
+    Paired,
+    Pairs,
+    Scores,
+    Slopes,
+    Smoothing,
+    hinge,
+    logistic,
+    of_scores,
+    scaled,
+    squared,
+)
+from .token_losses import TokenRule
 
 _Fraction = Annotated[float, Field(ge=0, le=1), EXACT]
-_NotNegative = Annotated[float, Field(ge=0), EXACT]
-_Smoothing = Annotated[float, Field(ge=0, lt=0.5), EXACT]
-
-
-# The metric that says for which share of the pairs the chosen answer has the higher reward.
-ACCURACY = "rewards/accuracies"
-
-
-class _Answers(NamedTuple):
-    """Numbers of the chosen or of the rejected answers of all pairs.
-
-    Attributes:
-      sums: S.
-      reference: R; zeros without a reference.
-      tokens: n.
-    """
-
-    sums: Pairs
-    reference: Pairs
-    tokens: Pairs
-
-    @property
-    def ratio(self) -> Pairs:
-        """x."""
-        return self.sums - self.reference
-
-    @property
-    def mean(self) -> Pairs:
-        """a."""
-        return self.sums / self.tokens
-
-
-class _Slopes(NamedTuple):
-    """The losses of all pairs, and their derivatives by S of the chosen and of the rejected
-    answer."""
-
-    loss: Pairs
-    chosen: Pairs
-    rejected: Pairs
-
-
-class _Scores(NamedTuple):
-    """Scores of the chosen or of the rejected answers. The derivative of a score by S is that in
-    `derivatives`, divided by `lengths`."""
-
-    values: Pairs
-    derivatives: Pairs
-    lengths: Pairs
-
-
-# A function of a difference u between chosen and rejected answers: its value and its derivative.
-_OfDifference = Callable[[Pairs], tuple[Pairs, Pairs]]
-
-
-def _logistic(u: Pairs, smoothing: float = 0.0) -> tuple[Pairs, Pairs]:
-    """-log σ(u), of which a fraction is -log σ(-u) (conservative DPO, Mitchell 2023)."""
-    if not smoothing:
-        # 0 times the infinite log σ(-u) of a rejected answer of probability 0 is NaN.
-        return -log_expit(u), -expit(-u)
-    value = -(1 - smoothing) * log_expit(u) - smoothing * log_expit(-u)
-    return value, -(1 - smoothing) * expit(-u) + smoothing * expit(u)
-
-
-def _hinge(u: Pairs) -> tuple[Pairs, Pairs]:
-    return np.maximum(1 - u, 0), np.where(u < 1, -1.0, 0.0)
-
-
-@checked_dataclass
-class _Paired(Objective):
-    """What objectives of pairs share."""
-
-    records: ClassVar[Records] = "pairs"
-    members: ClassVar[int] = 2
-    unit: ClassVar[str] = "pair"
-
-    @property
-    def compared(self):
-        of_rewards = "rewards/chosen", "rewards/rejected", ACCURACY, "rewards/margins"
-        of_pairs = *of_rewards, "logps/chosen", "logps/rejected"
-        return (*of_pairs, "nll_loss") if self._likelihood() else of_pairs
-
-    def terms(self, lengths, recorded, reference):
-        chosen = sum(lengths[::2])
-        likelihood = [
-            np.full(n, 0.0 if i % 2 else self._likelihood() / chosen) for i, n in enumerate(lengths)
-        ]
-        shares = [np.full(n, 2 / len(lengths)) for n in lengths]
-        factors = self._factors(lengths)
-        signed = [-factor if i % 2 else factor for i, factor in enumerate(factors)]
-        return TokenTerms(likelihood, shares, signed, reference)
-
-    def reference_of_tokens(self, lengths, reference):
-        """The log-probability of an answer is spread evenly over its target tokens. The first token
-        makes up for the rounding of the others to float32."""
-        found = []
-        for factor, of_answer in zip(self._factors(lengths), reference, strict=True):
-            of_tokens = np.full(len(factor), np.float32(of_answer / factor.sum()), float)
-            # The factor of the first token is 1.
-            of_tokens[0] += of_answer - (factor * of_tokens).sum()
-            found.append(of_tokens)
-        return found
-
-    def metrics(self, sums, targets, samples, recorded):
-        total = dict(zip(PAIR_SUMS, map(float, sums), strict=True))
-        metrics = {name: total[name] / (samples // 2) for name in PAIR_SUMS[1:-1]}
-        metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
-        if weight := self._likelihood():
-            metrics["nll_loss"] = total["cross_entropy"] / weight
-        return metrics
-
-    def grade(self, log_probs, reference=None, recorded=None, log_squares=None):
-        sums, tokens = self.sums(log_probs), np.array([len(each) for each in log_probs], float)
-        known = np.zeros(len(sums)) if reference is None else reference
-        chosen, rejected = (_Answers(*(x[i::2] for x in (sums, known, tokens))) for i in (0, 1))
-        pairs, factors = len(chosen.sums), self._factors(tokens)
-        # An answer of probability 0 has infinite numbers, which may meet in a difference.
-        with np.errstate(all="ignore"):
-            slopes = self._slopes(chosen, rejected)
-            weights = self._weights_of_pairs(log_probs, log_squares)
-            loss, of_chosen, of_rejected = (weights * x for x in slopes)
-            total, metrics = float(loss.mean()), self._metrics(chosen, rejected)
-            of_samples = np.stack([of_chosen, of_rejected], axis=1).ravel() / pairs
-            slopes = [g * factor for g, factor in zip(of_samples, factors, strict=True)]
-        return self._with_likelihood(Graded(total, slopes, metrics), log_probs)
-
-    def _weights_of_pairs(
-        self,
-        log_probs: Sequence[TargetLogProbs],
-        log_squares: Sequence[TargetLogProbs] | None,
-    ) -> Pairs | float:
-        """Constant factors of the losses of pairs."""
-        return 1.0
-
-    def _slopes(self, chosen: _Answers, rejected: _Answers) -> _Slopes:
-        raise NotImplementedError
-
-    def _rewards(self, answers: _Answers) -> Pairs:
-        raise NotImplementedError
-
-    def _factors(
-        self, tokens: Float[np.ndarray, " samples"]
-    ) -> list[Float[np.ndarray, " targets"]]:
-        """The factor of each target token of each sample in its sum."""
-        return [np.ones(int(n)) for n in tokens]
-
-    def _likelihood(self) -> float:
-        """The weight of the mean cross entropy over all chosen tokens of the batch."""
-        return 0.0
-
-    def _with_likelihood(self, graded: Graded, log_probs: Sequence[TargetLogProbs]) -> Graded:
-        if not (weight := self._likelihood()):
-            return graded
-        loss, of_chosen = token_mean(log_probs[::2])
-        slopes = list(graded.slopes)
-        for i, slope in enumerate(of_chosen):
-            slopes[2 * i] = slopes[2 * i] + weight * slope
-        metrics = {**graded.metrics, "nll_loss": loss}
-        return Graded(graded.loss + weight * loss, slopes, metrics)
-
-    def _metrics(self, chosen: _Answers, rejected: _Answers) -> dict[str, float]:
-        of_chosen, of_rejected = self._rewards(chosen), self._rewards(rejected)
-        metrics = {
-            "rewards/chosen": of_chosen,
-            "rewards/rejected": of_rejected,
-            ACCURACY: of_chosen > of_rejected,
-            "rewards/margins": of_chosen - of_rejected,
-            "logps/chosen": chosen.sums,
-            "logps/rejected": rejected.sums,
-        }
-        return {name: float(np.mean(values)) for name, values in metrics.items()}
-
-
 _F_DIVERGENCES = "reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"
 # The loss types of DPO. The last one is a cross entropy of the chosen answers.
 _SFT = "sft"
@@ -223,7 +59,7 @@ _MOST_EXPONENT = 80.0
 
 
 @checked_dataclass
-class DPO(_Paired):
+class DPO(Paired):
     """Direct preference optimisation (Rafailov et al. 2023) and its descendants.
 
     The reference is the adapter with which the task begins: a new adapter changes nothing, so it is
@@ -266,7 +102,7 @@ class DPO(_Paired):
     beta: Positive = 0.1
     loss: Literal[*_DPO_NAMES] | tuple[Literal[*_DPO_NAMES], ...] = "sigmoid"
     weights: tuple[Annotated[float, EXACT], ...] | None = None
-    label_smoothing: _Smoothing = 0.0
+    label_smoothing: Smoothing = 0.0
     f_divergence: Literal[*_F_DIVERGENCES] = "reverse_kl"
     f_alpha: Annotated[float, EXACT] = 0.5
     ld_alpha: _Fraction | None = None
@@ -346,20 +182,20 @@ class DPO(_Paired):
 
     def _slopes(self, chosen, rejected):
         none = np.zeros(len(chosen.sums))
-        total = _Slopes(none, none, none)
+        total = Slopes(none, none, none)
         for name, weight in self._weights.items():
             if name != _SFT:
                 found = _DPO_LOSSES[name](self, chosen, rejected)
-                total = _Slopes(*(x + weight * y for x, y in zip(total, found, strict=True)))
+                total = Slopes(*(x + weight * y for x, y in zip(total, found, strict=True)))
         return total
 
     def _rewards(self, answers):
         return self.beta * answers.ratio
 
-    def scores(self, answers: _Answers, by_length: bool) -> _Scores:
+    def scores(self, answers: Answers, by_length: bool) -> Scores:
         values, derivatives = self._score(answers.ratio)
         lengths = answers.tokens if by_length else np.ones_like(answers.tokens)
-        return _Scores(values / lengths, derivatives, lengths)
+        return Scores(values / lengths, derivatives, lengths)
 
     def _score(self, x: Pairs) -> tuple[Pairs, Pairs]:
         """What `f_divergence` puts in the place of x, and its derivative by x."""
@@ -376,7 +212,7 @@ class DPO(_Paired):
         return x, np.ones_like(x)
 
 
-_DPOLoss = Callable[[DPO, _Answers, _Answers], _Slopes]
+_DPOLoss = Callable[[DPO, Answers, Answers], Slopes]
 
 
 def _by_difference(
@@ -385,48 +221,15 @@ def _by_difference(
     """A loss of u = beta (score of the chosen answer - score of the rejected answer), each divided
     by its tokens if `by_length`."""
 
-    def slopes(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-        of_u = _scaled(dpo.beta, lambda u: of_difference(dpo, u))
-        return _of_scores(of_u, dpo.scores(chosen, by_length), dpo.scores(rejected, by_length))
+    def slopes(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
+        of_u = scaled(dpo.beta, lambda u: of_difference(dpo, u))
+        return of_scores(of_u, dpo.scores(chosen, by_length), dpo.scores(rejected, by_length))
 
     return slopes
 
 
-def _scaled(beta: float, of_difference: _OfDifference) -> _OfDifference:
-    """The same function of a difference that is multiplied by `beta`."""
-
-    def scaled(difference: Pairs) -> tuple[Pairs, Pairs]:
-        value, slope = of_difference(beta * difference)
-        return value, beta * slope
-
-    return scaled
-
-
-def _squared(beta: float) -> _OfDifference:
-    """The square of the distance of a difference from 1 / (2 beta) (IPO)."""
-
-    def squared(difference: Pairs) -> tuple[Pairs, Pairs]:
-        distance = difference - 1 / (2 * beta)
-        return distance**2, 2 * distance
-
-    return squared
-
-
-def _of_scores(of_difference: _OfDifference, chosen: _Scores, rejected: _Scores) -> _Slopes:
-    """A loss of the difference between the scores of chosen and rejected answers."""
-    loss, slope = of_difference(chosen.values - rejected.values)
-    of_chosen = _product(slope / chosen.lengths, chosen.derivatives)
-    return _Slopes(loss, of_chosen, _product(-slope / rejected.lengths, rejected.derivatives))
-
-
-def _product(slope: Pairs, derivative: Pairs) -> Pairs:
-    """The product, which is 0 where the slope is: an exponential derivative may be infinite there,
-    but the slope decreases faster."""
-    return np.where(slope == 0, 0, slope * derivative)
-
-
-def _ipo(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-    return _of_scores(_squared(dpo.beta), dpo.scores(chosen, True), dpo.scores(rejected, True))
+def _ipo(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
+    return of_scores(squared(dpo.beta), dpo.scores(chosen, True), dpo.scores(rejected, True))
 
 
 def _exo_pair(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
@@ -440,7 +243,7 @@ def _exo_pair(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
 
 def _robust(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
     if not (smoothing := dpo.label_smoothing):
-        return _logistic(u)
+        return logistic(u)
     value = -(1 - smoothing) * log_expit(u) + smoothing * log_expit(-u)
     slope = -(1 - smoothing) * expit(-u) - smoothing * expit(u)
     return value / (1 - 2 * smoothing), slope / (1 - 2 * smoothing)
@@ -456,58 +259,58 @@ def _discopop(dpo: DPO, u: Pairs) -> tuple[Pairs, Pairs]:
     return value, -expit(-u) * (1 - share) - exponential + of_share
 
 
-def _nca_pair(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _nca_pair(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
     loss = -log_expit(w) - log_expit(-w) / 2 - log_expit(-l) / 2
-    return _Slopes(loss, dpo.beta * (expit(w) / 2 - expit(-w)), dpo.beta * expit(l) / 2)
+    return Slopes(loss, dpo.beta * (expit(w) / 2 - expit(-w)), dpo.beta * expit(l) / 2)
 
 
-def _bco_pair(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _bco_pair(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
-    return _Slopes(-log_expit(w) - log_expit(-l), -dpo.beta * expit(-w), dpo.beta * expit(l))
+    return Slopes(-log_expit(w) - log_expit(-l), -dpo.beta * expit(-w), dpo.beta * expit(l))
 
 
-def _sppo_hard(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _sppo_hard(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     w, l = chosen.ratio - 0.5 / dpo.beta, rejected.ratio + 0.5 / dpo.beta  # noqa: E741
-    return _Slopes(w**2 + l**2, 2 * w, 2 * l)
+    return Slopes(w**2 + l**2, 2 * w, 2 * l)
 
 
-def _apo_zero(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _apo_zero(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     w, l = dpo.beta * chosen.ratio, dpo.beta * rejected.ratio  # noqa: E741
     slope = dpo.beta * expit(l) * expit(-l)
-    return _Slopes(1 - expit(w) + expit(l), -dpo.beta * expit(w) * expit(-w), slope)
+    return Slopes(1 - expit(w) + expit(l), -dpo.beta * expit(w) * expit(-w), slope)
 
 
-def _apo_down(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _apo_down(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     w, u = dpo.beta * chosen.ratio, dpo.beta * (chosen.ratio - rejected.ratio)
     slope = dpo.beta * expit(u) * expit(-u)
-    return _Slopes(expit(w) + 1 - expit(u), dpo.beta * expit(w) * expit(-w) - slope, slope)
+    return Slopes(expit(w) + 1 - expit(u), dpo.beta * expit(w) * expit(-w) - slope, slope)
 
 
-def _aot(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
+def _aot(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
     policy, reference = chosen.sums - rejected.sums, chosen.reference - rejected.reference
     loss, slopes, _ = _sorted(dpo, policy, reference)
-    return _Slopes(loss, slopes, -slopes)
+    return Slopes(loss, slopes, -slopes)
 
 
-def _aot_unpaired(dpo: DPO, chosen: _Answers, rejected: _Answers) -> _Slopes:
-    return _Slopes(*_sorted(dpo, chosen.ratio, rejected.ratio))
+def _aot_unpaired(dpo: DPO, chosen: Answers, rejected: Answers) -> Slopes:
+    return Slopes(*_sorted(dpo, chosen.ratio, rejected.ratio))
 
 
 def _sorted(dpo: DPO, one: Pairs, other: Pairs) -> tuple[Pairs, Pairs, Pairs]:
     """The losses of the differences between two sorted lists, and their derivatives by each number
     of the two, in the order of the lists as they are given."""
     of_one, of_other = np.argsort(one, kind="stable"), np.argsort(other, kind="stable")
-    loss, slope = _logistic(dpo.beta * (one[of_one] - other[of_other]), dpo.label_smoothing)
+    loss, slope = logistic(dpo.beta * (one[of_one] - other[of_other]), dpo.label_smoothing)
     by_one, by_other = np.empty_like(slope), np.empty_like(slope)
     by_one[of_one], by_other[of_other] = dpo.beta * slope, -dpo.beta * slope
     return loss, by_one, by_other
 
 
 _DPO_LOSSES: Mapping[str, _DPOLoss] = {
-    "sigmoid": _by_difference(lambda dpo, u: _logistic(u)),
-    "sigmoid_norm": _by_difference(lambda dpo, u: _logistic(u), by_length=True),
-    "hinge": _by_difference(lambda dpo, u: _hinge(u)),
+    "sigmoid": _by_difference(lambda dpo, u: logistic(u)),
+    "sigmoid_norm": _by_difference(lambda dpo, u: logistic(u), by_length=True),
+    "hinge": _by_difference(lambda dpo, u: hinge(u)),
     "ipo": _ipo,
     "exo_pair": _by_difference(_exo_pair),
     "robust": _by_difference(_robust),
@@ -524,174 +327,6 @@ _DPO_LOSSES: Mapping[str, _DPOLoss] = {
 _OF_RATIOS = frozenset(
     ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "aot", "aot_unpaired")
 )
-
-
-def _tilted(answers: _Answers, by_length: bool, alpha: float) -> _Scores:
-    """The reward (1 - exp(-alpha x)) / alpha of AlphaPO (Gupta et al. 2025), where x is S, or a if
-    `by_length`. For an alpha of 0 it is x."""
-    lengths = answers.tokens if by_length else np.ones_like(answers.tokens)
-    x = answers.sums / lengths
-    if not alpha:
-        return _Scores(x, np.ones_like(x), lengths)
-    return _Scores(-np.expm1(-alpha * x) / alpha, np.exp(-alpha * x), lengths)
-
-
-@checked_dataclass
-class CPO(_Paired):
-    """Contrastive preference optimisation (Xu et al. 2024), which needs no reference.
-
-    Attributes:
-      beta: factor of the difference between chosen and rejected answers.
-      loss: with u = beta (S_w - S_l): "sigmoid", -log σ(u); "hinge", max(0, 1 - u); or "ipo",
-        (a_w - a_l - 1 / (2 beta))².
-      cpo_alpha: weight of the mean cross entropy over the chosen tokens of the batch, which is
-        added.
-      label_smoothing: the share of pairs whose answers are taken to be swapped; used by "sigmoid".
-      alpha: not 0 for the rewards of AlphaPO (Gupta et al. 2025): S, or a, becomes
-        (1 - exp(-alpha S)) / alpha.
-
-    Raises:
-      ValueError: a value is outside its range.
-    """
-
-    beta: Positive = 0.1
-    loss: Literal["sigmoid", "hinge", "ipo"] = "sigmoid"
-    cpo_alpha: _NotNegative = 1.0
-    label_smoothing: _Smoothing = 0.0
-    alpha: Annotated[float, EXACT] = 0.0
-
-    kind: ClassVar[str] = "cpo"
-
-    def _likelihood(self):
-        return self.cpo_alpha
-
-    @property
-    def rule_of_pairs(self):
-        if self.loss == "ipo" or self.alpha:
-            return None
-        if self.loss == "hinge":
-            return TokenRule(beta=self.beta, hinge=1.0)
-        smoothing = self.label_smoothing
-        return TokenRule(beta=self.beta, sigmoid=1 - smoothing, swapped=smoothing)
-
-    def _slopes(self, chosen, rejected):
-        by_length = self.loss == "ipo"
-        match self.loss:
-            case "ipo":
-                of_difference = _squared(self.beta)
-            case "hinge":
-                of_difference = _scaled(self.beta, _hinge)
-            case _:
-                of_difference = _scaled(self.beta, lambda u: _logistic(u, self.label_smoothing))
-        scores = (_tilted(answers, by_length, self.alpha) for answers in (chosen, rejected))
-        return _of_scores(of_difference, *scores)
-
-    def _rewards(self, answers):
-        return self.beta * (answers.mean if self.loss == "ipo" else answers.sums)
-
-
-@checked_dataclass
-class SimPO(_Paired):
-    """Simple preference optimisation (Meng et al. 2024): -log σ(beta (a_w - a_l) - gamma), without
-    a reference. TRL's CPOTrainer computes it as `loss_type="simpo"` with `cpo_alpha=0`.
-
-    Attributes:
-      beta: factor of the difference between chosen and rejected answers. The paper takes 2 to 2.5,
-        and TRL's default is 0.1.
-      gamma: the margin by which chosen answers shall win, TRL's `simpo_gamma`.
-      cpo_alpha: weight of the mean cross entropy over the chosen tokens of the batch, which is
-        added.
-      label_smoothing: the share of pairs whose answers are taken to be swapped.
-      alpha: not 0 for AlphaPO (Gupta et al. 2025): a becomes (1 - exp(-alpha a)) / alpha.
-
-    Raises:
-      ValueError: a value is outside its range.
-    """
-
-    beta: Positive = 2.0
-    gamma: Annotated[float, EXACT] = 0.5
-    cpo_alpha: _NotNegative = 0.0
-    label_smoothing: _Smoothing = 0.0
-    alpha: Annotated[float, EXACT] = 0.0
-
-    kind: ClassVar[str] = "simpo"
-
-    def _likelihood(self):
-        return self.cpo_alpha
-
-    @property
-    def rule_of_pairs(self):
-        if self.alpha:
-            return None
-        return TokenRule(
-            beta=self.beta,
-            gamma=self.gamma,
-            by_length=1.0,
-            sigmoid=1 - self.label_smoothing,
-            swapped=self.label_smoothing,
-        )
-
-    def _slopes(self, chosen, rejected):
-        of_difference = _scaled(
-            self.beta, lambda u: _logistic(u - self.gamma, self.label_smoothing)
-        )
-        scores = (_tilted(answers, True, self.alpha) for answers in (chosen, rejected))
-        return _of_scores(of_difference, *scores)
-
-    def _rewards(self, answers):
-        return self.beta * answers.mean
-
-
-@checked_dataclass
-class ORPO(_Paired):
-    """Odds-ratio preference optimisation (Hong et al. 2024), without a reference: the mean cross
-    entropy over the chosen tokens of the batch, plus -beta log σ(log odds_w - log odds_l) with
-    odds = exp(a) / (1 - exp(a)).
-
-    TRL's cross entropy includes the tokens of the prompt.
-
-    Attributes:
-      beta: weight of the odds ratio, lambda in the paper.
-
-    Raises:
-      ValueError: a value is outside its range.
-    """
-
-    beta: Positive = 0.1
-
-    kind: ClassVar[str] = "orpo"
-
-    @property
-    def compared(self):
-        return *super().compared, "log_odds_ratio", "log_odds_chosen"
-
-    def _likelihood(self):
-        return 1.0
-
-    def _slopes(self, chosen, rejected):
-        w, l = chosen.mean, rejected.mean  # noqa: E741
-        loss, slope = _logistic(_log_odds(w) - _log_odds(l))
-        # σ(-difference) / (1 - exp(w)), also for an answer of probability 1, whose odds are
-        # infinite.
-        of_chosen = -self.beta / (-np.expm1(w) + np.exp(w - _log_odds(l)))
-        of_rejected = self.beta * slope / np.expm1(l)
-        return _Slopes(self.beta * loss, of_chosen / chosen.tokens, of_rejected / rejected.tokens)
-
-    def _rewards(self, answers):
-        return self.beta * answers.mean
-
-    def _metrics(self, chosen, rejected):
-        difference = _log_odds(chosen.mean) - _log_odds(rejected.mean)
-        return super()._metrics(chosen, rejected) | {
-            "log_odds_ratio": float(log_expit(difference).mean()),
-            "log_odds_chosen": float(difference.mean()),
-        }
-
-
-def _log_odds(a: Pairs) -> Pairs:
-    # Of two expressions for log(1 - exp(a)), each is exact where the other one is not.
-    complement = np.where(a > -np.log(2), np.log(-np.expm1(a)), np.log1p(-np.exp(a)))
-    return a - complement
 
 
 @checked_dataclass
@@ -719,8 +354,8 @@ class KTO(Objective):
 
     beta: Positive = 0.1
     loss: Literal["kto", "apo_zero_unpaired"] = "kto"
-    desirable_weight: _NotNegative = 1.0
-    undesirable_weight: _NotNegative = 1.0
+    desirable_weight: NotNegative = 1.0
+    undesirable_weight: NotNegative = 1.0
 
     kind: ClassVar[str] = "kto"
     records: ClassVar[Records] = "labels"
