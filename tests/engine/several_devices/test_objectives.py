@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxmux.engine import TaskProgress
-from jaxmux.objectives import DPO, Policy
+from jaxmux.objectives import DPO, KTO, Policy
 from jaxmux.planner.devices import Stage
 
 TP2, DP2, DP2_TP2 = Stage(tp=2), Stage(dp=2), Stage(dp=2, tp=2)
@@ -20,6 +20,7 @@ def tasks(make_paired, make_task, make_rollouts):
         make_task("sft", steps=3),
         make_rollouts("rollouts", Policy("ppo", kl_coef=0.3)),
         make_paired("one-pass", DPO(0.5), dropout=0.2),
+        make_paired("labels", KTO(0.5), steps=3),
     )
 
 
@@ -35,7 +36,7 @@ def test_a_pipeline_keeps_the_bits_of_one_device(
     """A pipeline begins its rounds earlier, so tasks that wait for their reference begin later."""
     first, updates = expected
     engine = make_engine(*tasks, layers=(2, 2))
-    assert [task.pairs_fit(engine.options.shape) for task in tasks] == [False] * 3 + [True]
+    assert [task.pairs_fit(engine.options.shape) for task in tasks] == [False] * 3 + [True, False]
     for name, found in train(engine).items():
         of_rounds = [update.round for update in updates[name]]
         assert [
