@@ -165,29 +165,40 @@ def test_what_training_would_warn_of_is_told(tmp_path, capsys):
     assert f"the text of 1 record spells special tokens such as {eos!r}" in said
 
 
+def one_task(folder, name, records, objective, batch_size):
+    """Writes the records of a task, and a config that trains two epochs of them."""
+    (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    config = folder / f"{name}.gin"
+    config.write_text(
+        f"""
+        fine_tune.backbone = "jaxmux:demo/base"
+        fine_tune.tasks = [@Task()]
+        Task.name = "{name}"
+        Task.data = "{folder}/{name}.jsonl"
+        Task.objective = @{objective}()
+        Task.epochs = 2
+        Task.batch_size = {batch_size}
+        """
+    )
+    return config
+
+
+def words_shown(capsys):
+    """The words of what has been printed, of which no line is too long for a terminal."""
+    shown = capsys.readouterr().out
+    assert max(map(len, shown.splitlines())) <= 80
+    return " ".join(shown.split())
+
+
 def test_records_of_preferences_are_shown_and_counted_as_pairs(tmp_path, capsys):
     pairs = [
         {"prompt": f"Max is {n}.", "chosen": " Why?" * (1 + n), "rejected": " No."}
         for n in range(5)
     ]
     pairs.append({"prompt": "Max", "chosen": " sings.", "rejected": " sings."})
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    config = tmp_path / "pairs.gin"
-    config.write_text(
-        f"""
-        fine_tune.backbone = "jaxmux:demo/base"
-        fine_tune.tasks = [@Task()]
-        Task.name = "pairs"
-        Task.data = "{tmp_path}/pairs.jsonl"
-        Task.objective = @DPO()
-        Task.epochs = 2
-        Task.batch_size = 4
-        """
-    )
+    config = one_task(tmp_path, "pairs", pairs, "DPO", batch_size=4)
     assert main([f"--gin_file={config}", "--samples=1"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
+    words = words_shown(capsys)
     assert (
         "task pairs: 6 pairs in an epoch, 0 held out, 4 steps of 4 pairs are 2.00 epochs" in words
     )
@@ -208,23 +219,9 @@ def test_labelled_answers_are_shown_with_their_labels(tmp_path, capsys):
         {"prompt": f"Max is {n}.", "completion": " Why?" * (1 + n % 2), "label": n > 0}
         for n in range(4)
     ]
-    (tmp_path / "labels.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    config = tmp_path / "labels.gin"
-    config.write_text(
-        f"""
-        fine_tune.backbone = "jaxmux:demo/base"
-        fine_tune.tasks = [@Task()]
-        Task.name = "labels"
-        Task.data = "{tmp_path}/labels.jsonl"
-        Task.objective = @KTO()
-        Task.epochs = 2
-        Task.batch_size = 2
-        """
-    )
+    config = one_task(tmp_path, "labels", records, "KTO", batch_size=2)
     assert main([f"--gin_file={config}", "--samples=2"]) == 0
-    shown = capsys.readouterr().out
-    assert max(map(len, shown.splitlines())) <= 80
-    words = " ".join(shown.split())
+    words = words_shown(capsys)
     assert "task labels: 4 answers in an epoch, 0 held out, 4 steps of 2 answers" in words
     assert "divided by undesirable_weight times 1 undesirable ones, is 3;" in words
     assert "answer 1, undesirable" in words and "answer 2, desirable" in words

@@ -127,16 +127,7 @@ def make_rollouts(make_task):
     def make(name, objective, **fields):
         fields = {"optimizer": SGD(0.05), "steps": 3} | fields
         prepared = make_task(name, samples=12, lengths=(5, 60), **fields)
-        rng = np.random.default_rng(8)
-        samples = [
-            sample._replace(
-                values={
-                    "logprobs": rng.normal(-5, 1, len(sample.input_ids)).astype(np.float32),
-                    "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
-                }
-            )
-            for sample in prepared.samples.samples
-        ]
+        samples = as_rollouts(prepared.samples.samples, seed=8, mean=-5, deviation=1)
         task = dataclasses.replace(prepared.task, objective=objective)
         return dataclasses.replace(
             prepared,
@@ -227,6 +218,20 @@ def random_samples(seed: int, count: int, lengths: tuple[int, int]) -> list[Samp
         ids = rng.integers(CONFIG.vocab_size, size=length).astype(np.int32)
         samples.append(Sample(ids, np.arange(length) >= min(3, length - 1), i))
     return samples
+
+
+def as_rollouts(samples, seed: int, mean: float, deviation: float) -> list[Sample]:
+    """Samples with normal log-probabilities of their tokens, and a normal advantage each."""
+    rng = np.random.default_rng(seed)
+    return [
+        sample._replace(
+            values={
+                "logprobs": rng.normal(mean, deviation, len(sample.input_ids)).astype(np.float32),
+                "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
+            }
+        )
+        for sample in samples
+    ]
 
 
 @pytest.fixture(scope="session")

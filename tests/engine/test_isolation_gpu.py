@@ -24,6 +24,7 @@ from jaxmux.peft import Adapter
 from jaxmux.planner.costs import PoolSpec
 from jaxmux.planner.packing import ShapeClass
 from jaxmux.profiling import random_task
+from tests.engine.conftest import as_rollouts
 
 pytestmark = pytest.mark.gpu
 
@@ -235,16 +236,7 @@ def rollout_task(case: Case) -> PreparedTask:
     """A task of rollouts, four in a global batch, whose token losses the device computes."""
     policy = Policy("ppo", kl_coef=0.1)
     made = make_task("own", case, 400, 8, 16, seed=1, objective=policy, batch_size=4)
-    rng = np.random.default_rng(0)
-    samples = [
-        sample._replace(
-            values={
-                "logprobs": rng.normal(-6, 0.3, len(sample.input_ids)).astype(np.float32),
-                "advantages": np.full(len(sample.input_ids), rng.normal(), np.float32),
-            }
-        )
-        for sample in made.samples.samples
-    ]
+    samples = as_rollouts(made.samples.samples, seed=0, mean=-6, deviation=0.3)
     return dataclasses.replace(
         made,
         samples=made.samples._replace(samples=samples),

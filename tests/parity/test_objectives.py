@@ -286,7 +286,24 @@ def implicit_chats(rng):
     return {name: prompt + answer(rng) for name in ("chosen", "rejected")}
 
 
-# By file: what makes a record, and the most tokens of a sample.
+def read(jaxmux, folder, backbone, records, options):
+    """The samples that jaxmux reads from records."""
+    write(folder / "records.jsonl", records)
+    files = {"records.jsonl": options}
+    return jaxmux("preferences", folder, {"tokenizer": backbone, "files": files})["records.jsonl"]
+
+
+def samples_of(batch, prefix=""):
+    """The samples of a batch that a collator of TRL has padded."""
+    names = "input_ids", "attention_mask", "completion_mask"
+    found = []
+    for ids, attended, target in zip(*(batch[prefix + name] for name in names), strict=True):
+        kept = attended.bool()
+        found.append({"ids": ids[kept].tolist(), "target": target[kept].bool().tolist()})
+    return found
+
+
+# By form: what makes a record, and the most tokens of a sample.
 FORMS = {
     "explicit": (explicit_texts, 200),
     "implicit": (implicit_texts, 200),
@@ -302,10 +319,8 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     make, most = FORMS[form]
     rng = random.Random(1)
     records = [make(rng) for _ in range(10)]
-    file = f"{form}.jsonl"
-    write(tmp_path / file, records)
     options = {"max_length": most, "records": "pairs"}
-    found = jaxmux("preferences", tmp_path, {"tokenizer": backbone, "files": {file: options}})[file]
+    found = read(jaxmux, tmp_path, backbone, records, options)
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
     trainer = DPOTrainer(
         model=small_llama(len(tokenizer)),
@@ -318,11 +333,7 @@ def test_tokens_and_targets_of_pairs_are_those_of_trl(form, jaxmux, backbone, tm
     )
     wanted = []
     for pair in trainer.train_dataset:
-        batch = trainer.data_collator([pair])
-        names = "input_ids", "attention_mask", "completion_mask"
-        for ids, attended, target in zip(*(batch[name] for name in names), strict=True):
-            kept = attended.bool()
-            wanted.append({"ids": ids[kept].tolist(), "target": target[kept].bool().tolist()})
+        wanted += samples_of(trainer.data_collator([pair]))
     assert found == wanted and found
     # Some sample is cut.
     assert form != "cut" or any(len(sample["ids"]) == most for sample in found)
@@ -332,7 +343,7 @@ def labelled_chats(rng):
     return {"prompt": chat(rng), "completion": answer(rng), "label": rng.random() < 0.5}
 
 
-# By file: what makes a record, and the most tokens of a sample. TRL divides the answers of pairs:
+# By form: what makes a record, and the most tokens of a sample. TRL divides the answers of pairs:
 # all chosen ones come first.
 LABELLED_FORMS = {
     "labelled": (labelled_texts, 200),
@@ -348,10 +359,8 @@ def test_tokens_and_targets_of_labelled_answers_are_those_of_trl(form, jaxmux, b
     rng = random.Random(3)
     # The last one of three batches is smaller.
     records = [make(rng) for _ in range(8 if form == "pairs" else 11)]
-    file = f"{form}.jsonl"
-    write(tmp_path / file, records)
     options = {"max_length": most, "records": "labels", "mismatched_in": 4}
-    found = jaxmux("preferences", tmp_path, {"tokenizer": backbone, "files": {file: options}})[file]
+    found = read(jaxmux, tmp_path, backbone, records, options)
     if form == "pairs":
         found = [found[4 * i + n] for first in (0, 2) for i in range(8) for n in (first, first + 1)]
     tokenizer = transformers.AutoTokenizer.from_pretrained(backbone)
@@ -373,9 +382,7 @@ def test_tokens_and_targets_of_labelled_answers_are_those_of_trl(form, jaxmux, b
     for record in trainer.train_dataset:
         batch = trainer.data_collator([record])
         for prefix in ("", "KL_"):
-            names = "input_ids", "attention_mask", "completion_mask"
-            ((ids, attended, target),) = zip(*(batch[prefix + n] for n in names), strict=True)
-            kept = attended.bool()
-            wanted.append({"ids": ids[kept].tolist(), "target": target[kept].bool().tolist()})
+            (sample,) = samples_of(batch, prefix)
+            wanted.append(sample)
     assert found == wanted and found
     assert form != "cut" or any(len(sample["ids"]) == most for sample in found[::2])
