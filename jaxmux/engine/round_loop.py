@@ -413,7 +413,7 @@ class RoundLoop:
         live = self._live(after=current)
         tasks = {n: self._slots[n].prepared for n in live}
         paired = paired_slots(tasks, self._executor.replicas, self.options.packing)
-        if waiting_slots(tasks, paired) or current.scored - current.ends:
+        if waiting_slots(tasks, paired) or current.waiting - current.ends:
             # The terms of its losses may depend on the updates of this round.
             return None
         return self._position.plan_following(live)
@@ -422,10 +422,10 @@ class RoundLoop:
         """Completes the terms of the losses of tasks whose objectives wait for log-probabilities,
         and puts their microbatches onto the devices. The present log-probabilities of a global
         batch are computed before its first turn, with the dropout masks of the step."""
-        if not plan.scored:
+        if not plan.waiting:
             return plan
         updated = plan.ends.difference(*(update.slots for update in plan.updates))
-        waiting = plan.scored - updated
+        waiting = plan.waiting - updated
         slots = {n: self._slots[n] for n in plan.steps if n in waiting and n in self._slots}
         scored = {
             n: slot

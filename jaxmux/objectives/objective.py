@@ -186,12 +186,6 @@ class Objective:
         return log_probs if self.by_token else self.sums(log_probs)
 
     @property
-    def waits(self) -> bool:
-        """Whether a global batch can be trained only when the host knows log-probabilities, unless
-        it is trained by `rule_of_pairs`."""
-        return self.needs_log_probs or self.needs_reference
-
-    @property
     def rule(self) -> TokenRule:
         """The losses of tokens that the devices compute."""
         return CROSS_ENTROPY

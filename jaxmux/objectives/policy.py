@@ -257,15 +257,15 @@ class Policy(Objective):
             ratio = np.exp((np.bincount(sequence, difference) / lengths)[sequence])
             loss, slope = surrogate(np, self._rule, lp, difference, ratio, a)
         loss, slope = np.where(a != 0, loss, 0.0), np.where(a != 0, slope, 0.0)
-        k, (of_divergence, own), through_ratio = divergence(
+        k, (of_divergence, direct), through_ratio = divergence(
             np, self._rule, lp, ratio, terms.reference
         )
         loss, slope = loss + of_divergence, slope + through_ratio
         if self.level == "sequence":
             through_mean = np.bincount(sequence, terms.weight * slope) / lengths
-            slopes = terms.weight * own + through_mean[sequence]
+            slopes = terms.weight * direct + through_mean[sequence]
         else:
-            slopes = terms.weight * (own + slope)
+            slopes = terms.weight * (direct + slope)
         sums = [each.sum() for each in sums_of(np, self._rule, ratio, a, k)]
         return np.array([(terms.weight * loss).sum(), *sums]), slopes
 

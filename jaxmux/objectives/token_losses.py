@@ -174,10 +174,10 @@ def token_losses(xp: ModuleType, rule: TokenRule, lp: Any, terms: TokenTerms) ->
     a, difference = terms.advantage, log_ratio(xp, lp, terms.sampled)
     ratio = xp.exp(difference)
     loss, slope = surrogate(xp, rule, lp, difference, ratio, a)
-    k, (of_divergence, own), through_ratio = divergence(xp, rule, lp, ratio, terms.reference)
+    k, (of_divergence, direct), through_ratio = divergence(xp, rule, lp, ratio, terms.reference)
     # A token without an advantage has no loss, although its ratio may be infinite.
     loss = xp.where(a != 0, loss, 0.0) + of_divergence
-    slope = xp.where(a != 0, slope, 0.0) + own + through_ratio
+    slope = xp.where(a != 0, slope, 0.0) + direct + through_ratio
     is_plain = rule.surrogate == SURROGATES.index("cross_entropy")
     metrics = (xp.where(is_plain, 0.0, x) for x in sums_of(xp, rule, ratio, a, k))
     weight = terms.weight * xp.where(is_plain, 1.0, -slope)

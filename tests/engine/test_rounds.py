@@ -108,7 +108,7 @@ def test_the_answers_of_a_pair_follow_each_other_in_a_row(seed, most_tokens):
     trained = Counter()
     for plan in rounds:
         assert plan.paired == plan.steps.keys() & {1, 2}
-        assert plan.scored == plan.steps.keys() & {1}
+        assert plan.waiting == plan.steps.keys() & {1}
         for packed in plan.microbatches:
             shape = inputs[packed.replica].shape
             rows = Counter((text.shard, text.row) for text in packed.texts)

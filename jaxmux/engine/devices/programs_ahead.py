@@ -16,6 +16,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.sharding import PlacedBackbone, only_compiling
 
 from ..engine_options import EngineOptions, EngineSize
+from ..rounds.rounds import paired_slots, waiting_slots
 from ..state.slots import pool_of
 from ..state.stored_state import StoredState
 from ..state.updates import no_updates
@@ -82,7 +83,9 @@ class ProgramsAhead:
                 ahead._rounds += [ahead._submit(programs), ahead._submit(updates)]
 
         ahead._start_rounds = start_rounds
-        if any(task.eval_samples or task.task.objective.waits for task in tasks):
+        by_number = dict(enumerate(tasks))
+        paired = paired_slots(by_number, executor.replicas, options.packing)
+        if any(task.eval_samples for task in tasks) or waiting_slots(by_number, paired):
             ahead._evaluation.append(ahead._submit(executor.warm_up_evaluation))
         if jax.default_backend() == "gpu" or not ahead._evaluation:
             start_rounds()

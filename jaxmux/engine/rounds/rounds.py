@@ -5,7 +5,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import zip_longest
+from itertools import batched, zip_longest
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
@@ -22,7 +22,7 @@ from jaxmux.planner.costs.pool_spec import PoolSpec
 from jaxmux.planner.devices import ONE_DEVICE, Replica
 from jaxmux.planner.packing import Members, Placement, ShapeClass, pack_round
 
-from ..tasks.prepared_task import PreparedTask
+from ..tasks.prepared_task import PreparedTask, unit_lengths
 
 # The microbatches of all data shards, on the devices that read them: arrays on one device, or on
 # the devices of each stage.
@@ -131,7 +131,7 @@ class RoundPlan(NamedTuple):
       samples: by slot, number of samples in the task's global batch.
       recorded: by slot, what the records of the task's global batch say.
       paired: the slots whose pairs are trained in one pass, by `Objective.rule_of_pairs`.
-      scored: the slots whose losses depend on log-probabilities, of the task's present adapter or
+      waiting: the slots whose losses depend on log-probabilities, of the task's present adapter or
         of its reference, that the host must know.
     """
 
@@ -148,7 +148,7 @@ class RoundPlan(NamedTuple):
     samples: dict[int, int]
     recorded: Mapping[int, Recorded | None]
     paired: frozenset[int] = frozenset()
-    scored: frozenset[int] = frozenset()
+    waiting: frozenset[int] = frozenset()
 
     def trained_turns(self, microbatches: Iterable[int]) -> list[int]:
         """Of the slots whose global batches continue in the next round, those whose turns are
@@ -437,7 +437,10 @@ def shares_of_replicas(
     if dispatch is None:
         return [samples]
     units = {slot: _units(indices, slot in paired) for slot, indices in samples.items()}
-    lengths = {slot: _unit_lengths(batches[slot], of_slot) for slot, of_slot in units.items()}
+    lengths = {
+        slot: unit_lengths([batches[slot][i] for i in unit] for unit in of_slot)
+        for slot, of_slot in units.items()
+    }
     return [
         {
             slot: [i for unit in indices for i in units[slot][unit]]
@@ -447,14 +450,9 @@ def shares_of_replicas(
     ]
 
 
-def _units(samples: Sequence[int], paired: bool) -> list[Sequence[int]]:
+def _units(samples: Sequence[int], paired: bool) -> list[tuple[int, ...]]:
     """Indices of the samples that are packed together: of two answers, or of one sample."""
-    members = 2 if paired else 1
-    return [samples[i : i + members] for i in range(0, len(samples), members)]
-
-
-def _unit_lengths(batch: Sequence[Sample], units: Sequence[Sequence[int]]) -> list[int]:
-    return [sum(batch[i].stream_length for i in unit) for unit in units]
+    return list(batched(samples, 2 if paired else 1))
 
 
 def all_samples(batches: Mapping[int, Sequence[Sample]]) -> SampleIndices:
@@ -553,7 +551,7 @@ def _pack_shards(
             slot: _units(share.get(slot, ()), slot in paired)[shard::shards] for slot in batches
         }
         lengths = {
-            slot: _unit_lengths(batches[slot], of_slot)
+            slot: unit_lengths([batches[slot][i] for i in unit] for unit in of_slot)
             for slot, of_slot in units.items()
             if of_slot
         }
@@ -707,7 +705,8 @@ class Turns:
         paired = slot in self._paired and self._broken.get(slot) != step
         units, members = _units(trained, paired), 2 if paired else 1
         least = members * self._least_tokens
-        lengths = [max(length, least) for length in _unit_lengths(batch, units)]
+        lengths = unit_lengths([batch[i] for i in unit] for unit in units)
+        counted = [max(length, least) for length in lengths]
         return [
             Turn(
                 step,
@@ -716,7 +715,7 @@ class Turns:
                 part.stop == len(units),
                 paired,
             )
-            for part in divide(lengths, self._most_tokens)
+            for part in divide(counted, self._most_tokens)
         ]
 
 

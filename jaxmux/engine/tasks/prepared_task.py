@@ -13,6 +13,7 @@ import math
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import batched
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -263,14 +264,13 @@ class BatchLengths(Sequence[list[int]]):
         known = _LENGTHS.setdefault(self.batches, {})
         if (at := (step, self._members)) not in known:
             batch = self._objective.trained(self.batches[step])
-            known[at] = lengths_together(batch, self._members)
+            known[at] = unit_lengths(batched(batch, self._members))
         return known[at]
 
 
-def lengths_together(samples: Sequence[Sample], members: int = 1) -> list[int]:
-    """The stream lengths of samples, or of each `members` consecutive ones together."""
-    lengths = [sample.stream_length for sample in samples]
-    return [sum(lengths[i : i + members]) for i in range(0, len(lengths), members)]
+def unit_lengths(units: Iterable[Sequence[Sample]]) -> list[int]:
+    """The stream length of each unit of samples, which follow each other in a row."""
+    return [sum(sample.stream_length for sample in unit) for unit in units]
 
 
 # An arbitrary mesh that divides linears along both axes.
